@@ -1,0 +1,357 @@
+"""A dataclass for every block of a training YAML, in LLM Foundry's words; values and defaults, nothing else.
+
+`load.py` fills these from files and `key=value` arguments and checks them; everybody else only reads
+them. They are frozen: what was validated once, before any device was touched, stays true.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+TIME_UNITS = ("ba", "ep", "sp", "tok")
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A span of training: `4800ba`, `1ep`, `2.5e9tok`, `1000sp`, or a fraction of the run, `0.1dur`."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str | int) -> "Duration":
+        """Read `4800ba`; a bare integer counts epochs, as in Composer. Raises ValueError."""
+        if isinstance(text, int) and not isinstance(text, bool):
+            return cls(text, "ep")
+        match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*(ba|ep|sp|tok|dur)\s*", str(text))
+        if match is None:
+            raise ValueError(f"a number with a unit, {', '.join(TIME_UNITS)} or dur, such as 4800ba")
+        value = float(match[1].replace("_", ""))
+        if match[2] != "dur" and value != int(value):
+            raise ValueError(f"a whole number of {match[2]}")
+        return cls(value if match[2] == "dur" else int(value), match[2])
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.unit}"
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AttentionConfig:
+    attn_type: str = "multihead_attention"
+    """multihead_attention"""
+    attn_pdrop: float = 0.0
+    """Dropout of attention probabilities, 0 to 1."""
+    attn_impl: str = "auto"
+    """auto, sdpa, or LLM Foundry's torch and flash, which name the same mathematics."""
+    qk_ln: bool = False
+    """LayerNorm over the whole of q and of k, before heads are split."""
+    clip_qkv: float | None = None
+    """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
+    softmax_scale: float | None = None
+    """Default 1/sqrt(head dimension)."""
+    alibi: bool = False
+    """Linear distance bias instead of learned positions."""
+    alibi_bias_max: int = 8
+    """The steepest slope is 2**-(alibi_bias_max / heads)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FFNConfig:
+    ffn_type: str = "mptmlp"
+    """mptmlp"""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class InitConfig:
+    name: str = "kaiming_normal_"
+    """kaiming_normal_, kaiming_uniform_, xavier_normal_, xavier_uniform_, small_init_, neox_init_, baseline_, default_"""
+    fan_mode: str = "fan_in"
+    """fan_in or fan_out (kaiming)."""
+    init_nonlinearity: str = "relu"
+    """For kaiming's gain: relu, leaky_relu, linear, tanh, sigmoid, selu."""
+    init_div_is_residual: int | float | bool | str = True
+    """Divide the weights that write into the residual stream: true for sqrt(2 * n_layers), or by a number."""
+    emb_init_std: float | None = None
+    """Embeddings from N(0, std) instead of the scheme above."""
+    emb_init_uniform_lim: Any = None
+    """Embeddings from U(-lim, lim), or U(a, b) for a pair."""
+    init_std: float | None = None
+    """Needed by baseline_."""
+    init_gain: float = 0.0
+    """kaiming's negative slope, xavier's gain (0 stands for 1)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelConfig:
+    name: str = "mpt_causal_lm"
+    """mpt_causal_lm"""
+    d_model: int = 2048
+    n_heads: int = 16
+    n_layers: int = 24
+    expansion_ratio: int | float = 4
+    """Width of the feed-forward layer over d_model."""
+    max_seq_len: int = 2048
+    """Tokens."""
+    vocab_size: int = 50368
+    """Rows of the embedding; at least the tokenizer's."""
+    resid_pdrop: float = 0.0
+    emb_pdrop: float = 0.0
+    learned_pos_emb: bool = True
+    """Ignored, as in LLM Foundry, when attn_config.alibi is on."""
+    attn_config: AttentionConfig = field(default_factory=AttentionConfig)
+    ffn_config: FFNConfig = field(default_factory=FFNConfig)
+    init_config: InitConfig = field(default_factory=InitConfig)
+    init_device: str = "meta"
+    """meta, cpu or mixed: accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
+    logit_scale: float | str | None = None
+    """A number, or inv_sqrt_d_model."""
+    no_bias: bool = False
+    norm_type: str = "low_precision_layernorm"
+    """layernorm (statistics in fp32) or low_precision_layernorm (in the compute precision)."""
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    loss_fn: str = "auto"
+    """auto, or LLM Foundry's fused_crossentropy and torch_crossentropy: all are the same chunked loss here."""
+
+    @property
+    def uses_learned_positions(self) -> bool:
+        return self.learned_pos_emb and not self.attn_config.alibi
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        return int(self.d_model * self.expansion_ratio)
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TokenizerConfig:
+    name: str
+    """A local folder, or a name on the Hub."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """LLM Foundry's options; only model_max_length is used by anything (a check against max_seq_len)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StreamConfig:
+    local: str | None = None
+    remote: str | None = None
+    split: str | None = None
+    proportion: float | None = None
+    """Share of this stream in an epoch; given for all streams or for none."""
+    repeat: float | None = None
+    """Times this stream is seen in an epoch."""
+    choose: int | None = None
+    """Samples of this stream in an epoch."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TextDatasetConfig:
+    local: str | None = None
+    """Folder of an MDS data set, or where a remote one is cached."""
+    remote: str | None = None
+    split: str | None = None
+    streams: dict[str, StreamConfig] = field(default_factory=dict)
+    """Several data sets, mixed; keys are names of your choice."""
+    shuffle: bool = False
+    shuffle_seed: int = 9176
+    shuffle_block_size: int | None = None
+    """Samples shuffled together, over the whole world; default 4,000,000."""
+    max_seq_len: int | None = None
+    """Tokens; default: the run's."""
+    epoch_size: int | str | None = None
+    predownload: int | None = None
+    cache_limit: int | str | None = None
+    """Bytes, or 100gb."""
+    download_retry: int = 2
+    download_timeout: float = 60
+    """Seconds."""
+    validate_hash: str | None = None
+    keep_zip: bool = False
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoaderConfig:
+    name: str = "text"
+    """text, or python:package.module:function, which is called with this block and must return a DataLoader."""
+    dataset: TextDatasetConfig = field(default_factory=TextDatasetConfig)
+    drop_last: bool = True
+    """Evaluation never drops a sample, whatever this says."""
+    num_workers: int = 0
+    """Processes per rank that read and decode."""
+    pin_memory: bool = True
+    prefetch_factor: int | None = None
+    persistent_workers: bool = True
+    timeout: float = 0
+    """Seconds to wait for a worker; 0 waits for ever."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """For python: loaders."""
+
+
+# ------------------------------------------------------------------------------------------- training
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OptimizerConfig:
+    name: str
+    """decoupled_adamw, adamw, lion, decoupled_lionw, or python:package.module:Class."""
+    lr: float
+    betas: tuple[float, float] | None = None
+    """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled optimizers: multiplied by lr/initial lr alone; the others: by lr."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """For python: optimizers."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SchedulerConfig:
+    name: str
+    """constant_with_warmup, cosine_with_warmup, linear_decay_with_warmup, inv_sqrt_with_warmup"""
+    t_warmup: str | int = "0ba"
+    """Linear warm-up from 0."""
+    alpha_i: float = 1.0
+    """linear: the multiplier after warm-up."""
+    alpha_f: float = 0.0
+    """cosine, linear: the multiplier at t_max. inv_sqrt: at the end of the cool-down."""
+    t_max: str | int = "1dur"
+    t_scale: str | int | None = None
+    """inv_sqrt: the time scale; default t_warmup, or 1ba."""
+    t_cooldown: str | int = "0ba"
+    """inv_sqrt: linear decay over the last span of the run."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GradientClippingConfig:
+    clipping_type: str = "norm"
+    """norm or value"""
+    clipping_threshold: float = 1.0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AlgorithmsConfig:
+    gradient_clipping: GradientClippingConfig | None = None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FSDPConfig:
+    sharding_strategy: str = "FULL_SHARD"
+    """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD"""
+    mixed_precision: str = "DEFAULT"
+    """PURE: parameters, residual stream and gradient reduction in the compute precision. DEFAULT: gradients are
+    reduced in fp32. FULL: parameters and residual stream in fp32, matrix products in the compute precision."""
+    data_parallel_shard_degree: int | None = None
+    """HYBRID_SHARD: devices that share one copy of the model; default: the devices of a node."""
+    activation_checkpointing: bool = False
+    activation_checkpointing_reentrant: bool = False
+    activation_cpu_offload: bool = False
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SpeedMonitorConfig:
+    window_size: int = 100
+    """Batches over which throughput is averaged."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class NoOptions:
+    """A callback that takes none."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CallbacksConfig:
+    speed_monitor: SpeedMonitorConfig = field(default_factory=SpeedMonitorConfig)
+    lr_monitor: NoOptions | None = None
+    memory_monitor: NoOptions | None = None
+    runtime_estimator: NoOptions | None = None
+    """These three are always on; naming them is allowed."""
+    extra: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """python:package.module:Class -> keyword arguments."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WandbConfig:
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None
+    """Default: the run name."""
+    tags: list[str] = field(default_factory=list)
+    init_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TensorboardConfig:
+    log_dir: str | None = None
+    """Default: <run directory>/tensorboard."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoggersConfig:
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainConfig:
+    """A training run. Precedence: these defaults < YAML files, in order < key=value arguments."""
+
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    train_loader: LoaderConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    max_duration: str | int
+    """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
+    global_train_batch_size: int
+    """Samples, over all devices."""
+    max_seq_len: int
+    """Tokens."""
+
+    run_name: str
+    """Default: $RUN_NAME, else the first YAML file's name."""
+    run_folder: str
+    """Default: runs/<run_name>. Always local."""
+    seed: int = 17
+    precision: str = "amp_bf16"
+    """fp32, amp_bf16, amp_fp16"""
+    eval_loader: LoaderConfig | None = None
+    eval_interval: str | int = 1
+    """A span; a bare integer counts epochs; 0 never evaluates."""
+    eval_first: bool = False
+    eval_subset_num_batches: int = -1
+    """Global batches of device_eval_batch_size times the world size; -1 for all."""
+    device_eval_batch_size: int = 1
+    device_train_microbatch_size: int | None = None
+    """Samples; default: the device's whole batch."""
+    accumulate_train_batch_on_tokens: bool = True
+    algorithms: AlgorithmsConfig = field(default_factory=AlgorithmsConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    loggers: LoggersConfig = field(default_factory=LoggersConfig)
+    fsdp_config: FSDPConfig | None = None
+    """null: every device holds the whole model (NO_SHARD)."""
+    on_non_finite: str = "stop"
+    """stop, or skip: what to do with a batch whose loss or gradient is not finite."""
+    max_skipped_batches: int = 100
+    """skip gives up after this many batches of one launch."""
+    compile_config: dict[str, Any] | None = None
+    """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
+    dist_timeout: float = 600.0
+    """Seconds a collective may take."""
+    progress_bar: bool = False
+    log_to_console: bool = True
+    console_log_interval: str | int = "1ba"
+    export_at_end: bool = True
+    """Write <run directory>/huggingface when the run is done and plain transformers can read the model."""
+    python_log_level: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""Fresh weights as a function of (seed, parameter name, index): the same on every world size and device.
+
+Each parameter is a sequence of blocks of BLOCK numbers; block i of parameter n is what numpy's Philox
+generator, keyed by (seed, n) and started at counter i, draws. A rank makes the blocks that overlap its shard
+and no others, on the CPU, so that no device's own generator or `log` decides a single bit.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llmfoundry_lite.config.schema import InitConfig, ModelConfig
+from llmfoundry_lite.models.mpt import MPT, LayerNorm
+
+BLOCK = 1 << 16
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+"""(generator, count) -> fp32 numbers."""
+
+
+@torch.no_grad()
+def initialise_weights(model: MPT, seed: int) -> None:
+    """Fill every parameter of a materialised model, sharded or not, by the scheme of its `init_config`."""
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}"
+            if isinstance(module, LayerNorm):
+                _local(parameter).fill_(1.0 if name == "weight" else 0.0)
+            elif name == "bias" and model.config.init_config.name != "default_":
+                _local(parameter).zero_()
+            else:
+                _fill(parameter, _scheme(module, full_name, parameter.shape, model.config), seed, full_name)
+
+
+def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str) -> None:
+    rows, offset, shape = _own_rows(parameter)
+    if rows == 0:
+        return
+    row_size = math.prod(shape[1:])
+    start, stop = offset * row_size, (offset + rows) * row_size
+    values = np.concatenate([_block(draw, seed, name, i) for i in range(start // BLOCK, -(-stop // BLOCK))])
+    first = start - start // BLOCK * BLOCK
+    local = _local(parameter)
+    local.copy_(torch.from_numpy(values[first : first + stop - start]).view(local.shape))
+
+
+def _block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
+    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    # Philox's 256-bit counter moves in its lowest word while drawing; the highest one tells blocks apart.
+    bits = np.random.Philox(key=np.frombuffer(key, dtype=np.uint64), counter=[0, 0, 0, index])
+    return draw(np.random.Generator(bits), BLOCK)
+
+
+def _own_rows(parameter: torch.Tensor) -> tuple[int, int, torch.Size]:
+    """(number of rows here, first row, global shape); FSDP shards the first dimension."""
+    if not isinstance(parameter, DTensor):
+        return parameter.shape[0], 0, parameter.shape
+    local_shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    assert tuple(local_shape[1:]) == tuple(parameter.shape[1:]), "only rows are sharded"
+    return local_shape[0], offset[0], parameter.shape
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# --------------------------------------------------------------------------------------------- the schemes
+
+
+def _scheme(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig) -> Draw:
+    init = config.init_config
+    if isinstance(module, nn.Embedding):
+        if init.emb_init_std is not None:
+            return _normal(init.emb_init_std)
+        if init.emb_init_uniform_lim is not None:
+            limit = init.emb_init_uniform_lim
+            return _uniform(*limit) if isinstance(limit, list) else _uniform(-limit, limit)
+    if init.name == "default_":
+        return _torch_default(module)
+    # Wqkv is three matrices of d_model rows each; their own fans count, as in LLM Foundry.
+    fan_out, fan_in = shape[0] // 3 if ".Wqkv." in name else shape[0], shape[1]
+    divisor = _residual_divisor(config) if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0
+    return _weight_scheme(init, fan_in, fan_out, config.d_model, divisor)
+
+
+def _weight_scheme(init: InitConfig, fan_in: int, fan_out: int, d_model: int, divisor: float) -> Draw:
+    """The named scheme, scaled by 1/divisor.
+
+    kaiming: He et al. 2015; xavier: Glorot and Bengio 2010; small: Nguyen and Salazar 2019, sqrt(2 / (5 d)).
+    """
+    if init.name.startswith("kaiming"):
+        gain = nn.init.calculate_gain(init.init_nonlinearity, init.init_gain)  # type: ignore[arg-type]
+        std = gain / math.sqrt(fan_in if init.fan_mode == "fan_in" else fan_out)
+    elif init.name.startswith("xavier"):
+        std = (init.init_gain or 1.0) * math.sqrt(2.0 / (fan_in + fan_out))
+    elif init.name == "baseline_":
+        assert init.init_std is not None
+        std = init.init_std
+    else:
+        std = math.sqrt(2.0 / (5.0 * d_model))
+    std /= divisor
+    return _uniform(-math.sqrt(3.0) * std, math.sqrt(3.0) * std) if init.name.endswith("uniform_") else _normal(std)
+
+
+def _residual_divisor(config: ModelConfig) -> float:
+    value = config.init_config.init_div_is_residual
+    if config.init_config.name == "neox_init_":
+        # GPT-NeoX: 2 / (L sqrt(d)) for these weights, against small_init's sqrt(2 / (5 d)).
+        return config.n_layers / math.sqrt(10.0)
+    if value is False:
+        return 1.0
+    return math.sqrt(2.0 * config.n_layers) if value is True else float(value)
+
+
+def _torch_default(module: nn.Module) -> Draw:
+    """What torch's own layers draw: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for linear layers."""
+    if isinstance(module, nn.Linear):
+        limit = 1.0 / math.sqrt(module.in_features)
+        return _uniform(-limit, limit)
+    return _normal(1.0)
+
+
+def _normal(std: float) -> Draw:
+    return lambda generator, count: generator.standard_normal(count, dtype=np.float32) * np.float32(std)
+
+
+def _uniform(low: float, high: float) -> Draw:
+    return lambda generator, count: np.float32(low) + generator.random(count, dtype=np.float32) * np.float32(high - low)
