@@ -1,0 +1,269 @@
+"""Which sample stands at which place of which epoch: a pure function of a few integers.
+
+Owns the sample order of DESIGN's contract: mixing of streams, shuffling, lanes, the dropped remainder. It knows
+nothing of nodes, ranks, DataLoader workers or files; `text.py` asks it for the slice a worker needs.
+
+How an epoch is laid out:
+
+1. Every shard becomes *units*: one whole unit for each full repeat of its stream, and a partial unit for what is
+   left of the stream's share (a random subset of the shard, in file order).
+2. The units, permuted, stand one after another in a ring, which is turned by a random offset, so that the samples
+   dropped at the end are not the same in every epoch.
+3. The ring is cut into `num_lanes` contiguous spans, one for each sample of the global batch. A lane therefore reads
+   few shards, one after another, and whoever reads a lane downloads just those.
+4. Within a lane, blocks of `window_samples // num_lanes` samples are shuffled. Global batch k is the k-th sample of
+   every lane, so at any time the batches are drawn from a window of about `window_samples` samples.
+
+Without shuffling, the sample with global index g is the g-th in file order, and steps 2 to 4 fall away.
+
+Randomness comes from SplitMix64 (Steele, Lea, Flood 2014), evaluated at (seed, epoch, purpose, place), instead of
+`numpy.random`: there is no generator state that could depend on the order of calls, whole blocks are computed in one
+vectorised expression, and `numpy.random.Generator` may change its streams from release to release (NEP 19), which
+would change the order of a run that moves to a machine with another numpy.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Int64Array = NDArray[np.int64]
+Uint64Array = NDArray[np.uint64]
+
+DEFAULT_WINDOW_SAMPLES = 4_000_000
+"""StreamingDataset's default, there spread over the canonical nodes, here over the whole world."""
+
+NO_SAMPLE = -1
+
+_MAX_SLICE_ELEMENTS = 1 << 19
+"""How many samples are worked out at once: the working memory is about 64 bytes for each."""
+
+# What a random number is for; part of every key, so that no two uses ever share a stream.
+_SHARES, _PICKS, _UNITS, _OFFSET, _BLOCKS = range(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Everything that decides the order of a run, for all epochs."""
+
+    shard_sizes_per_stream: Sequence[Sequence[int] | Int64Array]
+    """Number of samples in each shard of each stream. Sample ids count through all of them in this order."""
+
+    choose_per_stream: Sequence[int]
+    """How many samples an epoch takes from each stream, repeats included."""
+
+    num_lanes: int
+    """The global batch size: a property of the run, never of the machines it runs on."""
+
+    seed: int
+
+    shuffle: bool
+
+    drop_last: bool = True
+    """False keeps the incomplete last batch; the places it lacks hold `NO_SAMPLE`."""
+
+    window_samples: int = DEFAULT_WINDOW_SAMPLES
+    """From how many samples the batches are drawn at any time; a larger window mixes better and reads more shards."""
+
+    def __post_init__(self) -> None:
+        assert self.num_lanes > 0 and self.window_samples > 0 and self.seed >= 0
+        assert len(self.shard_sizes_per_stream) == len(self.choose_per_stream)
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples in an epoch, before the remainder is dropped."""
+        return int(sum(self.choose_per_stream))
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches in an epoch."""
+        return self.num_samples // self.num_lanes if self.drop_last else -(-self.num_samples // self.num_lanes)
+
+    @property
+    def dropped_samples(self) -> int:
+        """Samples of an epoch that no batch holds."""
+        return self.num_samples % self.num_lanes if self.drop_last else 0
+
+    @property
+    def block_samples(self) -> int:
+        """How many consecutive samples of one lane are shuffled together."""
+        return max(1, self.window_samples // self.num_lanes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal if and only if the order is: what a checkpoint stores to recognise its data."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sizes in self.shard_sizes_per_stream:
+            digest.update(np.array([len(sizes), *sizes], "<i8").tobytes())
+        settings = [self.num_lanes, self.seed, self.shuffle, self.drop_last, self.window_samples if self.shuffle else 0]
+        digest.update(np.array([*self.choose_per_stream, *settings], "<i8").tobytes())
+        return digest.hexdigest()
+
+    def epoch(self, epoch: int) -> "EpochOrder":
+        return EpochOrder(self, epoch)
+
+
+class EpochOrder:
+    """One epoch of a `SampleOrder`: the units are laid out once, the samples are worked out when asked for."""
+
+    def __init__(self, order: SampleOrder, epoch: int) -> None:
+        self.order = order
+        self._key = (order.seed, epoch)
+        self._shard_sizes = np.concatenate([np.asarray(sizes, np.int64) for sizes in order.shard_sizes_per_stream])
+        self._shard_begins = np.cumsum(self._shard_sizes) - self._shard_sizes
+
+        unit_shards, unit_sizes = _lay_out_units(order, self._key)
+        self._ring_offset = 0
+        if order.shuffle:
+            permutation = _permutations(_random_bits(*self._key, _UNITS, np.arange(len(unit_shards))))
+            unit_shards, unit_sizes = unit_shards[permutation], unit_sizes[permutation]
+            self._ring_offset = int(_random_bits(*self._key, _OFFSET)[0]) % max(order.num_samples, 1)
+        self._unit_shards = unit_shards
+        self._unit_bounds = np.concatenate([[0], np.cumsum(unit_sizes)])
+        self._unit_is_partial = unit_sizes < self._shard_sizes[unit_shards]
+
+    def sample_ids(self, lanes: range, steps: range) -> Int64Array:
+        """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
+
+        Works out only what is asked for (in shuffled order: the blocks that `steps` touches), in pieces of bounded
+        size. `steps` must ascend and stay below `num_batches`.
+        """
+        if not self.order.shuffle:
+            places = np.asarray(steps, np.int64)[:, None] * self.order.num_lanes + np.asarray(lanes, np.int64)
+            exists = places < self.order.num_samples
+            return np.where(exists, self._ids_at(np.where(exists, places, 0)), NO_SAMPLE)
+
+        ids_sl = np.empty((len(steps), len(lanes)), np.int64)
+        block_samples = self.order.block_samples
+        num_lanes_at_once = max(1, _MAX_SLICE_ELEMENTS // block_samples)
+        for first_lane in range(0, len(lanes), num_lanes_at_once):
+            some_lanes = slice(first_lane, first_lane + num_lanes_at_once)
+            num_steps_at_once = block_samples * max(
+                1, _MAX_SLICE_ELEMENTS // (block_samples * min(len(lanes), num_lanes_at_once))
+            )
+            for some_steps in _cut_at_multiples(steps, num_steps_at_once):
+                ids_sl[some_steps, some_lanes] = self._shuffled_ids(lanes[some_lanes], steps[some_steps])
+        return ids_sl
+
+    def _shuffled_ids(self, lanes: range, steps: range) -> Int64Array:
+        """[len(steps), len(lanes)], by shuffling every block that the steps touch (k blocks, b samples in each)."""
+        order, block_samples = self.order, self.order.block_samples
+        blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
+
+        # Lanes differ in length by one sample at most: the remainder is spread over the lanes.
+        lanes_l = np.asarray(lanes, np.int64)
+        lane_begins_l = lanes_l * order.num_samples // order.num_lanes
+        lane_ends_l = (lanes_l + 1) * order.num_samples // order.num_lanes
+        begins_lk = lane_begins_l[:, None] + blocks_k * block_samples
+        # Nothing is worked out beyond the end of the longest lane: the only block may be a sliver of a full one.
+        longest_lane = -(-order.num_samples // order.num_lanes)
+        width = min(block_samples, longest_lane - int(blocks_k[0]) * block_samples)
+        places_b = np.arange(width)
+        positions_lkb = begins_lk[:, :, None] + places_b
+        exists_lkb = positions_lkb < lane_ends_l[:, None, None]
+
+        bits_lkb = _random_bits(*self._key, _BLOCKS, lanes_l[:, None, None], blocks_k[:, None], places_b)
+        bits_lkb[~exists_lkb] = np.iinfo(np.uint64).max  # sorts behind everything that exists
+        ids_lkb = self._ids_at((positions_lkb + self._ring_offset) % order.num_samples)
+        ids_lkb[~exists_lkb] = NO_SAMPLE
+        ids_lkb = np.take_along_axis(ids_lkb, _permutations(bits_lkb), axis=-1)
+
+        steps_s = np.asarray(steps, np.int64)
+        return ids_lkb[:, steps_s // block_samples - blocks_k[0], steps_s % block_samples].T
+
+    def _ids_at(self, positions: Int64Array) -> Int64Array:
+        """Sample ids at positions in the sequence of units; same shape as `positions`."""
+        units = np.searchsorted(self._unit_bounds, positions, side="right") - 1
+        within_unit = positions - self._unit_bounds[units]
+        is_partial = self._unit_is_partial[units]
+        if is_partial.any():
+            partial_units, which = np.unique(units[is_partial], return_inverse=True)
+            picks = [self._picks(unit) for unit in partial_units]
+            pick_begins = np.cumsum([0, *map(len, picks)])
+            within_unit[is_partial] = np.concatenate(picks)[pick_begins[which] + within_unit[is_partial]]
+        return self._shard_begins[self._unit_shards[units]] + within_unit
+
+    def _picks(self, unit: int) -> Int64Array:
+        """The samples of its shard that a partial unit is made of, in file order."""
+        shard = int(self._unit_shards[unit])
+        num_picks = self._unit_bounds[unit + 1] - self._unit_bounds[unit]
+        permutation = _permutations(_random_bits(*self._key, _PICKS, shard, np.arange(self._shard_sizes[shard])))
+        return np.sort(permutation[:num_picks])
+
+
+def share_of_worker(
+    order: SampleOrder,
+    *,
+    rank: int,
+    world_size: int,
+    worker: int = 0,
+    num_workers: int = 1,
+    first_batch: int = 0,
+) -> tuple[range, range]:
+    """The lanes of a rank, and the steps of one of its DataLoader workers, from global batch `first_batch` on.
+
+    torch's DataLoader takes batches from its workers in turn, beginning with worker 0; hence the stride.
+    """
+    assert order.num_lanes % world_size == 0
+    num_lanes_per_rank = order.num_lanes // world_size
+    lanes = range(rank * num_lanes_per_rank, (rank + 1) * num_lanes_per_rank)
+    return lanes, range(first_batch + worker, order.num_batches, num_workers)
+
+
+def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
+    """Shard and number of samples of every unit, in file order."""
+    unit_shards, unit_sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    num_shards_before = 0
+    for stream, (sizes, choose) in enumerate(zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True)):
+        sizes = np.asarray(sizes, np.int64)
+        num_repeats, rest = divmod(int(choose), int(sizes.sum()))
+        # The partial repeat takes from every shard in proportion to its size. Systematic sampling, that is rounding
+        # cumulative shares after a random shift, makes the counts add up to `rest` and gives every shard, however
+        # small, its share on average over the epochs.
+        shift = int(_random_bits(*key, _SHARES, stream)[0]) % int(sizes.sum())
+        shares = np.diff((np.concatenate([[0], np.cumsum(sizes)]) * rest + shift) // int(sizes.sum()))
+        sizes_of_units = np.column_stack([*[sizes] * num_repeats, shares]).ravel()
+        shards_of_units = np.repeat(np.arange(len(sizes)) + num_shards_before, num_repeats + 1)
+        unit_shards.append(shards_of_units[sizes_of_units > 0])
+        unit_sizes.append(sizes_of_units[sizes_of_units > 0])
+        num_shards_before += len(sizes)
+    return np.concatenate(unit_shards), np.concatenate(unit_sizes)
+
+
+def _cut_at_multiples(steps: range, size: int) -> list[slice]:
+    """Slices of `steps` whose values lie between successive multiples of `size`."""
+    if not steps:
+        return []
+    bounds = range(steps[0] // size * size, steps[-1] + size + 1, size)
+    indices = [min(len(steps), max(0, -(-(bound - steps.start) // steps.step))) for bound in bounds]
+    return [slice(begin, end) for begin, end in pairwise(indices) if begin < end]
+
+
+def _permutations(bits: Uint64Array) -> Int64Array:
+    """A permutation of the last axis for each row of random bits.
+
+    Sorts keys that carry their own index in the low bits: all keys differ, so any sorting algorithm gives the same
+    answer, and sorting values is several times as fast as `argsort`.
+    """
+    low_bits = np.uint64((1 << max(bits.shape[-1] - 1, 0).bit_length()) - 1)
+    keys = (bits & ~low_bits) | np.arange(bits.shape[-1], dtype=np.uint64)
+    keys.sort(axis=-1)
+    return (keys & low_bits).astype(np.int64)
+
+
+def _random_bits(*key: ArrayLike) -> Uint64Array:
+    """64 random bits for each key; array parts of a key broadcast against each other.
+
+    Every part selects an output of the SplitMix64 stream that the parts before it seed.
+    """
+    bits = np.zeros(1, np.uint64)
+    for part in key:
+        bits = bits + (np.atleast_1d(part).astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return bits
