@@ -125,6 +125,8 @@ class FeedForward(nn.Module):
 class LayerNorm(nn.Module):
     """Layer normalisation in the precision of its input; `layernorm` asks for fp32 whatever the input is."""
 
+    bias: torch.Tensor | None
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.d_model))

@@ -1,0 +1,76 @@
+"""Attention against its definition, written out; ALiBi's slopes; dropout in training only."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend
+from llmfoundry_lite.models.mpt import MPT
+
+SMALL = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
+
+
+def softmax(scores: list[float]) -> list[float]:
+    weights = [math.exp(score) for score in scores]
+    return [weight / sum(weights) for weight in weights]
+
+
+def test_one_head_two_dimensions_three_tokens_by_hand():
+    q, k = [(1.0, 0.0), (0.5, 2.0), (-1.0, 1.0)], [(0.3, 0.1), (1.0, -1.0), (0.2, 0.7)]
+    v, slope, scale = [(1.0, 2.0), (3.0, 5.0), (7.0, 11.0)], 0.25, 1 / math.sqrt(2)
+    expected = []
+    for t in range(3):
+        scores = [scale * (q[t][0] * k[s][0] + q[t][1] * k[s][1]) - slope * (t - s) for s in range(t + 1)]
+        weights = softmax(scores)
+        expected.append([sum(weights[s] * v[s][j] for s in range(t + 1)) for j in range(2)])
+
+    q_bthk, k_bthk, v_bthk = (torch.tensor(x).view(1, 3, 1, 2) for x in (q, k, v))
+    out_bthk = attend(q_bthk, k_bthk, v_bthk, slopes_h=torch.tensor([slope]))
+    torch.testing.assert_close(out_bthk.view(3, 2), torch.tensor(expected))
+
+
+def test_without_alibi_the_first_token_sees_itself_and_the_last_sees_all():
+    q_bthk = torch.zeros(1, 4, 1, 2)
+    v_bthk = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 4, 1, 1).expand(1, 4, 1, 2)
+    out_bthk = attend(q_bthk, q_bthk, v_bthk)
+    torch.testing.assert_close(out_bthk[0, :, 0, 0], torch.tensor([1.0, 1.5, 2.0, 3.0]))
+
+
+def test_slopes_of_a_power_of_two_fall_geometrically():
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(4, bias_max=4) == [2.0**-i for i in range(1, 5)]
+
+
+def test_other_head_counts_take_every_second_slope_of_the_next_power_first():
+    assert alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+
+
+def test_bias_of_the_last_queries_is_the_end_of_the_whole_bias():
+    slopes_h = torch.tensor(alibi_slopes(2))
+    assert torch.equal(alibi_bias(slopes_h, 2, 5), alibi_bias(slopes_h, 5, 5)[:, 3:])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(SMALL, attn_config=AttentionConfig(attn_pdrop=0.5)),
+        replace(SMALL, attn_config=AttentionConfig(attn_pdrop=0.5, alibi=True)),
+        replace(SMALL, emb_pdrop=0.5),
+        replace(SMALL, resid_pdrop=0.5),
+    ],
+    ids=["attention", "attention-alibi", "embedding", "residual"],
+)
+def test_dropout_acts_in_training_only(config):
+    torch.manual_seed(0)
+    model = MPT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens_bt = torch.arange(12).view(1, 12)
+    plain = MPT(SMALL if not config.attn_config.alibi else replace(config, attn_config=AttentionConfig(alibi=True)))
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(tokens_bt), plain(tokens_bt))
+    model.train()
+    assert not torch.equal(model(tokens_bt), model(tokens_bt))

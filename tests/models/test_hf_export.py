@@ -1,0 +1,244 @@
+"""Folders that plain `transformers` loads: same logits, nothing half-written, a reason when it cannot be."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.errors import ExportError
+from llmfoundry_lite.models import hf
+from llmfoundry_lite.models.hf import can_export, export_model, from_hugging_face, import_model
+from llmfoundry_lite.models.mpt import MPT
+from tests.models.test_mpt_parity import ALIBI, SMALL, random_model, random_tokens, with_attention
+
+LAYOUTS = {
+    "mpt": ALIBI,
+    "mpt-six-heads": replace(ALIBI, n_heads=6),
+    "mpt-clip-and-scale": with_attention(ALIBI, clip_qkv=0.5, softmax_scale=0.05),
+    "gpt2": SMALL,
+    "gpt2-no-bias": replace(SMALL, no_bias=True),
+    "gpt2-no-positions": replace(SMALL, learned_pos_emb=False),
+    "gpt2-expansion": replace(SMALL, expansion_ratio=2.5, n_heads=6, norm_eps=1e-3),
+    "gpt2-softmax-scale": with_attention(SMALL, softmax_scale=1.0),
+}
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def config(request) -> ModelConfig:
+    return LAYOUTS[request.param]
+
+
+def test_plain_transformers_gives_our_logits_within_1e5(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens_bt = random_tokens(config)
+    logits_btv = model(tokens_bt)
+    assert theirs.dtype == torch.float32
+    assert (theirs.eval()(tokens_bt).logits - logits_btv).abs().max() < 1e-5
+
+
+def test_transformers_generates_with_its_cache_what_we_would(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens_bt = random_tokens(config)[:1, :8]
+    expected_bt = tokens_bt
+    for _ in range(6):
+        expected_bt = torch.cat([expected_bt, model(expected_bt)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(theirs.generate(tokens_bt, max_new_tokens=6, do_sample=False), expected_bt)
+
+
+def test_export_and_import_return_every_bit(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    imported_config, state_dict = import_model(tmp_path / "out")
+    assert imported_config == config
+    assert state_dict.keys() == model.state_dict().keys()
+    assert all(torch.equal(state_dict[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_several_shards_hold_the_same_weights(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "one")
+    export_model(model.state_dict(), config, tmp_path / "many", max_shard_bytes=40_000)
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 2 and not (tmp_path / "many" / "model.safetensors").exists()
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    one, many = import_model(tmp_path / "one")[1], import_model(tmp_path / "many")[1]
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "many", output_loading_info=True)[1]["missing_keys"]
+
+
+def test_bf16_halves_the_file_and_loads_as_bf16(tmp_path):
+    model = random_model(ALIBI)
+    export_model(model.state_dict(), ALIBI, tmp_path / "fp32")
+    export_model(model.state_dict(), ALIBI, tmp_path / "bf16", dtype="bf16")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "bf16")]
+    assert sizes[1] < 0.6 * sizes[0]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
+
+
+def build_tokenizer(folder) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+
+
+def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
+    build_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "notes.txt").write_text("not the tokenizer's")
+    export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out", tokenizer_folder=tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 2
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.config.eos_token_id == 2 and theirs.generation_config.eos_token_id == 2
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (replace(ALIBI, no_bias=False), "model.no_bias: false"),
+        (with_attention(ALIBI, alibi_bias_max=4), "model.attn_config.alibi_bias_max: 4"),
+        (with_attention(ALIBI, qk_ln=True), "model.attn_config.qk_ln: true"),
+        (replace(ALIBI, expansion_ratio=5), "model.expansion_ratio: 5"),
+        (replace(ALIBI, logit_scale=0.5), "model.logit_scale: 0.5"),
+        (with_attention(SMALL, qk_ln=True), "model.attn_config.qk_ln: true"),
+        (with_attention(SMALL, clip_qkv=6.0), "model.attn_config.clip_qkv: 6.0"),
+        (with_attention(SMALL, softmax_scale=0.05), "model.attn_config.softmax_scale: 0.05"),
+        (replace(SMALL, logit_scale="inv_sqrt_d_model"), "model.logit_scale: inv_sqrt_d_model"),
+    ],
+)
+def test_what_no_layout_can_express_is_refused_by_name(config, option, tmp_path):
+    reason = can_export(config)
+    assert reason is not None and reason.startswith(f"{option} cannot be expressed in transformers'")
+    with pytest.raises(ExportError) as error:
+        export_model(random_model(config).state_dict(), config, tmp_path / "out")
+    assert str(error.value) == f"{tmp_path / 'out'}: {reason}" and "\n" not in reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_can_be_exported_has_no_reason(config):
+    assert can_export(config) is None
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path):
+    state_dict = dict(random_model(SMALL).state_dict())
+    norm = state_dict.pop("transformer.norm_f.weight")
+    with pytest.raises(ExportError, match=r"tensor transformer\.norm_f\.weight is missing"):
+        export_model(state_dict, SMALL, tmp_path / "out")
+    with pytest.raises(ExportError, match=r"norm_f\.weight has shape \[5\], the model's configuration says \[48\]"):
+        export_model({**state_dict, "transformer.norm_f.weight": norm[:5]}, SMALL, tmp_path / "out")
+    with pytest.raises(ExportError, match="tensor other has no place"):
+        export_model({**random_model(SMALL).state_dict(), "other": norm}, SMALL, tmp_path / "out")
+
+
+def test_a_full_disk_leaves_the_earlier_export_and_no_draft(tmp_path, monkeypatch):
+    model = random_model(ALIBI)
+    export_model(model.state_dict(), ALIBI, tmp_path / "out")
+
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(ExportError, match="cannot be written: No space left on device"):
+        export_model(random_model(ALIBI, seed=1).state_dict(), ALIBI, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    name = "transformer.wte.weight"
+    assert torch.equal(import_model(tmp_path / "out")[1][name], model.state_dict()[name])
+
+
+def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out")
+    assert import_model(tmp_path / "out")[0] == ALIBI
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ExportError, match="exists and is not an earlier export"):
+        export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+# --------------------------------------------------------------------------------------------------- imports
+
+
+def test_a_pickled_folder_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ExportError, match=r"pytorch_model\.bin is a pickle, which can run code"):
+        import_model(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ExportError, match=r"model\.safetensors: damaged"):
+        import_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' cannot be read; expected mpt or gpt2"),
+        ({"activation_function": "gelu_new"}, 'activation_function is "gelu_new" in config.json; this model only has'),
+        ({"n_head": None}, "n_head is null in config.json; expected a whole number"),
+        ({"n_layer": 2}, "tensor transformer.h.2.attn.c_attn.bias has no place"),
+        ({"n_layer": 4}, "tensor transformer.blocks.3.norm_1.weight is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change, message):
+    model = random_model(SMALL)
+    hf_config = {**hf.build_hf_config(SMALL), **change}
+    with pytest.raises(ExportError) as error:
+        from_hugging_face(hf.to_hugging_face(model.state_dict(), SMALL), hf_config, "folder")
+    assert str(error.value).startswith(f"folder: {message}")
+
+
+def test_untied_embeddings_are_refused_and_tied_ones_dropped():
+    model = random_model(SMALL)
+    hf_state = hf.to_hugging_face(model.state_dict(), SMALL)
+    head = hf_state["transformer.wte.weight"].clone()
+    _, state_dict = from_hugging_face({**hf_state, "lm_head.weight": head}, hf.build_hf_config(SMALL))
+    assert "lm_head.weight" not in state_dict
+    with pytest.raises(ExportError, match=r"lm_head\.weight differs from the input embedding"):
+        from_hugging_face({**hf_state, "lm_head.weight": head + 1}, hf.build_hf_config(SMALL))
+
+
+def test_llm_foundry_folders_keep_biases_and_learned_positions():
+    config = replace(SMALL, attn_config=AttentionConfig(qk_ln=True), logit_scale="inv_sqrt_d_model")
+    model = random_model(config)
+    foundry = {
+        "model_type": "mpt",
+        "d_model": 48,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 32,
+        "vocab_size": 97,
+        "norm_eps": 1e-5,
+        "no_bias": False,
+        "logit_scale": "inv_sqrt_d_model",
+        "attn_config": {"attn_type": "multihead_attention", "attn_impl": "flash", "alibi": False, "qk_ln": True},
+        "ffn_config": {"ffn_type": "mptmlp"},
+    }
+    imported_config, state_dict = from_hugging_face(model.state_dict(), foundry)
+    assert imported_config == config
+    MPT(imported_config).load_state_dict(state_dict)
+
+
+def test_biases_trained_elsewhere_after_our_export_are_kept():
+    config = replace(SMALL, no_bias=True)
+    hf_state = hf.to_hugging_face(random_model(config).state_dict(), config)
+    hf_state["transformer.ln_f.bias"] = torch.ones(48)
+    imported_config, state_dict = from_hugging_face(hf_state, hf.build_hf_config(config))
+    assert not imported_config.no_bias and state_dict["transformer.norm_f.bias"].sum() == 48
