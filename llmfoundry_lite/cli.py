@@ -1,0 +1,107 @@
+"""`llmfoundry-lite`: everything that needs no launcher.
+
+    llmfoundry-lite data prepare --source python-stdlib --out data/stdlib --tokenizer train:4096 --max-seq-len 256
+
+Owns the commands, their options, and what a failure looks like: one line on standard error and the exit codes of
+`errors.py`. Leaves the work to the packages; each command imports what it needs when it is called, so that `--help`
+answers at once.
+"""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError
+
+EXIT_INTERRUPTED = 130
+"""What shells report for a program ended by Ctrl-C."""
+
+app = typer.Typer(
+    help="Data, checkpoints and results of MPT training runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data, name="data")
+
+
+class OnError(StrEnum):
+    """What to do with a document that cannot be read."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+@data.callback()
+def data_commands() -> None:
+    """Prepare training data."""
+
+
+@data.command("prepare")
+def data_prepare(
+    source: Annotated[list[str], typer.Option(help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs.")],
+    out: Annotated[Path, typer.Option(help="The folder for train, val, tokenizer and summary.json.")],
+    tokenizer: Annotated[str, typer.Option(help="A Hub name, a local folder, or train:VOCAB_SIZE.")],
+    max_seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")],
+    more_sources: Annotated[list[str] | None, typer.Argument(metavar="[MORE SOURCES]", help="As --source.")] = None,
+    text_key: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
+    split: Annotated[str, typer.Option(help="The split of a Hub data set to read.")] = "train",
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share held out for validation [0.005; python-stdlib: 0.05].")
+    ] = None,
+    num_workers: Annotated[int | None, typer.Option(min=1, help="Processes [one per core].")] = None,
+    on_error: Annotated[OnError, typer.Option(help="At a document that cannot be read.")] = OnError.stop,
+    size_limit: Annotated[int, typer.Option(help="Bytes of a shard.")] = 64 * 1024 * 1024,
+    compression: Annotated[str | None, typer.Option(help="Of the shards: zstd, zstd:9, gz, …")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in OUT.")] = False,
+) -> None:
+    """Turn text into tokenised MDS shards. Killed and started again, it carries on."""
+    from llmfoundry_lite.data.prepare import Request, prepare, print_summary
+
+    request = Request(
+        sources=(*source, *(more_sources or ())),
+        tokenizer=tokenizer,
+        max_seq_len=max_seq_len,
+        text_key=text_key,
+        split=split,
+        on_error=on_error.value,
+        val_fraction=val_fraction,
+        size_limit_bytes=size_limit,
+        compression=compression,
+    )
+    summary = prepare(request, out, num_workers=num_workers, overwrite=overwrite, show_progress=True, notify=typer.echo)
+    print_summary(summary, out)
+
+
+def main() -> None:
+    """The `llmfoundry-lite` program."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. Bugs escape with their traceback."""
+    try:
+        code = app(arguments, prog_name="llmfoundry-lite", standalone_mode=False)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except typer.TyperException as error:  # a command line that does not parse
+        context = getattr(error, "ctx", None)
+        if context is not None and not arguments[len(context.command_path.split()) - 1 :]:
+            print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands
+            return EXIT_USER
+        hint = f"; see {context.command_path} --help" if context is not None else ""
+        print(f"error: {' '.join(error.format_message().split()).rstrip('.')}{hint}", file=sys.stderr)
+        return EXIT_USER
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Text to token ids: load a tokenizer, train one, name it by what it does.
+
+Owns the small `Tokenizer` every part of the package shares, where its files are looked for, and the fingerprint
+that data sets, checkpoints and results carry. Leaves to others what is done with the ids.
+
+Everything goes through the `tokenizers` library and `tokenizer.json`, because importing `transformers` costs
+several seconds; it is imported only for a tokenizer that has no `tokenizer.json` yet.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from llmfoundry_lite.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+"""The one special token of a tokenizer trained here. It is also GPT-2's, whose own files do not name it."""
+
+SMALLEST_VOCAB_SIZE = 257
+"""256 byte values and the end of text: below this, byte-level BPE cannot spell every document."""
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+
+
+def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
+    """Load a tokenizer from a local folder in Hugging Face layout, or from the Hub by name.
+
+    A folder that exists wins over a Hub name. Raises DataError when there is no such tokenizer, when it cannot be
+    read, when the Hub cannot be reached, and when it has no end-of-text token to put between documents.
+    """
+    name = str(name_or_folder)
+    if Path(name).is_dir():
+        files = {file: Path(name) / file for file in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)}
+        files = {file: path for file, path in files.items() if path.is_file()}
+    elif looks_like_a_path(name):
+        raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
+    else:
+        files = download_from_hub(name)
+
+    if TOKENIZER_FILE not in files:
+        return convert_with_transformers(name)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(files[TOKENIZER_FILE]))
+    except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
+        raise DataError(f"tokenizer {name}: {files[TOKENIZER_FILE]} cannot be read ({error})") from error
+    config = read_json(files.get(CONFIG_FILE))
+    special_tokens = read_json(files.get(SPECIAL_TOKENS_FILE))
+    return build_tokenizer(name, backend, config, special_tokens)
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """Train a byte-level BPE tokenizer with one special token, `<|endoftext|>`, which gets id 0.
+
+    The same documents give the same fingerprint, whatever the number of threads. `vocab_size` counts every id; the
+    result has fewer when the documents run out of pairs to merge. Raises DataError for a vocabulary below 257.
+    """
+    if vocab_size < SMALLEST_VOCAB_SIZE:
+        raise DataError(
+            f"train:{vocab_size} is too small a vocabulary: 256 byte values and {END_OF_TEXT} need at least "
+            f"train:{SMALLEST_VOCAB_SIZE}"
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(documents, trainer)
+    return build_tokenizer(f"train:{vocab_size}", backend, {"eos_token": END_OF_TEXT}, {})
+
+
+def is_local_or_cached(name: str | Path) -> bool:
+    """Whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
+    if Path(name).is_dir():
+        return (Path(name) / TOKENIZER_FILE).is_file()
+    if looks_like_a_path(str(name)):
+        return False
+    import huggingface_hub
+
+    try:
+        return isinstance(huggingface_hub.try_to_load_from_cache(str(name), TOKENIZER_FILE), str)
+    except ValueError:  # not a well-formed Hub name
+        return False
+
+
+@dataclass(kw_only=True)
+class Tokenizer:
+    """A tokenizer and its end-of-text token. Documents in, token ids out: no beginning-of-text, no other template."""
+
+    name: str
+    """The folder or Hub name it was loaded from, or `train:SIZE`."""
+    eos_token: str
+    eos_token_id: int
+    vocab_size: int
+    """The largest id plus one, added tokens included: the smallest embedding table that fits."""
+    backend: tokenizers.Tokenizer = field(repr=False)
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What `tokenizer_config.json` says beside the ids; kept for `save`."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts; the same ids as `encode`, without the cost of tracking character offsets."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some token ids, special tokens included."""
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`sha256:` and 16 hex digits of everything that decides which ids a text becomes.
+
+        That is vocabulary, merges, normalizer, pre-tokenizer and added tokens. The name, the layout of the files,
+        padding and truncation, and the decoder do not count.
+        """
+        stored = json.loads(self.backend.to_str())
+        model = stored["model"]
+        if "merges" in model:  # older files write each merge as one string with a space
+            model["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+        decisive = {
+            "model": model,
+            "normalizer": stored.get("normalizer"),
+            "pre_tokenizer": stored.get("pre_tokenizer"),
+            "added_tokens": sorted(stored.get("added_tokens") or [], key=lambda token: token["id"]),
+        }
+        canonical = json.dumps(without_defaults(decisive), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the three files of the Hugging Face layout; `transformers.AutoTokenizer` loads the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.config | {"eos_token": self.eos_token}
+        special_tokens = {"eos_token": self.eos_token}
+        (folder / TOKENIZER_FILE).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        for file, content in ((CONFIG_FILE, config), (SPECIAL_TOKENS_FILE, special_tokens)):
+            (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def build_tokenizer(
+    name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]
+) -> Tokenizer:
+    """Put a loaded backend and its configuration files together."""
+    # A file may carry the padding and truncation of whoever saved it last; neither may touch our documents.
+    backend.no_padding()
+    backend.no_truncation()
+    # Or else a document that merely quotes "<|endoftext|>" would end there.
+    backend.encode_special_tokens = True
+    eos_token = token_text(config.get("eos_token")) or token_text(special_tokens.get("eos_token"))
+    if eos_token is None and is_special(backend, END_OF_TEXT):
+        eos_token = END_OF_TEXT
+    if eos_token is None:
+        raise DataError(
+            f"tokenizer {name} names no eos_token, which is what separates documents; "
+            f'add "eos_token" to its {CONFIG_FILE}, or choose another tokenizer'
+        )
+    eos_token_id = backend.token_to_id(eos_token)
+    if eos_token_id is None:
+        raise DataError(f"tokenizer {name}: its eos_token {eos_token!r} is not in its vocabulary; repair {CONFIG_FILE}")
+    return Tokenizer(
+        name=name,
+        eos_token=eos_token,
+        eos_token_id=eos_token_id,
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        backend=backend,
+        config=config,
+    )
+
+
+def download_from_hub(name: str) -> dict[str, Path]:
+    """The tokenizer's files on this machine, fetched or cached; those the repository does not have are left out."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    files: dict[str, Path] = {}
+    for file in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE):
+        cached = cached_file(name, file)
+        try:
+            files[file] = Path(cached or huggingface_hub.hf_hub_download(name, file))
+        except errors.LocalEntryNotFoundError as error:
+            if TOKENIZER_FILE in files:  # offline, with what matters in the cache
+                continue
+            raise DataError(
+                f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached; "
+                f"give a local folder with a {TOKENIZER_FILE} instead"
+            ) from error
+        except errors.EntryNotFoundError:
+            continue
+        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+            raise DataError(
+                f"tokenizer {name} is neither a local folder nor a repository on the Hugging Face Hub "
+                f"that you may read; check the spelling, or give a folder with a {TOKENIZER_FILE}"
+            ) from error
+        except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+            raise DataError(
+                f"tokenizer {name} could not be fetched from the Hugging Face Hub ({type(error).__name__}); "
+                f"give a local folder with a {TOKENIZER_FILE} instead"
+            ) from error
+    return files
+
+
+def cached_file(name: str, file: str) -> str | None:
+    """Where the Hub's cache holds a file, without asking the network."""
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(name, file)
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def convert_with_transformers(name: str) -> Tokenizer:
+    """For a tokenizer without `tokenizer.json` (SentencePiece and older layouts): let `transformers` convert it."""
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(name)
+        backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    except Exception as error:  # it raises almost anything for a folder that holds no tokenizer
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(
+            f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"
+        ) from error
+    return build_tokenizer(name, backend, {"eos_token": loaded.eos_token}, {})
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a name can only be meant as a local folder; Hub names are `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a token in a configuration file, which holds either a string or an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def is_special(backend: tokenizers.Tokenizer, token: str) -> bool:
+    """Whether the tokenizer has this text as an added special token."""
+    return any(added.content == token and added.special for added in backend.get_added_tokens_decoder().values())
+
+
+def without_defaults(value: Any) -> Any:
+    """Drop what is null or false, so that a library version that writes one more default changes nothing."""
+    if isinstance(value, dict):
+        kept = {key: without_defaults(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None and item is not False}
+    if isinstance(value, list):
+        return [without_defaults(item) for item in value]
+    return value
+
+
+def read_json(path: Path | None) -> dict[str, Any]:
+    """A configuration file's object; empty when there is no such file."""
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds {type(content).__name__}, expected a JSON object")
+    return content
