@@ -1,6 +1,193 @@
-def clean_stale_shared_memory():
-    return []
+"""What runs leave in shared memory: cleaning up after dead ones without touching live ones.
+
+StreamingDataset keeps its bookkeeping in blocks of fixed names (/dev/shm/000000_locals, …). A run killed with SIGKILL
+leaves them, and the next run then reports "Reused local directory", or waits for ever at a barrier whose count is off.
+Its own `clean_stale_shared_memory` removes every block it can find, those of running neighbours included. Here a block
+goes only if it is ours and no living process has mapped or opened any block of the same number.
+
+What cannot be seen is a process in another PID namespace that shares this /dev/shm (containers with `--ipc=host` but
+without `--pid=host`): give such containers a /dev/shm each.
+"""
+
+import logging
+import os
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
+
+from llmfoundry_lite.errors import DataError
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+PROC = Path("/proc")
+
+_BLOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{'|'.join(SHM_TO_CLEAN)})")
+_LOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{BARRIER_FILELOCK}|{CACHE_FILELOCK})")
+
+Inode = tuple[int, int]
+"""Device and inode number: what tells a block from an unlinked one of the same name."""
 
 
-def wait_for_folders(folders):
-    pass
+def clean_stale_shared_memory() -> list[str]:
+    """Remove blocks and file locks that dead runs of this user left; returns their names.
+
+    Nothing is removed where /proc does not tell who is alive, nor when a process that may be using a block (one of
+    this user's) cannot be looked into.
+    """
+    # In this order, a run that starts meanwhile is safe: it maps its blocks before it makes its locks.
+    locks = _names_by_number(Path(tempfile.gettempdir()), _LOCK_NAME)
+    blocks = _names_by_number(SHARED_MEMORY, _BLOCK_NAME)
+    if not (locks or blocks) or not PROC.joinpath("self/maps").exists():
+        return []
+
+    pids_by_inode, hidden_uids = _find_holders({inode for block in blocks.values() for inode in block.values()})
+    if os.geteuid() in hidden_uids:
+        return []
+    removed = []
+    for number in blocks.keys() | locks.keys():
+        if any(inode in pids_by_inode for inode in blocks[number].values()):
+            continue
+        for path, inode in (blocks[number] | locks[number]).items():
+            try:
+                status = path.stat()
+                if (status.st_dev, status.st_ino) == inode and status.st_uid == os.geteuid():
+                    path.unlink()
+                    removed.append(path.name)
+            except FileNotFoundError:
+                pass  # its owner, or somebody else's clean-up, was faster
+    return sorted(removed)
+
+
+def wait_for_folders(folders: Sequence[str], timeout_seconds: float = 15) -> None:
+    """Return when no living process caches a download in one of the folders; `DataError` if one goes on doing so.
+
+    Two runs must not download into one folder: each would evict and overwrite what the other reads. But the workers of
+    a killed run outlive it by some seconds (torch's look for their parent every 5 s), and are worth waiting for.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    wanted = {os.path.abspath(folder) for folder in folders}
+    while users := _pids_by_folder(wanted):
+        folder, pids = next(iter(users.items()))
+        processes = ", ".join(map(str, sorted(pids)))
+        if os.getpid() in pids:
+            raise DataError(
+                f"two data sets of this run download into {folder}; give each its own `local`, "
+                "or leave `remote` out if the folder is complete"
+            )
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"another run (process {processes}) is downloading into {folder}; give this run a `local` of its own, "
+                "end the other one, or leave `remote` out if the folder is complete"
+            )
+        log.info("Waiting for process %s to let go of %s", processes, folder)
+        time.sleep(0.1)
+        clean_stale_shared_memory()
+
+
+def _pids_by_folder(folders: set[str]) -> dict[str, set[int]]:
+    """Which of the folders are registered in shared memory, and by which living processes."""
+    if not folders:
+        return {}
+    blocks = {
+        path: inode
+        for block in _names_by_number(SHARED_MEMORY, _BLOCK_NAME).values()
+        for path, inode in block.items()
+        if path.name.endswith(LOCALS)
+    }
+    used = {path: folders & set(_read_locals(path)) for path in blocks}
+    inodes = {inode for path, inode in blocks.items() if used[path]}
+    pids_by_inode = _find_holders(inodes)[0] if inodes else {}
+    return {
+        folder: pids_by_inode[blocks[path]] for path in blocks if blocks[path] in pids_by_inode for folder in used[path]
+    }
+
+
+def _read_locals(path: Path) -> list[str]:
+    """The folders in a `locals` block: int32 size (0 once released), then NUL-separated names and the number."""
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, PermissionError):
+        return []
+    size = int(np.frombuffer(content[:4], np.int32)[0]) if len(content) >= 4 else 0
+    return content[4:size].decode("utf-8", "replace").split("\0")[:-1]
+
+
+def _names_by_number(folder: Path, pattern: re.Pattern[str]) -> defaultdict[str, dict[Path, Inode]]:
+    """Files whose name matches the pattern, with their inodes, under the number in their name."""
+    found: defaultdict[str, dict[Path, Inode]] = defaultdict(dict)
+    if not folder.is_dir():
+        return found
+    for entry in os.scandir(folder):
+        if match := pattern.fullmatch(entry.name):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            found[match[1]][Path(entry.path)] = (status.st_dev, status.st_ino)
+    return found
+
+
+def _find_holders(inodes: set[Inode]) -> tuple[dict[Inode, set[int]], set[int]]:
+    """Which living processes have mapped or opened the files; and whose processes could not be looked into."""
+    pids_by_inode: defaultdict[Inode, set[int]] = defaultdict(set)
+    hidden_uids: set[int] = set()
+    for process in PROC.iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            for inode in _mapped_inodes(process) | _opened_inodes(process):
+                if inode in inodes:
+                    pids_by_inode[inode].add(int(process.name))
+        except PermissionError:
+            hidden_uids |= _uids_that_may_share_memory(process)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+    return pids_by_inode, hidden_uids
+
+
+def _mapped_inodes(process: Path) -> set[Inode]:
+    inodes = set()
+    for line in process.joinpath("maps").read_text(errors="replace").splitlines():
+        # address permissions offset major:minor inode path
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and "_" in fields[5]:
+            major, minor = fields[3].split(":")
+            inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+    return inodes
+
+
+def _opened_inodes(process: Path) -> set[Inode]:
+    inodes = set()
+    for descriptor in process.joinpath("fd").iterdir():
+        try:
+            # The name is looked at first: asking a file system that hangs about its files would hang us.
+            if _BLOCK_NAME.search(os.readlink(descriptor)):
+                status = descriptor.stat()
+                inodes.add((status.st_dev, status.st_ino))
+        except FileNotFoundError:
+            continue
+    return inodes
+
+
+def _uids_that_may_share_memory(process: Path) -> set[int]:
+    """User ids of a process that does not let us look into it, or none if it cannot be one that has a block.
+
+    There is one on almost every machine (init, an agent of the login session), so its mere presence must not stop the
+    clean-up. Its `status` is open to everybody: whoever has a StreamingDataset has torch in memory, which takes more
+    than 256 MiB of address space, and shared memory, for every block is written to as it is made.
+    """
+    try:
+        lines = process.joinpath("status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    has_torch = int(status.get("VmSize", ["0"])[0]) > 256 * 1024
+    has_shared_memory = int(status.get("RssShmem", ["0"])[0]) > 0
+    return set(map(int, status["Uid"])) if has_torch and has_shared_memory else set()
