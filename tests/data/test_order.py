@@ -1,0 +1,234 @@
+"""The order as a pure function: no processes, no files, up to 64 simulated ranks."""
+
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
+
+
+def make_order(shard_sizes=(40, 7, 1, 52), choose=None, num_lanes=8, seed=17, shuffle=True, **settings) -> SampleOrder:
+    return SampleOrder(
+        shard_sizes_per_stream=[list(shard_sizes)],
+        choose_per_stream=[sum(shard_sizes) if choose is None else choose],
+        num_lanes=num_lanes,
+        seed=seed,
+        shuffle=shuffle,
+        **settings,
+    )
+
+
+def whole_epoch(order: SampleOrder, epoch: int = 0) -> np.ndarray:
+    """[num_batches, num_lanes]"""
+    return order.epoch(epoch).sample_ids(range(order.num_lanes), range(order.num_batches))
+
+
+def epoch_as_read(order: SampleOrder, epoch: int, world_size: int, num_workers: int, first_batch: int) -> np.ndarray:
+    """The global batches that simulated ranks and DataLoader workers put together, each from its own slice."""
+    ranks = []
+    for rank in range(world_size):
+        slices = []
+        for worker in range(max(1, num_workers)):
+            lanes, steps = share_of_worker(
+                order,
+                rank=rank,
+                world_size=world_size,
+                worker=worker,
+                num_workers=max(1, num_workers),
+                first_batch=first_batch,
+            )
+            slices.append(iter(order.epoch(epoch).sample_ids(lanes, steps)))
+        num_batches = order.num_batches - first_batch
+        # The DataLoader takes from its workers in turn.
+        batches = [next(slices[batch % len(slices)]) for batch in range(num_batches)]
+        assert all(next(rest, None) is None for rest in slices)
+        ranks.append(np.stack(batches) if batches else np.empty((0, len(lanes)), np.int64))
+    return np.concatenate(ranks, axis=1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_holds_every_sample_at_most_once_and_drops_the_remainder(shuffle):
+    order = make_order(num_lanes=8, shuffle=shuffle)
+    ids = whole_epoch(order).ravel()
+    assert (order.num_batches, order.dropped_samples) == (12, 4)
+    assert len(ids) == len(set(ids)) == 96
+    assert set(ids) <= set(range(100))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_without_drop_last_nothing_is_dropped_or_repeated(shuffle):
+    order = make_order(num_lanes=8, shuffle=shuffle, drop_last=False)
+    ids = whole_epoch(order)
+    assert (order.num_batches, order.dropped_samples) == (13, 0)
+    assert sorted(ids[ids != NO_SAMPLE]) == list(range(100))
+    assert (ids[:-1] != NO_SAMPLE).all()
+
+
+def test_without_shuffling_samples_come_in_file_order():
+    order = make_order(num_lanes=8, shuffle=False, drop_last=False)
+    assert whole_epoch(order).ravel().tolist() == [*range(100), *[NO_SAMPLE] * 4]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(4, 4), (3, 8), (1, 1), (1, 3), (6, 8), (2, 6), (12, 1)])
+def test_every_layout_reads_the_same_global_batches(num_nodes, ranks_per_node, num_workers):
+    order = make_order(shard_sizes=[53, 200, 17, 400, 330], num_lanes=48, window_samples=480)
+    for epoch, first_batch in [(0, 0), (0, 13), (1, 5), (3, order.num_batches - 1), (2, order.num_batches)]:
+        expected = whole_epoch(order, epoch)[first_batch:]
+        assert (epoch_as_read(order, epoch, num_nodes * ranks_per_node, num_workers, first_batch) == expected).all()
+
+
+def test_64_ranks_read_what_one_rank_reads():
+    order = make_order(shard_sizes=[1000] * 7, num_lanes=128)
+    assert (epoch_as_read(order, 1, 64, 2, 3) == whole_epoch(order, 1)[3:]).all()
+
+
+@st.composite
+def orders(draw):
+    shard_sizes = draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=3))
+    return SampleOrder(
+        shard_sizes_per_stream=shard_sizes,
+        choose_per_stream=[draw(st.integers(0, 3 * sum(sizes))) for sizes in shard_sizes],
+        num_lanes=draw(st.sampled_from([1, 2, 4, 6, 12, 24])),
+        seed=draw(st.integers(0, 2**62)),
+        shuffle=draw(st.booleans()),
+        drop_last=draw(st.booleans()),
+        window_samples=draw(st.sampled_from([1, 7, 50, 10**6])),
+    )
+
+
+@given(data=st.data(), order=orders(), epoch=st.integers(0, 50), num_workers=st.integers(0, 4))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_order_survives_any_world_and_repeats_what_it_should(data, order, epoch, num_workers):
+    world_size = data.draw(
+        st.sampled_from([size for size in (1, 2, 3, 4, 6, 8, 12, 24) if order.num_lanes % size == 0])
+    )
+    first_batch = data.draw(st.integers(0, order.num_batches))
+    ids = whole_epoch(order, epoch)
+    assert (epoch_as_read(order, epoch, world_size, num_workers, first_batch) == ids[first_batch:]).all()
+
+    counts = Counter(ids[ids != NO_SAMPLE].tolist())
+    assert counts.total() == order.num_samples - order.dropped_samples
+    begin = 0
+    for sizes, choose in zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True):
+        of_stream = [counts[sample_id] for sample_id in range(begin, begin + sum(sizes))]
+        assert max(of_stream) <= -(-choose // sum(sizes))
+        assert min(of_stream) >= choose // sum(sizes) - order.dropped_samples
+        assert choose - order.dropped_samples <= sum(of_stream) <= choose
+        begin += sum(sizes)
+
+
+def test_epochs_and_seeds_differ_and_the_dropped_samples_move():
+    order, other = make_order(num_lanes=7, seed=1), make_order(num_lanes=7, seed=2)
+    epochs = [whole_epoch(order, epoch) for epoch in range(20)]
+    assert len({ids.tobytes() for ids in [*epochs, whole_epoch(other)]}) == 21
+    dropped = [set(range(100)) - set(ids.ravel().tolist()) for ids in epochs]
+    assert len(set().union(*dropped)) > 15  # two in each epoch
+
+
+def test_dropped_samples_move_even_with_a_single_shard_and_no_window():
+    order = make_order(shard_sizes=[10], num_lanes=8, window_samples=1)
+    dropped = [set(range(10)) - set(whole_epoch(order, epoch).ravel().tolist()) for epoch in range(40)]
+    assert set().union(*dropped) == set(range(10))
+
+
+def test_a_slice_does_not_depend_on_what_was_asked_before():
+    order = make_order(num_lanes=8, window_samples=40)
+    epoch_order = order.epoch(4)
+    epoch_order.sample_ids(range(3, 5), range(7, 9))
+    assert (epoch_order.sample_ids(range(8), range(12)) == whole_epoch(order, 4)).all()
+    assert epoch_order.sample_ids(range(8), range(0)).shape == (0, 8)
+
+
+def test_the_order_is_this_one_for_ever():
+    """Runs are carried on by later versions of this package, on other machines, with other releases of numpy."""
+    order = SampleOrder(
+        shard_sizes_per_stream=[[5, 9], [11]], choose_per_stream=[14, 16], num_lanes=6, seed=9176, shuffle=True
+    )
+    assert whole_epoch(order, 2).tolist() == [
+        [17, 1, 2, 11, 12, 14],
+        [19, 24, 3, 9, 13, 15],
+        [20, 22, 5, 7, 16, 16],
+        [18, 23, 6, 10, 18, 24],
+        [21, 0, 4, 8, 14, 23],
+    ]
+    assert order.fingerprint == "374fb678fde92603"
+
+
+def test_streams_are_mixed_in_proportion_from_the_first_batch_to_the_last():
+    order = SampleOrder(
+        shard_sizes_per_stream=[[100] * 60, [100] * 20],
+        choose_per_stream=[2_000, 6_000],
+        num_lanes=40,
+        seed=5,
+        shuffle=True,
+        window_samples=2_000,
+    )
+    from_second = whole_epoch(order) >= 6_000
+    assert from_second.mean() == 0.75
+    for part in np.array_split(from_second, 4):
+        assert abs(part.mean() - 0.75) < 0.1
+
+
+def test_a_partial_repeat_draws_every_sample_equally_often_over_the_epochs():
+    sizes = [1, 1, 2, 30, 6]
+    order = make_order(shard_sizes=sizes, choose=10, num_lanes=1)
+    counts = Counter(sample for epoch in range(2_000) for sample in whole_epoch(order, epoch).ravel().tolist())
+    expected = 2_000 * 10 / sum(sizes)
+    assert all(abs(counts[sample] - expected) < 0.15 * expected for sample in range(sum(sizes)))
+
+
+def test_a_shuffled_epoch_looks_random():
+    ids = whole_epoch(make_order(shard_sizes=[500] * 20, num_lanes=10)).ravel()
+    assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(ids, np.arange(len(ids)))[0, 1]) < 0.05
+
+
+def test_a_lane_reads_few_shards_one_after_another():
+    order = make_order(shard_sizes=[100] * 80, num_lanes=8, window_samples=8 * 50)
+    shards_sl = whole_epoch(order) // 100
+    shards_per_lane = [set(shards_sl[:, lane]) for lane in range(8)]
+    assert max(map(len, shards_per_lane)) <= 1_000 // 100 + 1
+    # Whoever reads half of the lanes needs half of the shards, but for those that lie on a border.
+    assert len(set().union(*shards_per_lane[:4])) <= 40 + 1
+    # And a shard is done with after little more than its own length.
+    first_seen = [np.flatnonzero((shards_sl == shard).any(axis=1)) for shard in range(80)]
+    assert all(
+        steps[-1] - steps[0] < 100 + 2 * 50 or shard_is_cut(shards_sl, shard) for shard, steps in enumerate(first_seen)
+    )
+
+
+def shard_is_cut(shards_sl: np.ndarray, shard: int) -> bool:
+    """Whether a shard lies on a border between two lanes, and so is read at the start of one and the end of another."""
+    return len({lane for lane in range(shards_sl.shape[1]) if (shards_sl[:, lane] == shard).any()}) > 1
+
+
+def test_a_worker_of_a_c4_sized_run_needs_little_memory():
+    """170 M samples in 42,000 shards, global batch 512, one of 8 workers of one of 8 ranks."""
+    tracemalloc.start()
+    order = make_order(shard_sizes=[4_050] * 42_000, num_lanes=512)
+    lanes, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
+    ids_sl = order.epoch(1).sample_ids(lanes, steps)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(np.unique(ids_sl)) == ids_sl.size == len(steps) * 64
+    assert peak_bytes - ids_sl.nbytes < 60e6
+
+
+def test_the_fingerprint_tells_orders_apart():
+    orders = [
+        make_order(),
+        make_order(seed=18),
+        make_order(num_lanes=4),
+        make_order(choose=99),
+        make_order(shuffle=False),
+        make_order(window_samples=99),
+        make_order(drop_last=False),
+        make_order(shard_sizes=(40, 1, 7, 52)),
+    ]
+    assert len({order.fingerprint for order in orders}) == len(orders)
+    assert make_order().fingerprint == make_order().fingerprint
