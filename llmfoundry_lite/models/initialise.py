@@ -29,7 +29,7 @@ def initialise_weights(model: MPT, seed: int) -> None:
     """Fill every parameter of a materialised model, sharded or not, by the scheme of its `init_config`."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            full_name = f"{module_name}.{name}"
+            full_name = _plain_name(f"{module_name}.{name}")
             if isinstance(module, LayerNorm):
                 _local(parameter).fill_(1.0 if name == "weight" else 0.0)
             elif name == "bias" and model.config.init_config.name != "default_":
@@ -38,23 +38,28 @@ def initialise_weights(model: MPT, seed: int) -> None:
                 _fill(parameter, _scheme(module, full_name, parameter.shape, model.config), seed, full_name)
 
 
+def draw_range(draw: Draw, seed: int, name: str, start: int, stop: int) -> np.ndarray:
+    """Numbers start to stop of the endless sequence that belongs to (seed, name)."""
+    first = start // BLOCK
+    blocks = [_draw_block(draw, seed, name, index) for index in range(first, -(-stop // BLOCK))]
+    return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
+
+
+def _draw_block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
+    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    # Philox's 256-bit counter moves in its lowest word while drawing; the highest one tells blocks apart.
+    bits = np.random.Philox(key=np.frombuffer(key, dtype="<u8"), counter=[0, 0, 0, index])
+    return draw(np.random.Generator(bits), BLOCK)
+
+
 def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str) -> None:
     rows, offset, shape = _own_rows(parameter)
     if rows == 0:
         return
     row_size = math.prod(shape[1:])
-    start, stop = offset * row_size, (offset + rows) * row_size
-    values = np.concatenate([_block(draw, seed, name, i) for i in range(start // BLOCK, -(-stop // BLOCK))])
-    first = start - start // BLOCK * BLOCK
+    values = draw_range(draw, seed, name, offset * row_size, (offset + rows) * row_size)
     local = _local(parameter)
-    local.copy_(torch.from_numpy(values[first : first + stop - start]).view(local.shape))
-
-
-def _block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
-    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    # Philox's 256-bit counter moves in its lowest word while drawing; the highest one tells blocks apart.
-    bits = np.random.Philox(key=np.frombuffer(key, dtype=np.uint64), counter=[0, 0, 0, index])
-    return draw(np.random.Generator(bits), BLOCK)
+    local.copy_(torch.from_numpy(values).view(local.shape))
 
 
 def _own_rows(parameter: torch.Tensor) -> tuple[int, int, torch.Size]:
@@ -68,6 +73,11 @@ def _own_rows(parameter: torch.Tensor) -> tuple[int, int, torch.Size]:
     return local_shape[0], offset[0], parameter.shape
 
 
+def _plain_name(name: str) -> str:
+    """The parameter's name before activation checkpointing or torch.compile wrapped its block."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -77,14 +87,14 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 def _scheme(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig) -> Draw:
     init = config.init_config
+    if init.name == "default_":
+        return _torch_default(module)
     if isinstance(module, nn.Embedding):
         if init.emb_init_std is not None:
             return _normal(init.emb_init_std)
         if init.emb_init_uniform_lim is not None:
             limit = init.emb_init_uniform_lim
             return _uniform(*limit) if isinstance(limit, list) else _uniform(-limit, limit)
-    if init.name == "default_":
-        return _torch_default(module)
     # Wqkv is three matrices of d_model rows each; their own fans count, as in LLM Foundry.
     fan_out, fan_in = shape[0] // 3 if ".Wqkv." in name else shape[0], shape[1]
     divisor = _residual_divisor(config) if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0
