@@ -78,6 +78,17 @@ def data_prepare(
     print_summary(summary, out)
 
 
+@app.command("report")
+def report_run(
+    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/mpt-quickstart.")],
+    prompt: Annotated[str, typer.Option(help="What the sample of generated text starts with.")] = "def ",
+) -> None:
+    """Show a run: its losses beside baselines, a sample of what it writes, a plot."""
+    from llmfoundry_lite.report import report
+
+    report(run, prompt)
+
+
 def main() -> None:
     """The `llmfoundry-lite` program."""
     sys.exit(run(sys.argv[1:]))

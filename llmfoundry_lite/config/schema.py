@@ -219,15 +219,19 @@ class SchedulerConfig:
     """constant_with_warmup, cosine_with_warmup, linear_decay_with_warmup, inv_sqrt_with_warmup"""
     t_warmup: str | int = "0ba"
     """Linear warm-up from 0."""
+    t_max: str | int = "1dur"
     alpha_i: float = 1.0
     """linear: the multiplier after warm-up."""
     alpha_f: float = 0.0
-    """cosine, linear: the multiplier at t_max. inv_sqrt: at the end of the cool-down."""
-    t_max: str | int = "1dur"
-    t_scale: str | int | None = None
-    """inv_sqrt: the time scale; default t_warmup, or 1ba."""
+    """cosine, linear: the multiplier at t_max."""
+    t_scale: str | int = "1ba"
+    """inv_sqrt: the time scale of the decay."""
     t_cooldown: str | int = "0ba"
-    """inv_sqrt: linear decay over the last span of the run."""
+    """inv_sqrt: linear decay over the last span before t_max."""
+    alpha_f_decay: float = 0.0
+    """inv_sqrt: the multiplier the decay tends to."""
+    alpha_f_cooldown: float = 0.0
+    """inv_sqrt: the multiplier the cool-down ends at."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

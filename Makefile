@@ -1,0 +1,60 @@
+# Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
+#   make quickstart   text -> shards -> a small MPT on 2 ranks -> a table, a sample, a plot (5 minutes, no GPU)
+#   make test         the tests (10 minutes on 2 cores)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# uv of this machine if there is one, else our own, installed by pip into .tools
+UV := $(or $(shell command -v uv 2>/dev/null),.tools/bin/uv)
+SOURCES := llmfoundry_lite scripts tests
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install quickstart test test-slow lint format requirements gpu-check clean
+
+install: $(READY)
+
+.tools/bin/uv:
+	$(PYTHON) -m venv .tools
+	.tools/bin/pip install --quiet --disable-pip-version-check "uv>=0.9"
+
+$(READY): pyproject.toml | $(UV)
+	$(UV) sync --quiet
+	@touch $@
+
+quickstart: install
+	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:4096 --max-seq-len 256
+	composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
+	llmfoundry-lite report runs/mpt-quickstart
+
+test: install
+	pytest -m "not slow and not gpu"
+
+test-slow: install
+	pytest -m "slow and not gpu"
+
+gpu-check: install
+	pytest -m gpu
+
+lint: install
+	ruff format --check $(SOURCES)
+	ruff check $(SOURCES)
+	pyright
+	lint-imports
+	codespell $(SOURCES) yamls README.md CONTRIBUTING.md Makefile pyproject.toml
+
+format: install
+	ruff format $(SOURCES)
+	ruff check --fix $(SOURCES)
+
+# For pip and containers: with torch, and without it for images that bring their own (the only way on ROCm).
+requirements: install
+	$(UV) export --quiet --no-dev --no-emit-project --no-hashes --no-annotate -o requirements.txt
+	$(UV) export --quiet --no-dev --no-emit-project --no-hashes --no-annotate -o requirements-without-torch.txt \
+		--prune torch --prune torchvision
+
+clean:
+	rm -rf $(VENV) .tools data runs

@@ -1,0 +1,52 @@
+"""What counting alone achieves: the cross-entropy of a unigram and a bigram model on the same tokens."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from streaming.base.format import get_index_basename, reader_from_json
+
+
+class Baselines(NamedTuple):
+    """Cross-entropy in nats per token."""
+
+    unigram: float
+    bigram: float
+
+
+def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) -> Baselines:
+    """Fit on the training tokens, score the validation tokens that a language model is scored on.
+
+    Both models are smoothed by adding one: p(b | a) = (count(a b) + 1) / (count(a) + V). Scored, as a model's loss
+    is, on every token of a sample but the first. Samples are [n, t] in memory: for small data sets.
+    """
+    train_nt, eval_nt = read_tokens(train_folder), read_tokens(eval_folder)
+    counts_v = np.bincount(train_nt.ravel(), minlength=vocab_size)
+    unigram_v = -np.log((counts_v + 1) / (counts_v.sum() + vocab_size))
+    pairs, pair_counts = np.unique(_pairs(train_nt, vocab_size), return_counts=True)
+    firsts_v = np.bincount(train_nt[:, :-1].ravel(), minlength=vocab_size)
+    wanted = _pairs(eval_nt, vocab_size)
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    joint = np.where(pairs[at] == wanted, pair_counts[at], 0)
+    bigram = -np.log((joint + 1) / (firsts_v[wanted // vocab_size] + vocab_size))
+    return Baselines(unigram=float(unigram_v[eval_nt[:, 1:]].mean()), bigram=float(bigram.mean()))
+
+
+def read_tokens(folder: Path) -> NDArray[np.int64]:
+    """All samples of a local MDS folder, [n, t]. Raises FileNotFoundError or ValueError if it holds no token shards."""
+    index = json.loads((folder / get_index_basename()).read_text())
+    rows = []
+    for entry in index["shards"]:
+        shard = reader_from_json(str(folder.parent), folder.name, entry)
+        rows += [_row(shard[i]["tokens"]) for i in range(shard.samples)]
+    return np.stack(rows)
+
+
+def _row(tokens: bytes | NDArray) -> NDArray[np.int64]:
+    return np.frombuffer(tokens, np.int64) if isinstance(tokens, bytes) else tokens.astype(np.int64)
+
+
+def _pairs(tokens_nt: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    return (tokens_nt[:, :-1] * vocab_size + tokens_nt[:, 1:]).ravel()

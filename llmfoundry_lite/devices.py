@@ -1,0 +1,36 @@
+"""What torch sees on this machine: the kind of device, its name, its memory, and its row in `hardware.py`."""
+
+import platform
+import resource
+
+import torch
+
+from llmfoundry_lite.hardware import Accelerator, find_accelerator
+
+
+def device_type() -> str:
+    """`cuda` (NVIDIA and AMD alike, as torch has it) or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    """The accelerator's own name, or the processor's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def accelerator() -> Accelerator | None:
+    """This machine's row of the hardware table; None when it is not in it, and then nothing is guessed."""
+    return find_accelerator(device_name()) if torch.cuda.is_available() else None
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held: on the accelerator if there is one, else resident in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,97 @@
+"""How a process of a launch begins and ends: its place among the ranks, and the right words and exit code at the end.
+
+Nothing here needs torch; the process group's store is used when there is one.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+
+class Place(NamedTuple):
+    """This process in its launch, as `composer` and `torchrun` tell it; alone without them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def place() -> Place:
+    names, alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (0, 1, 0, 1)
+    return Place(*(int(os.environ.get(name, default)) for name, default in zip(names, alone, strict=True)))
+
+
+def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    except BaseException as error:
+        report(describe(error))
+        _leave(error.exit_code if isinstance(error, UserError) else EXIT_BUG)
+    sys.exit(EXIT_DONE)
+
+
+def describe(error: BaseException) -> str:
+    """One line where the reader is a user, everything where the reader must find a bug."""
+    if isinstance(error, UserError):
+        return f"error: {error}"
+    if is_lost_peer(error):
+        return (
+            "error: lost contact with another rank, which has died or lost its network; "
+            f"its own output has the reason ({str(error).splitlines()[0]})"
+        )
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because the other side is gone (gloo's and NCCL's words for it)."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def report(text: str) -> None:
+    """Print the launch's first error: on the rank that had it, and on rank 0, whose output the user watches.
+
+    When one rank fails the others fail after it, with words that hide the reason. The first to come puts its text
+    into the process group's store and everybody else repeats that.
+    """
+    here = place()
+    store = _process_group_store()
+    if store is None:
+        if here.local_rank == 0:
+            print(text, file=sys.stderr, flush=True)
+        return
+    try:
+        first = store.compare_set("llmfoundry_lite/first_error", "", f"{here.rank} {text}").decode()
+    except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
+        return
+    rank, first_text = first.split(" ", 1)
+    if int(rank) == here.rank or first_text == text:
+        if int(rank) == here.rank or here.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+    elif here.rank == 0:
+        print(f"rank {rank}: {first_text}", file=sys.stderr, flush=True)
+
+
+def _process_group_store() -> Any:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _leave(code: int) -> None:
+    """Exit without waiting: exit handlers of a rank that failed may sit in a collective no one else will join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

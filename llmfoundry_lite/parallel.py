@@ -1,0 +1,127 @@
+"""Model in, parallel model out: meshes, sharding with FSDP2, precision, activation checkpointing, compilation.
+
+Knows nothing of training. Composer is handed a model that is already parallel and is told fp32: the policy
+below does all the casting, on CPUs too, where Composer refuses bf16.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes of one way to compute. Master weights and optimizer state are fp32 in all of them; so is the loss."""
+
+    parameters: torch.dtype
+    """Of the gathered parameters, and with them of activations and the residual stream."""
+    reduction: torch.dtype
+    """In which gradients are summed over devices."""
+    autocast: torch.dtype | None = None
+    """Matrix products are cast to this while parameters and residual stream stay fp32."""
+    loss_scaling: bool = False
+    """fp16 gradients underflow unless the loss is scaled."""
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+PRECISIONS = {
+    ("fp32", "PURE"): Precision(parameters=FP32, reduction=FP32),
+    ("fp32", "DEFAULT"): Precision(parameters=FP32, reduction=FP32),
+    ("fp32", "FULL"): Precision(parameters=FP32, reduction=FP32),
+    ("amp_bf16", "PURE"): Precision(parameters=BF16, reduction=BF16),
+    ("amp_bf16", "DEFAULT"): Precision(parameters=BF16, reduction=FP32),
+    ("amp_bf16", "FULL"): Precision(parameters=FP32, reduction=FP32, autocast=BF16),
+    ("amp_fp16", "PURE"): Precision(parameters=FP16, reduction=FP16, loss_scaling=True),
+    ("amp_fp16", "DEFAULT"): Precision(parameters=FP16, reduction=FP32, loss_scaling=True),
+    ("amp_fp16", "FULL"): Precision(parameters=FP32, reduction=FP32, autocast=FP16, loss_scaling=True),
+}
+"""`precision` x `fsdp_config.mixed_precision`."""
+
+
+def build_mesh(fsdp: FSDPConfig, device_type: str, world_size: int, local_world_size: int) -> DeviceMesh:
+    """One dimension, `shard`; or two, `replicate` x `shard`, for HYBRID_SHARD and NO_SHARD.
+
+    Raises ConfigError when the devices cannot be divided that way.
+    """
+    if fsdp.sharding_strategy == "NO_SHARD":
+        shard_degree = 1
+    elif fsdp.sharding_strategy == "HYBRID_SHARD":
+        shard_degree = fsdp.data_parallel_shard_degree or local_world_size
+    else:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % shard_degree:
+        raise ConfigError(
+            f"fsdp_config.data_parallel_shard_degree: {shard_degree} does not divide the {world_size} devices of this launch"
+        )
+    return init_device_mesh(
+        device_type, (world_size // shard_degree, shard_degree), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def build_parallel_model(
+    config: ModelConfig,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    mesh: DeviceMesh,
+    seed: int,
+    compile_config: dict[str, Any] | None = None,
+) -> MPT:
+    """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share."""
+    with torch.device("meta"):
+        model = MPT(config)
+    shard_model(model, fsdp, precision, mesh, compile_config)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    model.to_empty(device=device)
+    initialise_weights(model, seed)
+    return model
+
+
+def shard_model(
+    model: MPT,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    mesh: DeviceMesh,
+    compile_config: dict[str, Any] | None = None,
+) -> None:
+    """Checkpoint, compile and shard each block, then the rest (embeddings and last norm), in place."""
+    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
+    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
+    reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    for block in model.transformer.blocks:
+        if fsdp.activation_checkpointing:
+            _checkpoint_activations(block, fsdp)
+        if compile_config is not None:
+            block.compile(**compile_config)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def reduce_gradients_only_when(model: nn.Module, is_last_microbatch: bool) -> None:
+    """Without this FSDP2 reduces gradients after every microbatch."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last_microbatch)
+
+
+def _checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
+    """Recompute the block in backward. Replacing `forward` rather than wrapping keeps parameter names as they are."""
+    forward = block.forward
+
+    def checkpointed(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        with torch.autograd.graph.save_on_cpu() if fsdp.activation_cpu_offload else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=fsdp.activation_checkpointing_reentrant)
+
+    block.forward = checkpointed

@@ -1,0 +1,151 @@
+"""Everything that can be checked before a process group exists, and what `--dry-run` prints.
+
+Configuration against world size, data, tokenizer and memory. Reads index files and JSON, never a shard; imports
+neither Composer nor streaming, so that the answer comes quickly.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.config.load import check_world_size
+from llmfoundry_lite.config.schema import LoaderConfig, TrainConfig
+from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+
+
+@dataclass(kw_only=True)
+class Preflight:
+    """What was found; `not_checked` says what could not be, and why."""
+
+    num_samples: dict[str, int] = field(default_factory=dict)
+    """train, eval -> samples on this disk."""
+    not_checked: list[str] = field(default_factory=list)
+
+
+def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Preflight:
+    """Check the configuration against the world around it. Raises ConfigError or DataError, in one line.
+
+    `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
+    """
+    check_world_size(config, world_size)
+    found = Preflight()
+    for name, loader in (("train", config.train_loader), ("eval", config.eval_loader)):
+        if loader is not None and loader.name == "text":
+            _check_data(name, loader, config, found, must_exist=must_exist)
+    _check_tokenizer(config, found)
+    num_samples = found.num_samples.get("train")
+    if num_samples is not None and num_samples < config.global_train_batch_size:
+        raise DataError(
+            f"train_loader.dataset: {num_samples} samples do not make one batch of {config.global_train_batch_size} "
+            "(global_train_batch_size); use more data or a smaller batch"
+        )
+    return found
+
+
+def _check_data(name: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+    dataset = loader.dataset
+    folders = dataset.streams or {"": dataset}
+    total = 0
+    for stream_name, stream in folders.items():
+        key = f"{name}_loader.dataset" + (f".streams.{stream_name}" if stream_name else "")
+        folder = Path(stream.local or "") / (stream.split or dataset.split or "")
+        index = folder / "index.json"
+        if not index.is_file():
+            if stream.remote or dataset.remote:
+                found.not_checked.append(f"{key}: {folder} will be filled from {stream.remote or dataset.remote}")
+            elif must_exist:
+                raise DataError(f"{key}: {index} does not exist; make it with `llmfoundry-lite data prepare`")
+            else:
+                found.not_checked.append(f"{key}: {index} is not there")
+            return
+        total += _check_index(index, key, dataset.max_seq_len or config.max_seq_len, config)
+    found.num_samples[name] = total
+
+
+def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig) -> int:
+    try:
+        shards = json.loads(index.read_text())["shards"]
+        total = sum(shard["samples"] for shard in shards)
+        columns = shards[0]["column_names"] if shards else []
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
+    if not {"tokens", "text"} & set(columns):
+        raise DataError(f"{key}: {index} has columns {', '.join(columns)}; expected tokens or text")
+    summary = _read_summary(index.parent.parent)
+    if summary:
+        if summary["max_seq_len"] < max_seq_len:
+            raise DataError(
+                f"{key}: samples of {index.parent} have {summary['max_seq_len']} tokens, max_seq_len is {max_seq_len}; "
+                f"set max_seq_len to {summary['max_seq_len']} or prepare the data again"
+            )
+        _check_fingerprint(summary["tokenizer"], key, config)
+    return total
+
+
+def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
+    """The data knows its tokenizer, so this needs no network whatever the tokenizer's name."""
+    if recorded["vocab_size"] > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is less than the {recorded['vocab_size']} of the tokenizer "
+            f"that made {key}; set it to {_round_up(recorded['vocab_size'])}"
+        )
+    if is_local_or_cached(config.tokenizer.name):
+        ours = load_tokenizer(config.tokenizer.name)
+        if ours.fingerprint != recorded["fingerprint"]:
+            raise DataError(
+                f"tokenizer.name: {config.tokenizer.name} is not the tokenizer that made {key} "
+                f"({ours.fingerprint[:12]}, not {recorded['fingerprint'][:12]}); use {recorded['name']} or prepare the data again"
+            )
+
+
+def _check_tokenizer(config: TrainConfig, found: Preflight) -> None:
+    name = config.tokenizer.name
+    if not is_local_or_cached(name):
+        found.not_checked.append(f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache")
+        return
+    vocab_size = load_tokenizer(name).vocab_size
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {vocab_size} ({name}); "
+            f"set it to {_round_up(vocab_size)}"
+        )
+
+
+def _read_summary(folder: Path) -> dict[str, Any] | None:
+    """What `data prepare` left beside the splits; other tools' data sets have none."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _round_up(vocab_size: int) -> int:
+    """To a multiple of 128, which matrix units like."""
+    return -(-vocab_size // 128) * 128
+
+
+# ------------------------------------------------------------------------------------------------ dry run
+
+
+def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
+    """Parameters, batch arithmetic and memory, as lines for people."""
+    batch, length = config.global_train_batch_size, config.max_seq_len
+    device_batch = batch // world_size
+    microbatch = config.device_train_microbatch_size or device_batch
+    flops = count_flops_per_token(config.model, length)
+    lines = [
+        f"run            {config.run_name} in {config.run_folder}",
+        f"parameters     {count_parameters(config.model):,}",
+        f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
+        f"               {world_size} device(s) x {device_batch} samples, in {-(-device_batch // microbatch)} "
+        f"microbatch(es) of up to {microbatch}",
+        f"duration       {_describe_duration(config, found)}",
+        f"model FLOPs    {flops / 1e9:,.2f} G per token, {flops * batch * length / 1e15:,.3f} P per batch",
+    ]
+    for name, count in found.num_samples.items():
+        lines.append(f"{name + ' data':<15}{count:,} samples" + _describe_epoch(name, count, batch))
+    estimate = estimate(config, world_size)
+    lines += [f"{'memory' if i == 0 else '':<15}{line}" for i, line in enumerate(describe_memory(estimate))]
+    lines += [f"not checked    {note}" for note in found.not_checked]
+    return "\n".join(lines)

@@ -1,0 +1,172 @@
+"""One `build_<thing>(config)` for each block of the YAML."""
+
+import importlib
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Callback, DataSpec, Event, State
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.config.schema import Duration, FSDPConfig, LoaderConfig, OptimizerConfig, TrainConfig
+from llmfoundry_lite.data.text import build_text_dataset, build_text_loader
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
+from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, elapsed
+from llmfoundry_lite.training.gradients import GradientStep, LossScaler
+from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
+from llmfoundry_lite.training.optimizers import build_adamw, build_lion
+
+
+def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> LanguageModel:
+    fsdp = config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+    precision = PRECISIONS[config.precision, fsdp.mixed_precision]
+    mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size)
+    model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config)
+    return LanguageModel(model, precision)
+
+
+def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name in ("decoupled_adamw", "adamw"):
+        return build_adamw(parameters, config)
+    if config.name in ("lion", "decoupled_lionw"):
+        return build_lion(parameters, config)
+    return load_object(config.name, "optimizer.name")(parameters, lr=config.lr, **config.kwargs)
+
+
+def build_train_data(config: TrainConfig, world_size: int) -> DataSpec:
+    return build_data(config.train_loader, config, config.global_train_batch_size, world_size, evaluation=False)
+
+
+def build_eval_data(config: TrainConfig, world_size: int) -> DataSpec | None:
+    if config.eval_loader is None or config.eval_interval == 0:
+        return None
+    batch_size = config.device_eval_batch_size * world_size
+    return build_data(config.eval_loader, config, batch_size, world_size, evaluation=True)
+
+
+def build_data(
+    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, world_size: int, *, evaluation: bool
+) -> DataSpec:
+    if loader.name.startswith("python:"):
+        build = load_object(loader.name, f"{'eval' if evaluation else 'train'}_loader.name")
+        batches = build(device_batch_size=global_batch_size // world_size, **loader.kwargs)
+    else:
+        batches = build_text_batches(loader, config, global_batch_size, evaluation=evaluation)
+    return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
+
+
+def build_text_batches(
+    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, *, evaluation: bool
+) -> DataLoader:
+    options = asdict(loader.dataset)
+    options["max_seq_len"] = loader.dataset.max_seq_len or config.max_seq_len
+    dataset = build_text_dataset(
+        **options,
+        global_batch_size=global_batch_size,
+        drop_last=loader.drop_last and not evaluation,
+        evaluation=evaluation,
+        vocab_size=config.model.vocab_size,
+        tokenizer=LazyTokenizer(config.tokenizer.name),
+    )
+    return build_text_loader(
+        dataset,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory and devices.device_type() == "cuda",
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        timeout=loader.timeout,
+    )
+
+
+class LazyTokenizer:
+    """Loaded when the first text is met: shards of token ids never need it, and may be trained on without it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.name)
+
+
+def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
+    """All tokens, and those with a loss: the last of each sample has no successor."""
+    real = batch["input_ids"] >= 0
+    return {"total": int(real.sum()), "loss_generating": int((real[:, 1:]).sum())}
+
+
+def build_callbacks(config: TrainConfig, model: LanguageModel) -> list[Callback]:
+    guard = GradientStep(
+        model,
+        config.algorithms.gradient_clipping,
+        config.on_non_finite,
+        config.max_skipped_batches,
+        LossScaler() if model.precision.loss_scaling else None,
+    )
+    monitor = RunMonitor(
+        config.callbacks.speed_monitor.window_size,
+        count_flops_per_token(config.model, config.max_seq_len),
+        Duration.parse(config.max_duration),
+    )
+    rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
+    callbacks: list[Callback] = [DataDigest(guard), rate, guard, monitor]
+    if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
+        callbacks.append(DropoutSeed(config.seed))
+    for name, arguments in config.callbacks.extra.items():
+        callbacks.append(load_object(name, "callbacks")(**arguments))
+    return callbacks
+
+
+def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
+    folder, max_duration = Path(config.run_folder), Duration.parse(config.max_duration)
+    mirrors: list[Mirror] = []
+    if config.progress_bar:
+        mirrors.append(ProgressBar(max_duration, state_progress))
+    elif config.log_to_console:
+        mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
+    if config.loggers.wandb is not None:
+        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, asdict(config)))
+    if config.loggers.tensorboard is not None:
+        mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
+    return mirrors
+
+
+def build_eval_interval(config: TrainConfig) -> Any:
+    """Evaluate right after a batch, so that its numbers stand in that batch's record; and after the last batch."""
+    if config.eval_interval == 0:
+        return 0
+    every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
+
+    def is_due(state: State, event: Event) -> bool:
+        if event != Event.BATCH_END:
+            return False
+        rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value
+        rounds = elapsed(state, every.unit) // every.value
+        return rounds > rounds_before or elapsed(state, end.unit) >= end.value
+
+    return is_due
+
+
+def load_object(name: str, key: str) -> Any:
+    """`python:package.module:Thing` -> Thing. Raises ConfigError."""
+    module_name, _, attribute = name.removeprefix("python:").partition(":")
+    if not attribute:
+        raise ConfigError(f"{key}: {name!r} given, expected python:package.module:Thing")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{key}: {name}: {error}; is its folder on PYTHONPATH?") from None
+    except AttributeError:
+        raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}") from None

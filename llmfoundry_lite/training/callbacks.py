@@ -1,0 +1,118 @@
+"""What is measured while a run runs: the data it saw, its speed, its memory, the time it still needs."""
+
+import hashlib
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from composer.core import Callback, State, Timestamp
+from composer.loggers import Logger
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.config.schema import Duration, SchedulerConfig
+from llmfoundry_lite.data.text import batch_digest, format_digest
+from llmfoundry_lite.training.gradients import GradientStep
+from llmfoundry_lite.training.schedule import learning_rate_multiplier
+
+
+class DataDigest(Callback):
+    """`data/digest`: two runs that print the same ones saw the same data in the same batches."""
+
+    def __init__(self, gradient_step: GradientStep):
+        self.gradient_step = gradient_step
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        own = batch_digest(state.batch["input_ids"])
+        # Sums modulo 2**64: signed 64-bit addition wraps around in just that way.
+        digest = torch.tensor(own - (1 << 64) if own >= 1 << 63 else own, device=state.device._device)
+        dist.all_reduce(digest)
+        text = format_digest(int(digest) % (1 << 64))
+        self.gradient_step.digest = text
+        logger.log_metrics({"data/digest": text})
+
+
+class LearningRate(Callback):
+    """Sets the rate of every batch from how far the run has come before it.
+
+    Composer steps its schedulers before it counts the batch, so its second batch repeats the first one's rate, and
+    their state has to be saved. This has no state.
+    """
+
+    def __init__(self, schedule: SchedulerConfig, max_duration: Duration):
+        self.schedule = schedule
+        self.max_duration = max_duration
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        multiplier = learning_rate_multiplier(self.schedule, self.max_duration, lambda unit: elapsed(state, unit))
+        for group in state.optimizers[0].param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * multiplier
+
+
+class DropoutSeed(Callback):
+    """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        name = f"{self.seed}/{int(state.timestamp.batch)}/{dist.get_rank()}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big"))
+
+
+class RunMonitor(Callback):
+    """Throughput, MFU, memory, elapsed and remaining time.
+
+    Rates are of tokens really consumed over the wall-clock time between ends of batches, evaluation left out.
+    """
+
+    def __init__(self, window_size: int, flops_per_token: int, max_duration: Duration):
+        self.flops_per_token = flops_per_token
+        self.max_duration = max_duration
+        self.history: deque[tuple[int, float]] = deque(maxlen=window_size + 1)
+        accelerator = devices.accelerator()
+        self.peak_flops = accelerator.peak_flops("bf16") if accelerator else None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.launched_at = time.monotonic()
+        self.first_progress = progress_of(state, self.max_duration)
+        self.history.append(self._mark(state))
+        if self.peak_flops is None and dist.get_rank() == 0 and devices.device_type() == "cuda":
+            print(f"{devices.device_name()} is not in the table of accelerators: no MFU is reported", flush=True)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.history.append(self._mark(state))
+        (tokens_before, seconds_before), (tokens, seconds) = self.history[0], self.history[-1]
+        rate = (tokens - tokens_before) / max(seconds - seconds_before, 1e-9)
+        world_size = dist.get_world_size()
+        metrics = {
+            "throughput/tokens_per_sec": rate,
+            "throughput/device/tokens_per_sec": rate / world_size,
+            "throughput/device/flops_per_sec": rate * self.flops_per_token / world_size,
+            "memory/peak_bytes": devices.peak_memory_bytes(),
+            "time/batch_seconds": self.history[-1][1] - self.history[-2][1],
+            "time/elapsed_seconds": time.monotonic() - self.launched_at,
+        }
+        if self.peak_flops is not None:
+            metrics["throughput/device/mfu"] = rate * self.flops_per_token / world_size / self.peak_flops
+        progress = progress_of(state, self.max_duration)
+        if progress > self.first_progress:
+            remaining = metrics["time/elapsed_seconds"] * (1 - progress) / (progress - self.first_progress)
+            metrics["time/remaining_seconds"] = max(0.0, remaining)
+        logger.log_metrics(metrics)
+
+    def _mark(self, state: State) -> tuple[int, float]:
+        return int(state.timestamp.token), state.timestamp.total_wct.total_seconds()
+
+
+def progress_of(state: State, max_duration: Duration) -> float:
+    """Fraction of the run that is done."""
+    return elapsed(state, max_duration.unit) / max_duration.value
+
+
+def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
+    """How much has been trained, in `unit`, now or `at` a time; epochs count in fractions, so schedules are smooth."""
+    stamp = at or state.timestamp
+    if unit == "ep":
+        return int(stamp.epoch) + int(stamp.batch_in_epoch) / int(state.dataloader_len or 1)
+    return int(stamp.get(unit))

@@ -1,0 +1,154 @@
+"""Between backward and optimizer: unscale, measure, agree on whether the batch is sound, clip.
+
+All of it needs the gradient's norm, so one pass computes it once: the same number is logged, compared with the
+clipping threshold and asked whether it is finite.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch.distributed.tensor import DTensor, Shard
+
+from llmfoundry_lite.config.schema import GradientClippingConfig
+from llmfoundry_lite.errors import NonFiniteError
+from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.optimizers import local
+
+
+class GradientStep(Callback):
+    """Guards every optimizer step. A batch that any rank finds non-finite is skipped, or ends the run, on all ranks."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        clipping: GradientClippingConfig | None,
+        on_non_finite: str,
+        max_skipped_batches: int,
+        scaler: "LossScaler | None" = None,
+    ):
+        self.model = model
+        self.clipping = clipping
+        self.on_non_finite = on_non_finite
+        self.max_skipped_batches = max_skipped_batches
+        self.scaler = scaler
+        self.num_skipped_batches = 0
+        self.digest = ""
+        """Of the batch in hand, for messages; the data digest callback sets it."""
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        self.bad_losses = torch.zeros((), device=state.device._device)
+        self.model.loss_scale = self.scaler.scale if self.scaler else 1.0
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        assert isinstance(state.loss, torch.Tensor)
+        self.bad_losses += (~torch.isfinite(state.loss.detach())).float()
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in parameters]
+        if self.scaler:
+            torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
+        norm, num_bad_losses = measure(parameters, self.bad_losses)
+        metrics = {"grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
+        finite = math.isfinite(norm) and num_bad_losses == 0
+        if finite and self.clipping is not None:
+            clip(gradients, norm, self.clipping)
+        if self.scaler:
+            metrics["loss_scale"] = self.scaler.scale
+        if not finite:
+            state.optimizers[0].zero_grad(set_to_none=True)  # without gradients the optimizer's step does nothing
+            self.num_skipped_batches += 1
+            metrics["skipped_batches"] = self.num_skipped_batches
+        logger.log_metrics(metrics)
+        scale_was_too_high = self.scaler is not None and self.scaler.update(finite)
+        if not finite and not scale_was_too_high:
+            self._non_finite(state, norm, num_bad_losses)
+
+    def _non_finite(self, state: State, norm: float, num_bad_losses: int) -> None:
+        batch = int(state.timestamp.batch) + 1
+        what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
+        where = f"batch {batch} (data/digest {self.digest})"
+        if self.on_non_finite == "stop":
+            raise NonFiniteError(
+                f"{where}: {what}; the weights were not touched. "
+                "Lower the learning rate, look at that data, or set on_non_finite: skip"
+            )
+        if self.num_skipped_batches > self.max_skipped_batches:
+            raise NonFiniteError(
+                f"{where}: {what}, and {self.num_skipped_batches} batches of this launch were skipped for that; "
+                "max_skipped_batches allows no more"
+            )
+        if dist.get_rank() == 0:
+            print(f"{where}: {what}; skipped", flush=True)
+
+
+def measure(parameters: list[torch.nn.Parameter], bad_losses: torch.Tensor) -> tuple[float, int]:
+    """(L2 norm of the whole gradient, number of microbatches anywhere whose loss is not finite), on every rank alike.
+
+    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each.
+    """
+    total = torch.zeros((), device=bad_losses.device)
+    for replicas, gradients in _by_replicas(parameters).items():
+        norms = torch.stack(torch._foreach_norm(gradients))
+        total += norms.float().square().sum() / replicas
+    both = torch.stack([total, bad_losses])
+    dist.all_reduce(both)
+    squares, num_bad_losses = both.tolist()
+    return math.sqrt(squares) if squares >= 0 else squares, int(num_bad_losses)
+
+
+def _by_replicas(parameters: list[torch.nn.Parameter]) -> dict[int, list[torch.Tensor]]:
+    groups: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        replicas = dist.get_world_size()
+        if isinstance(parameter.grad, DTensor):
+            mesh = parameter.grad.device_mesh
+            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if isinstance(kind, Shard)]
+            replicas = dist.get_world_size() // math.prod(shards)
+        gradient = local(parameter.grad)
+        if gradient.numel():
+            groups.setdefault(replicas, []).append(gradient)
+    return groups
+
+
+def clip(gradients: list[torch.Tensor], norm: float, clipping: GradientClippingConfig) -> None:
+    """By norm: scale the whole gradient down to the threshold. By value: clamp each of its numbers."""
+    threshold = clipping.clipping_threshold
+    if clipping.clipping_type == "value":
+        torch._foreach_clamp_min_(gradients, -threshold)
+        torch._foreach_clamp_max_(gradients, threshold)
+    elif norm > threshold:
+        torch._foreach_mul_(gradients, threshold / (norm + 1e-6))
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16: halve on overflow, double after a long run of sound batches.
+
+    Starting value, factors and interval are those of torch's GradScaler. Its state is two numbers, the same on all
+    ranks, which is why it is ours: Composer's lives on the device and only there.
+    """
+
+    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.num_sound_batches = 0
+
+    def update(self, finite: bool) -> bool:
+        """Adapt to one batch. Returns whether the batch overflowed and a lower scale may cure it."""
+        if not finite:
+            curable = self.scale > 1.0
+            self.scale, self.num_sound_batches = max(self.scale / 2, 1.0), 0
+            return curable
+        self.num_sound_batches += 1
+        if self.num_sound_batches == self.growth_interval:
+            self.scale, self.num_sound_batches = self.scale * 2, 0
+        return False
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "num_sound_batches": self.num_sound_batches}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self.scale, self.num_sound_batches = float(state["scale"]), int(state["num_sound_batches"])

@@ -1,0 +1,181 @@
+"""The record of a run: metrics.jsonl, one object per batch; console, wandb and TensorBoard are its mirrors.
+
+Composer's logger calls us many times a batch, with its own idea of the step. Here everything about a batch is
+gathered and written once, after that batch's evaluation, under the number of the batch it belongs to.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+
+from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
+
+Record = dict[str, Any]
+Mirror = Callable[[Record], None]
+
+
+class RunLog(LoggerDestination):
+    """Appends to metrics.jsonl. Lives on rank 0 only."""
+
+    def __init__(self, path: Path, mirrors: list[Mirror]):
+        self.path = path
+        self.mirrors = mirrors
+        self.launch = 1 + last_launch(path)
+        self.record: Record = {}
+        self.file = path.open("a")
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        for key, value in metrics.items():
+            if key.startswith(("time/", "trainer/")) and not key.endswith("_seconds"):
+                continue  # Composer's own clocks, taken before the batch is counted
+            name = key.replace("metrics/eval/", "eval/")
+            self.record[name] = value.item() if isinstance(value, torch.Tensor) else value
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self.write(state)
+
+    def write(self, state: State) -> None:
+        """Write what has been gathered as the record of the batch that was trained last (0: before the first)."""
+        stamp = state.timestamp
+        clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
+        record = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
+        self.record = {}
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        for mirror in self.mirrors:
+            mirror(record)
+
+    def post_close(self) -> None:
+        self.file.close()
+        for mirror in self.mirrors:
+            getattr(mirror, "close", lambda: None)()
+
+
+def last_launch(path: Path) -> int:
+    """The number of the launch that wrote the last line; 0 if there is none. A torn last line is cut off."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        content = content[: content.rfind(b"\n") + 1]
+        path.write_bytes(content)
+    lines = content.splitlines()
+    return json.loads(lines[-1])["launch"] if lines else 0
+
+
+# ------------------------------------------------------------------------------------------------- mirrors
+
+
+class ConsoleLine:
+    """One line each `interval`: where the run is, its loss, its speed, the time it still needs."""
+
+    def __init__(self, max_duration: Duration, interval: Duration, stream: TextIO = sys.stdout):
+        self.max_duration = max_duration
+        self.interval = interval
+        self.stream = stream
+        self.last_epoch = -1
+
+    def __call__(self, record: Record) -> None:
+        due = record["batch"] % int(self.interval.value) == 0
+        if self.interval.unit == "ep":
+            due, self.last_epoch = record["time/epoch"] != self.last_epoch, record["time/epoch"]
+        if due or "eval/loss" in record:
+            print(console_line(record, self.max_duration), file=self.stream, flush=True)
+
+
+def console_line(record: Record, max_duration: Duration) -> str:
+    """`batch 20/800 · loss 4.1234 · …`"""
+    total = f"/{int(max_duration.value)}" if max_duration.unit == "ba" else ""
+    parts = [f"batch {record['batch']}{total}"]
+    if max_duration.unit != "ba":
+        key = {"ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}[max_duration.unit]
+        parts.append(f"{record[key]}/{max_duration}")
+    for key, form in (
+        ("loss/train/total", "loss {:.4f}"),
+        ("eval/loss", "validation {:.4f}"),
+        ("lr", "lr {:.2e}"),
+        ("grad_norm", "grad {:.2f}"),
+        ("throughput/tokens_per_sec", "{:,.0f} tokens/s"),
+        ("throughput/device/mfu", "MFU {:.1%}"),
+    ):
+        if key in record:
+            parts.append(form.format(record[key]))
+    if "time/remaining_seconds" in record:
+        parts.append("ETA " + duration_text(record["time/remaining_seconds"]))
+    return " · ".join(parts)
+
+
+def duration_text(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class ProgressBar:
+    """The console line as a bar that stays in place."""
+
+    def __init__(self, max_duration: Duration, progress: Callable[[], float]):
+        from tqdm import tqdm
+
+        self.max_duration = max_duration
+        self.progress = progress
+        self.bar = tqdm(total=1.0, bar_format="{l_bar}{bar}| {postfix}", dynamic_ncols=True)
+
+    def __call__(self, record: Record) -> None:
+        self.bar.n = self.progress()
+        self.bar.set_postfix_str(console_line(record, self.max_duration))
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class WandbMirror:
+    """The same wandb run across launches: its id is kept in the run directory. WANDB_MODE=offline works."""
+
+    def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
+        import wandb
+
+        self.id_file = run_folder / "wandb_id"
+        run_id = self.id_file.read_text().strip() if self.id_file.exists() else wandb.util.generate_id()
+        self.id_file.write_text(run_id + "\n")
+        self.run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            name=config.name or run_name,
+            tags=config.tags or None,
+            dir=str(run_folder),
+            config=settings,
+            **{"id": run_id, "resume": "allow", **config.init_kwargs},
+        )
+
+    def __call__(self, record: Record) -> None:
+        self.run.log({key: value for key, value in record.items() if is_number(value)}, step=record["batch"])
+
+    def close(self) -> None:
+        self.run.finish(quiet=True)
+
+
+class TensorboardMirror:
+    def __init__(self, config: TensorboardConfig, run_folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(config.log_dir or str(run_folder / "tensorboard"))
+
+    def __call__(self, record: Record) -> None:
+        for key, value in record.items():
+            if is_number(value) and key != "batch":
+                self.writer.add_scalar(key, value, global_step=record["batch"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

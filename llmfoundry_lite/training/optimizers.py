@@ -1,0 +1,70 @@
+"""Optimizers over sharded parameters: torch's fused AdamW, and Lion."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from llmfoundry_lite.config.schema import OptimizerConfig
+
+
+def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """AdamW in one fused kernel.
+
+    `decoupled_adamw` shrinks weights by weight_decay * (lr / initial lr) a step (Loshchilov and Hutter 2019, with
+    the schedule alone as multiplier), which is torch's lr * weight_decay with weight_decay / initial lr in its place.
+    """
+    decay = config.weight_decay / config.lr if config.name == "decoupled_adamw" else config.weight_decay
+    return AdamW(
+        parameters, lr=config.lr, betas=config.betas or (0.9, 0.95), eps=config.eps, weight_decay=decay, fused=True
+    )
+
+
+def build_lion(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """Lion; `decoupled_lionw` takes weight_decay as `decoupled_adamw` does."""
+    decay = config.weight_decay / config.lr if config.name == "decoupled_lionw" else config.weight_decay
+    return Lion(parameters, lr=config.lr, betas=config.betas or (0.9, 0.99), weight_decay=decay)
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum (Chen et al. 2023, algorithm 2). One moment of state per parameter."""
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            weights = [local(p) for p in parameters]
+            gradients = [local(p.grad) for p in parameters]
+            moments = [local(self.state[p]["exp_avg"]) for p in parameters]
+            updates = torch._foreach_lerp(moments, gradients, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-lr)
+            torch._foreach_lerp_(moments, gradients, 1 - beta2)
+        return loss
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """This rank's share of a sharded tensor, as memory that can be written."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

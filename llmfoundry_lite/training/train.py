@@ -1,0 +1,163 @@
+"""Train a model from a configuration: build, fit, export. Composer's loop, our parts."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from composer import Trainer
+from composer.utils import dist as composer_dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.config.schema import Duration, TrainConfig
+from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.launch import place
+from llmfoundry_lite.models.hf import can_export, export_model
+from llmfoundry_lite.training.builders import (
+    build_callbacks,
+    build_eval_data,
+    build_eval_interval,
+    build_mirrors,
+    build_model,
+    build_optimizer,
+    build_train_data,
+)
+from llmfoundry_lite.training.callbacks import progress_of
+from llmfoundry_lite.training.loggers import RunLog
+
+
+def train(config: TrainConfig) -> None:
+    """Run `config` to its end. What it leaves in the run directory is described in the README.
+
+    Raises UserError for what the user can mend; other ranks' failures surface as torch's communication errors.
+    """
+    start_process_group(config)
+    run = RunFolder(config)
+    run.start()
+    trainer = None
+    try:
+        trainer = build_trainer(config, run)
+        if config.eval_first and trainer.state.evaluators:
+            trainer.eval()
+            run.write_log(trainer)
+        trainer.fit()
+        if config.export_at_end:
+            export(config, trainer, run.folder / "huggingface")
+    except BaseException as error:
+        run.finish(
+            "failed", trainer, reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        raise
+    run.finish("done", trainer)
+    trainer.close()
+
+
+def start_process_group(config: TrainConfig) -> None:
+    """Over NCCL (RCCL on AMD) with accelerators, over gloo without."""
+    if devices.device_type() == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place().local_world_size))
+    composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)
+
+
+def build_trainer(config: TrainConfig, run: "RunFolder") -> Trainer:
+    here = place()
+    train_data = build_train_data(config, here.world_size)
+    eval_data = build_eval_data(config, here.world_size)
+    model = build_model(config, here.world_size, here.local_world_size)
+    duration = Duration.parse(config.max_duration)
+    trainer: Trainer | None = None
+    mirrors = (
+        build_mirrors(config, lambda: progress_of(trainer.state, duration) if trainer else 0.0) if run.log_here else []
+    )
+    trainer = Trainer(
+        model=model,
+        train_dataloader=train_data,
+        eval_dataloader=eval_data,
+        eval_interval=build_eval_interval(config),
+        eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
+        optimizers=build_optimizer(config.optimizer, model),
+        max_duration=str(duration),
+        callbacks=build_callbacks(config, model),
+        loggers=[run.open_log(mirrors)] if run.log_here else [],
+        run_name=config.run_name,
+        device="gpu" if devices.device_type() == "cuda" else "cpu",
+        precision="fp32",  # parallel.py's policy does the casting
+        device_train_microbatch_size=config.device_train_microbatch_size
+        or config.global_train_batch_size // here.world_size,
+        accumulate_train_batch_on_tokens=config.accumulate_train_batch_on_tokens,
+        seed=config.seed,
+        dist_timeout=config.dist_timeout,
+        progress_bar=False,
+        log_to_console=False,
+        python_log_level=config.python_log_level,
+    )
+    return trainer
+
+
+def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
+    """Gather the weights on rank 0 and write them for plain transformers, if its layouts can hold them."""
+    reason = can_export(config.model)
+    is_main = dist.get_rank() == 0
+    if reason is not None:
+        if is_main:
+            print(f"not exported to {folder}: {reason}", flush=True)
+        return
+    model: Any = trainer.state.model.model
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if is_main:
+        export_model(weights, config.model, folder)
+        if is_local_or_cached(config.tokenizer.name):
+            load_tokenizer(config.tokenizer.name).save(folder)
+        print(f"exported to {folder}", flush=True)
+    dist.barrier()
+
+
+class RunFolder:
+    """`runs/<run_name>`: config.yaml, status.json, metrics.jsonl. Rank 0 writes, the others look on."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.folder = Path(config.run_folder)
+        self.log_here = dist.get_rank() == 0
+        self.log: RunLog | None = None
+
+    def start(self) -> None:
+        if not self.log_here:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(plain(asdict(self.config)), sort_keys=False))
+        self._write_status("running", batch=0)
+
+    def open_log(self, mirrors: list[Any]) -> RunLog:
+        self.log = RunLog(self.folder / "metrics.jsonl", mirrors)
+        return self.log
+
+    def write_log(self, trainer: Trainer) -> None:
+        if self.log is not None:
+            self.log.write(trainer.state)
+
+    def finish(self, status: str, trainer: Trainer | None, reason: str | None = None) -> None:
+        if self.log_here:
+            self._write_status(status, batch=int(trainer.state.timestamp.batch) if trainer else 0, reason=reason)
+
+    def _write_status(self, status: str, *, batch: int, reason: str | None = None) -> None:
+        content = {"status": status, "batch": batch, "reason": reason}
+        write_atomically(self.folder / "status.json", json.dumps(content) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists: YAML's safe dialect knows no tuples."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,32 @@
+"""Train a model.
+
+composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml max_duration=20ba
+python scripts/train.py yamls/pretrain/mpt-125m.yaml --dry-run
+"""
+
+from collections.abc import Sequence
+
+from llmfoundry_lite import preflight
+from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.launch import place, run_and_exit
+
+
+def main(arguments: Sequence[str]) -> None:
+    invocation = load_train_config(arguments)
+    config, world_size = invocation.config, place().world_size
+    found = preflight.check(config, world_size, must_exist=not invocation.dry_run)
+    if place().rank == 0:
+        for note in invocation.notes:
+            print(note)
+    if invocation.dry_run:
+        if place().rank == 0:
+            print(preflight.describe(config, world_size, found))
+        return
+
+    from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
+
+    train(config)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
