@@ -14,18 +14,26 @@ def attend(
     k_bshk: torch.Tensor,
     v_bshk: torch.Tensor,
     *,
-    slopes_h: torch.Tensor | None = None,
+    bias_hts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Causal softmax(q k^T * scale + bias) v, with PyTorch's scaled_dot_product_attention.
 
-    `slopes_h` adds ALiBi's linear distance bias. Returns [b, t, h, k].
+    `bias_hts` is added to the scores and must hold the causal mask as well, as `alibi_bias` does; without one,
+    there are as many queries as keys. Returns [b, t, h, k].
     """
     q_bhtk, k_bhsk, v_bhsk = (x.transpose(1, 2) for x in (q_bthk, k_bshk, v_bshk))
-    bias_hts = None if slopes_h is None else alibi_bias(slopes_h, q_bthk.size(1), k_bshk.size(1)).to(q_bthk.dtype)
+    # With three dimensions torch falls back to keeping all scores; with four, its fused kernels take the bias.
+    bias_1hts = None if bias_hts is None else bias_hts[None].to(q_bthk.dtype)
     out_bhtk = F.scaled_dot_product_attention(
-        q_bhtk, k_bhsk, v_bhsk, attn_mask=bias_hts, is_causal=bias_hts is None, dropout_p=dropout_p, scale=softmax_scale
+        q_bhtk,
+        k_bhsk,
+        v_bhsk,
+        attn_mask=bias_1hts,
+        is_causal=bias_1hts is None,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
     )
     return out_bhtk.transpose(1, 2)
 

@@ -4,7 +4,7 @@ What is special about this model: pre-norm blocks; one matrix for q, k and v; AL
 optional qk LayerNorm and clamping of q, k, v; exact GELU; one matrix for input and output embeddings.
 Parameter names are those of MPT in Hugging Face. Loss, precision, sharding and devices live elsewhere.
 
-Legend: b batch, t time, d model width, f feed-forward width, h heads, k head dimension, v vocabulary.
+Legend: b batch, t time (s for keys), d model width, f feed-forward width, h heads, k head dimension, v vocabulary.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.models.attention import alibi_slopes, attend
+from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
 """(hidden_btd, unembedding_vd) -> whatever is wanted of them: logits, a loss, log-probabilities."""
@@ -52,6 +52,8 @@ class Transformer(nn.Module):
         self.emb_drop = nn.Dropout(config.emb_pdrop)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm_f = LayerNorm(config)
+        options = config.attn_config
+        self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
 
     def forward(self, tokens_bt: torch.Tensor) -> torch.Tensor:
         x_btd = self.wte(tokens_bt)
@@ -59,8 +61,13 @@ class Transformer(nn.Module):
             positions_t = torch.arange(tokens_bt.size(1), device=tokens_bt.device)
             x_btd = x_btd + self.wpe(positions_t)
         x_btd = self.emb_drop(x_btd)
+        bias_hts = None
+        if self.slopes is not None:
+            # One for all blocks: h*t*s numbers are kept for the backward pass, and per block they would add up.
+            slopes_h = torch.tensor(self.slopes, device=x_btd.device)
+            bias_hts = alibi_bias(slopes_h, tokens_bt.size(1), tokens_bt.size(1)).to(x_btd.dtype)
         for block in self.blocks:
-            x_btd = block(x_btd)
+            x_btd = block(x_btd, bias_hts)
         return self.norm_f(x_btd)
 
 
@@ -73,8 +80,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.resid_drop = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
-        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd)))
+    def forward(self, x_btd: torch.Tensor, bias_hts: torch.Tensor | None) -> torch.Tensor:
+        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd), bias_hts))
         return x_btd + self.resid_drop(self.ffn(self.norm_2(x_btd)))
 
 
@@ -91,9 +98,8 @@ class Attention(nn.Module):
         self.clip_qkv = options.clip_qkv
         self.softmax_scale = options.softmax_scale
         self.dropout_p = options.attn_pdrop
-        self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
 
-    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_btd: torch.Tensor, bias_hts: torch.Tensor | None) -> torch.Tensor:
         qkv = self.Wqkv(x_btd)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
@@ -105,7 +111,7 @@ class Attention(nn.Module):
             q_bthk,
             k_bthk,
             v_bthk,
-            slopes_h=None if self.slopes is None else torch.tensor(self.slopes, device=x_btd.device),
+            bias_hts=bias_hts,
             softmax_scale=self.softmax_scale,
             dropout_p=self.dropout_p if self.training else 0.0,
         )

@@ -28,7 +28,7 @@ def test_one_head_two_dimensions_three_tokens_by_hand():
         expected.append([sum(weights[s] * v[s][j] for s in range(t + 1)) for j in range(2)])
 
     q_bthk, k_bthk, v_bthk = (torch.tensor(x).view(1, 3, 1, 2) for x in (q, k, v))
-    out_bthk = attend(q_bthk, k_bthk, v_bthk, slopes_h=torch.tensor([slope]))
+    out_bthk = attend(q_bthk, k_bthk, v_bthk, bias_hts=alibi_bias(torch.tensor([slope]), 3, 3))
     torch.testing.assert_close(out_bthk.view(3, 2), torch.tensor(expected))
 
 
