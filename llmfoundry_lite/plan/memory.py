@@ -1,0 +1,186 @@
+"""How much memory one device needs to train an MPT: a first estimate, pure arithmetic, no torch.
+
+Counts what the tensors of `models`, `parallel` and the chunked loss must hold at the same time. Left out: the
+device's context and libraries (0.5 to 1 GiB), the allocator's fragmentation, and communication buffers.
+
+Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, s sequence length.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, TrainConfig
+from llmfoundry_lite.models.flops import count_parameters
+
+FP32_BYTES = 4
+GIB = 1 << 30
+LOGITS_CHUNK_BYTES = 1 << 26
+"""Of fp32 logits that the loss holds at a time."""
+OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
+"""Numbers an optimizer keeps for each parameter; one of a user's own is taken to keep two."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    parameters_bytes: int
+    """This device's share, fp32."""
+    gradients_bytes: int
+    """Its share, fp32, and what is not yet reduced."""
+    optimizer_bytes: int
+    """Its share, fp32."""
+    unsharded_bytes: int
+    """Parameters gathered for use, in the compute precision, and one block's gradients before they are shared out."""
+    activations_bytes: int
+    """What the forward pass keeps for the backward pass."""
+    logits_bytes: int
+    """One chunk of logits, and the gradients that the chunked loss computes with it."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def __str__(self) -> str:
+        parts = (f"{f.name.removesuffix('_bytes')} {getattr(self, f.name) / GIB:.2f}" for f in dataclasses.fields(self))
+        return f"about {self.total_bytes / GIB:.2f} GiB per device: {', '.join(parts)}"
+
+
+def estimate_training_memory(
+    config: TrainConfig, world_size: int, local_world_size: int | None = None
+) -> MemoryEstimate:
+    """The estimate for a run on `world_size` devices, `local_world_size` of them (default: all) in each node."""
+    fsdp = config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+    shard_degree = {
+        "NO_SHARD": 1,
+        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or local_world_size or world_size,
+    }.get(fsdp.sharding_strategy, world_size)
+    device_batch_size = -(-config.global_train_batch_size // world_size)
+    return estimate_memory(
+        config.model,
+        seq_len=config.max_seq_len,
+        microbatch_size=min(config.device_train_microbatch_size or device_batch_size, device_batch_size),
+        shard_degree=shard_degree,
+        precision=config.precision,
+        mixed_precision=fsdp.mixed_precision,
+        reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        activation_checkpointing=fsdp.activation_checkpointing,
+        activation_cpu_offload=fsdp.activation_cpu_offload,
+        num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+    )
+
+
+def estimate_memory(
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    microbatch_size: int,
+    shard_degree: int = 1,
+    precision: str = "amp_bf16",
+    mixed_precision: str = "DEFAULT",
+    reshard_after_forward: bool = True,
+    activation_checkpointing: bool = False,
+    activation_cpu_offload: bool = False,
+    accumulates_unsharded_gradients: bool = False,
+    num_optimizer_slots: int = 2,
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
+) -> MemoryEstimate:
+    """Bytes at the end of a microbatch's forward pass, when one device holds the most.
+
+    `shard_degree` devices share one copy of parameters, gradients and optimizer state. `microbatch_size` is in
+    samples. `accumulates_unsharded_gradients`: gradients are reduced after the last microbatch only.
+    """
+    has_autocast = precision != "fp32" and mixed_precision == "FULL"
+    compute_bytes = FP32_BYTES if precision == "fp32" else 2
+    stream_bytes = FP32_BYTES if has_autocast else compute_bytes
+    reduction_bytes = compute_bytes if mixed_precision == "PURE" else FP32_BYTES
+
+    num_parameters = count_parameters(model)
+    num_block = (num_parameters - count_parameters(dataclasses.replace(model, n_layers=0))) // model.n_layers
+    share_bytes = FP32_BYTES * -(-num_parameters // shard_degree)
+
+    num_gathered = num_parameters
+    if reshard_after_forward:
+        # The embeddings and the last norm stay; of the blocks, the one in use and the one that is fetched ahead.
+        num_gathered -= max(0, model.n_layers - 2) * num_block
+    unsharded_bytes = num_gathered * stream_bytes + num_block * (stream_bytes + reduction_bytes)
+    if has_autocast:
+        # Autocast keeps a copy of every weight it has cast until the backward pass has used it.
+        unsharded_bytes += compute_bytes * num_block * (1 if activation_checkpointing else model.n_layers)
+
+    num_tokens = microbatch_size * seq_len
+    return MemoryEstimate(
+        parameters_bytes=share_bytes,
+        gradients_bytes=share_bytes + accumulates_unsharded_gradients * num_parameters * reduction_bytes,
+        optimizer_bytes=num_optimizer_slots * share_bytes,
+        unsharded_bytes=unsharded_bytes,
+        activations_bytes=_activations_bytes(
+            model,
+            num_tokens,
+            seq_len,
+            compute_bytes,
+            stream_bytes,
+            is_checkpointed=activation_checkpointing,
+            is_offloaded=activation_cpu_offload and activation_checkpointing,
+        ),
+        logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes),
+    )
+
+
+def _activations_bytes(
+    model: ModelConfig,
+    num_tokens: int,
+    seq_len: int,
+    compute_bytes: int,
+    stream_bytes: int,
+    *,
+    is_checkpointed: bool,
+    is_offloaded: bool,
+) -> int:
+    """Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks.
+
+    Their 34*n*d bytes of a block are 32*n*d here, without dropout's masks; their 5*h*s*n for the attention
+    probabilities are gone, since scaled_dot_product_attention recomputes them and keeps one number per query.
+    """
+    d = model.d_model
+    block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes)
+    input_bytes = num_tokens * d * stream_bytes
+    if is_checkpointed:
+        # Each block's input, and everything of the one block that is being recomputed.
+        blocks_bytes = block_bytes + (0 if is_offloaded else model.n_layers * input_bytes)
+    else:
+        blocks_bytes = model.n_layers * block_bytes
+    # The last norm keeps its input and its output is the loss's.
+    last_norm_bytes = 2 * input_bytes
+    bias_bytes = 0
+    if model.attn_config.alibi:
+        # One bias for all blocks, unless autocast has to copy it into the compute precision for each.
+        num_copies = model.n_layers if stream_bytes != compute_bytes and not is_checkpointed else 0
+        bias_bytes = model.n_heads * seq_len * seq_len * (stream_bytes + num_copies * compute_bytes)
+    dropout_bytes = num_tokens * d if model.emb_pdrop else 0
+    return blocks_bytes + last_norm_bytes + bias_bytes + dropout_bytes
+
+
+def _block_bytes_per_token(model: ModelConfig, compute_bytes: int, stream_bytes: int) -> int:
+    d, f = model.d_model, model.ffn_dim
+    # A norm in fp32 keeps an fp32 copy of an input that is not.
+    norm_input = d * (max(stream_bytes, FP32_BYTES) if model.norm_type == "layernorm" else stream_bytes)
+    norm_statistics = 2 * FP32_BYTES
+    norms = 2 * (norm_input + norm_statistics + d * compute_bytes)
+    attention = (3 + 1) * d * compute_bytes + model.n_heads * FP32_BYTES
+    if model.attn_config.clip_qkv is not None:
+        attention += 3 * d * compute_bytes
+    if model.attn_config.qk_ln:
+        attention += 2 * (d * compute_bytes + norm_statistics)
+    feed_forward = 2 * f * compute_bytes
+    dropout = 2 * d if model.resid_pdrop else 0
+    return norms + attention + feed_forward + dropout
+
+
+def _logits_bytes(model: ModelConfig, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:
+    chunk_tokens = min(num_tokens, max(128, chunk_bytes // (FP32_BYTES * model.vocab_size)))
+    lower_precision_copy = compute_bytes if compute_bytes < FP32_BYTES else 0
+    chunk = chunk_tokens * model.vocab_size * (FP32_BYTES + lower_precision_copy)
+    embedding_gradient = model.vocab_size * model.d_model * (FP32_BYTES + lower_precision_copy)
+    hidden_gradient = num_tokens * model.d_model * compute_bytes
+    return chunk + embedding_gradient + hidden_gradient

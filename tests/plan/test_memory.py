@@ -1,0 +1,149 @@
+"""The memory estimate: a case by hand, the right things grow, and activations as autograd really keeps them."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.plan.memory import GIB, MemoryEstimate, estimate_memory
+
+SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
+SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
+
+
+def test_a_small_case_by_hand():
+    """d=2, one head, one block, s=4, V=8, no biases, fp32, one device, two samples of four tokens."""
+    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    embeddings, block, last_norm = 8 * 2 + 4 * 2, 12 * 2 * 2 + 2 * 2, 2
+    parameters = embeddings + block + last_norm
+    tokens, d, f, heads, fp32 = 8, 2, 8, 1, 4
+    norms = 2 * (fp32 * d + 2 * fp32 + fp32 * d)  # input, mean and deviation, output
+    attention = fp32 * (3 * d + d) + fp32 * heads  # q, k, v, output, one normaliser per head
+    feed_forward = fp32 * (f + f)  # before and after GELU
+    around = 2 * fp32 * d  # input and output of the last norm
+    assert estimate_memory(model, seq_len=4, microbatch_size=2, precision="fp32") == MemoryEstimate(
+        parameters_bytes=4 * parameters,
+        gradients_bytes=4 * parameters,
+        optimizer_bytes=8 * parameters,
+        unsharded_bytes=4 * parameters + 8 * block,
+        activations_bytes=tokens * (norms + attention + feed_forward + around),
+        logits_bytes=4 * tokens * 8 + 4 * 8 * d + 4 * tokens * d,
+    )
+
+
+def test_published_activation_formula():
+    """Korthikanti et al. 2022: 34 bytes per token, width and block in 16 bits, 2 of them dropout's masks."""
+    one, two = (
+        estimate_memory(replace(SEVEN_BILLION, n_layers=n), seq_len=2048, microbatch_size=1).activations_bytes
+        for n in (1, 2)
+    )
+    assert (two - one) / (2048 * 4096) == pytest.approx(32, rel=0.005)
+
+
+def test_seven_billion_parameters_on_eight_devices_fit_80_gib_only_when_sharded():
+    options = {"seq_len": 2048, "microbatch_size": 4, "activation_checkpointing": True}
+    assert estimate_memory(SEVEN_BILLION, shard_degree=8, **options).total_bytes < 40 * GIB
+    assert estimate_memory(SEVEN_BILLION, shard_degree=1, **options).total_bytes > 80 * GIB
+
+
+OPTIONS = {"seq_len": 512, "microbatch_size": 4, "shard_degree": 4}
+
+
+def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
+    return estimate_memory(model, **{**OPTIONS, **options}).total_bytes
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"microbatch_size": 2}, {}),
+        ({"seq_len": 256}, {}),
+        ({"shard_degree": 8}, {}),
+        ({"activation_checkpointing": True}, {}),
+        ({"activation_checkpointing": True, "activation_cpu_offload": True}, {"activation_checkpointing": True}),
+        ({}, {"reshard_after_forward": False}),
+        ({}, {"precision": "fp32"}),
+        ({}, {"mixed_precision": "FULL"}),
+        ({"mixed_precision": "PURE"}, {}),
+        ({"num_optimizer_slots": 1}, {}),
+        ({"logits_chunk_bytes": 1 << 25}, {}),
+        ({}, {"accumulates_unsharded_gradients": True}),
+        ({"model": replace(SEVEN_BILLION, n_layers=31)}, {}),
+        ({"model": replace(SEVEN_BILLION, vocab_size=32768)}, {}),
+        ({}, {"model": replace(SEVEN_BILLION, norm_type="layernorm")}),
+        (
+            {"model": replace(SEVEN_BILLION, learned_pos_emb=False)},
+            {"model": replace(SEVEN_BILLION, attn_config=AttentionConfig(alibi=True))},
+        ),
+    ],
+)
+def test_what_should_cost_more_does(less, more):
+    assert total(**less) < total(**more)
+
+
+def test_sharding_divides_what_it_shares_and_nothing_else():
+    whole, half = (estimate_memory(SEVEN_BILLION, **{**OPTIONS, "shard_degree": n}) for n in (1, 2))
+    for part in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert getattr(whole, part) == 2 * getattr(half, part)
+    for part in ("unsharded_bytes", "activations_bytes", "logits_bytes"):
+        assert getattr(whole, part) == getattr(half, part)
+
+
+def measure_saved_bytes(config: ModelConfig, dtype: torch.dtype, *, autocast: bool) -> int:
+    """Storage that autograd keeps after a forward pass of 2 x 64 tokens, without parameters or copies of them."""
+    torch.set_num_threads(1)
+    model = MPT(config).to(torch.float32 if autocast else dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shapes = {shape for p in model.parameters() if p.ndim == 2 for shape in (p.shape, p.t().shape)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        is_weight = tensor.untyped_storage().data_ptr() in weights or (autocast and tensor.shape in shapes)
+        if not is_weight:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hidden = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype, enabled=autocast),
+    ):
+        model(torch.zeros(2, 64, dtype=torch.int64), head=lambda hidden_btd, _: hidden.append(hidden_btd))
+    saved[hidden[0].untyped_storage().data_ptr()] = hidden[0]
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SMALL, id="learned"),
+        pytest.param(replace(SMALL, no_bias=True, attn_config=AttentionConfig(alibi=True)), id="alibi"),
+        pytest.param(replace(SMALL, attn_config=AttentionConfig(clip_qkv=3.0)), id="clip-qkv"),
+        pytest.param(replace(SMALL, attn_config=AttentionConfig(qk_ln=True)), id="qk-ln"),
+        pytest.param(replace(SMALL, norm_type="layernorm", expansion_ratio=3), id="layernorm"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("precision", "mixed_precision"), [("fp32", "DEFAULT"), ("amp_bf16", "DEFAULT"), ("amp_bf16", "FULL")]
+)
+def test_activations_are_within_five_percent_of_what_autograd_keeps(config, precision, mixed_precision):
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    measured_bytes = measure_saved_bytes(config, dtype, autocast=mixed_precision == "FULL")
+    estimate = estimate_memory(
+        config, seq_len=64, microbatch_size=2, precision=precision, mixed_precision=mixed_precision
+    )
+    assert estimate.activations_bytes == pytest.approx(measured_bytes, rel=0.05)
+
+
+def test_the_estimate_reads_as_one_line():
+    text = str(estimate_memory(SEVEN_BILLION, seq_len=2048, microbatch_size=4, shard_degree=8))
+    assert text.startswith("about ") and " GiB per device: parameters 3.10, " in text and "\n" not in text
+
+
+def test_the_estimate_needs_no_torch():
+    code = "import llmfoundry_lite.plan.memory, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
