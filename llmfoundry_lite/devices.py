@@ -26,7 +26,9 @@ def device_name() -> str:
 
 def accelerator() -> Accelerator | None:
     """This machine's row of the hardware table; None when it is not in it, and then nothing is guessed."""
-    return find_accelerator(device_name()) if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    return find_accelerator(device_name(), torch.cuda.get_device_properties().multi_processor_count)
 
 
 def peak_memory_bytes() -> int:

@@ -63,7 +63,8 @@ def build_mesh(fsdp: FSDPConfig, device_type: str, world_size: int, local_world_
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     if world_size % shard_degree:
         raise ConfigError(
-            f"fsdp_config.data_parallel_shard_degree: {shard_degree} does not divide the {world_size} devices of this launch"
+            f"fsdp_config.data_parallel_shard_degree: {shard_degree} does not divide the {world_size} devices "
+            "of this launch"
         )
     return init_device_mesh(
         device_type, (world_size // shard_degree, shard_degree), mesh_dim_names=("replicate", "shard")

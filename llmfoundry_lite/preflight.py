@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmfoundry_lite.config.load import check_world_size
-from llmfoundry_lite.config.schema import LoaderConfig, TrainConfig
+from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.plan.memory import estimate_training_memory
 
 
 @dataclass(kw_only=True)
@@ -97,7 +100,7 @@ def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) 
         if ours.fingerprint != recorded["fingerprint"]:
             raise DataError(
                 f"tokenizer.name: {config.tokenizer.name} is not the tokenizer that made {key} "
-                f"({ours.fingerprint[:12]}, not {recorded['fingerprint'][:12]}); use {recorded['name']} or prepare the data again"
+                f"({ours.fingerprint}, not {recorded['fingerprint']}, {recorded['name']}); prepare the data again"
             )
 
 
@@ -129,23 +132,40 @@ def _round_up(vocab_size: int) -> int:
 
 
 def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
-    """Parameters, batch arithmetic and memory, as lines for people."""
+    """The resolved configuration as YAML; then parameters, batch arithmetic and memory, as lines for people."""
     batch, length = config.global_train_batch_size, config.max_seq_len
     device_batch = batch // world_size
     microbatch = config.device_train_microbatch_size or device_batch
     flops = count_flops_per_token(config.model, length)
     lines = [
+        yaml.safe_dump(as_dict(config), sort_keys=False),
         f"run            {config.run_name} in {config.run_folder}",
         f"parameters     {count_parameters(config.model):,}",
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
-        f"               {world_size} device(s) x {device_batch} samples, in {-(-device_batch // microbatch)} "
+        f"               {world_size} device(s) x {device_batch} samples in {-(-device_batch // microbatch)} "
         f"microbatch(es) of up to {microbatch}",
-        f"duration       {_describe_duration(config, found)}",
+        f"duration       {config.max_duration}{_describe_duration(config, found)}",
         f"model FLOPs    {flops / 1e9:,.2f} G per token, {flops * batch * length / 1e15:,.3f} P per batch",
     ]
     for name, count in found.num_samples.items():
-        lines.append(f"{name + ' data':<15}{count:,} samples" + _describe_epoch(name, count, batch))
-    estimate = estimate(config, world_size)
-    lines += [f"{'memory' if i == 0 else '':<15}{line}" for i, line in enumerate(describe_memory(estimate))]
+        dropped = f", {count % batch} of them left out of each epoch" if name == "train" else ""
+        lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
+    lines.append(f"memory         {estimate_training_memory(config, world_size)}")
     lines += [f"not checked    {note}" for note in found.not_checked]
     return "\n".join(lines)
+
+
+def _describe_duration(config: TrainConfig, found: Preflight) -> str:
+    duration, batch = Duration.parse(config.max_duration), config.global_train_batch_size
+    batch_tokens = batch * config.max_seq_len
+    samples = found.num_samples.get("train", 0)
+    num_batches = {
+        "ba": duration.value,
+        "sp": -(-duration.value // batch),
+        "tok": -(-duration.value // batch_tokens),
+        "ep": duration.value * (samples // batch),
+    }[duration.unit]
+    if not num_batches:
+        return ""
+    epochs = f", {num_batches * batch / samples:,.2f} epochs" if samples else ""
+    return f" = {int(num_batches):,} batches, {num_batches * batch_tokens / 1e9:,.3f} G tokens{epochs}"

@@ -84,8 +84,9 @@ def build_table(
     if baselines:
         rows += [("bigram model", baselines.bigram), ("unigram model", baselines.unigram)]
     table = Table(title=str(run), title_justify="left")
-    for heading, justify in (("", "left"), ("nats per token", "right"), ("bits per byte", "right")):
-        table.add_column(heading, justify=justify)
+    table.add_column()
+    table.add_column("nats per token", justify="right")
+    table.add_column("bits per byte", justify="right")
     for name, nats in rows:
         bits = f"{nats / math.log(2) / bytes_per_token:.3f}" if bytes_per_token and "training" not in name else ""
         table.add_row(name, f"{nats:.4f}", bits)

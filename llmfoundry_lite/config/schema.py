@@ -5,7 +5,7 @@ them. They are frozen: what was validated once, before any device was touched, s
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TIME_UNITS = ("ba", "ep", "sp", "tok")
@@ -359,3 +359,14 @@ class TrainConfig:
     python_log_level: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def as_dict(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as YAML and JSON have it: dictionaries, lists, numbers and text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(asdict(config))

@@ -52,6 +52,9 @@ class TokenCrossEntropy(Metric):
 
     full_state_update = False
 
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("loss_sum", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.schema import Duration, FSDPConfig, LoaderConfig, OptimizerConfig, TrainConfig
+from llmfoundry_lite.config.schema import Duration, FSDPConfig, LoaderConfig, OptimizerConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.text import build_text_dataset, build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
@@ -119,6 +119,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel) -> list[Callback]
         config.callbacks.speed_monitor.window_size,
         count_flops_per_token(config.model, config.max_seq_len),
         Duration.parse(config.max_duration),
+        config.precision.removeprefix("amp_"),
     )
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
     callbacks: list[Callback] = [DataDigest(guard), rate, guard, monitor]
@@ -137,7 +138,7 @@ def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
     elif config.log_to_console:
         mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
     if config.loggers.wandb is not None:
-        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, asdict(config)))
+        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
     if config.loggers.tensorboard is not None:
         mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
     return mirrors

@@ -29,7 +29,7 @@ class DataDigest(Callback):
         dist.all_reduce(digest)
         text = format_digest(int(digest) % (1 << 64))
         self.gradient_step.digest = text
-        logger.log_metrics({"data/digest": text})
+        logger.log_metrics({"data/digest": text})  # pyright: ignore[reportArgumentType]
 
 
 class LearningRate(Callback):
@@ -66,12 +66,12 @@ class RunMonitor(Callback):
     Rates are of tokens really consumed over the wall-clock time between ends of batches, evaluation left out.
     """
 
-    def __init__(self, window_size: int, flops_per_token: int, max_duration: Duration):
+    def __init__(self, window_size: int, flops_per_token: int, max_duration: Duration, compute_dtype: str):
         self.flops_per_token = flops_per_token
         self.max_duration = max_duration
         self.history: deque[tuple[int, float]] = deque(maxlen=window_size + 1)
         accelerator = devices.accelerator()
-        self.peak_flops = accelerator.peak_flops("bf16") if accelerator else None
+        self.peak_flops = accelerator.peak_flops(compute_dtype) if accelerator else None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.launched_at = time.monotonic()

@@ -5,6 +5,7 @@ gathered and written once, after that batch's evaluation, under the number of th
 """
 
 import json
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +143,7 @@ class WandbMirror:
         import wandb
 
         self.id_file = run_folder / "wandb_id"
-        run_id = self.id_file.read_text().strip() if self.id_file.exists() else wandb.util.generate_id()
+        run_id = self.id_file.read_text().strip() if self.id_file.exists() else secrets.token_hex(4)
         self.id_file.write_text(run_id + "\n")
         self.run = wandb.init(
             project=config.project,
@@ -159,7 +160,7 @@ class WandbMirror:
         self.run.log({key: value for key, value in record.items() if is_number(value)}, step=record["batch"])
 
     def close(self) -> None:
-        self.run.finish(quiet=True)
+        self.run.finish()
 
 
 class TensorboardMirror:

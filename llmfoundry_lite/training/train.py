@@ -2,9 +2,8 @@
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from composer.utils import dist as composer_dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.schema import Duration, TrainConfig
+from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.models.hf import can_export, export_model
@@ -59,7 +58,7 @@ def train(config: TrainConfig) -> None:
 
 def start_process_group(config: TrainConfig) -> None:
     """Over NCCL (RCCL on AMD) with accelerators, over gloo without."""
-    if devices.device_type() == "cpu":
+    if devices.device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place().local_world_size))
     composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)
 
@@ -110,7 +109,7 @@ def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
     model: Any = trainer.state.model.model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main:
-        export_model(weights, config.model, folder)
+        export_model(cast(dict[str, torch.Tensor], weights), config.model, folder)
         if is_local_or_cached(config.tokenizer.name):
             load_tokenizer(config.tokenizer.name).save(folder)
         print(f"exported to {folder}", flush=True)
@@ -130,7 +129,7 @@ class RunFolder:
         if not self.log_here:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "config.yaml", yaml.safe_dump(plain(asdict(self.config)), sort_keys=False))
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(as_dict(self.config), sort_keys=False))
         self._write_status("running", batch=0)
 
     def open_log(self, mirrors: list[Any]) -> RunLog:
@@ -154,10 +153,3 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def plain(value: Any) -> Any:
-    """Tuples as lists: YAML's safe dialect knows no tuples."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,118 @@
+"""Launch real ranks for tests, without paying for `import composer` in each of them.
+
+A fork server imports the training code once; each rank is a fork of it with its own environment, as a launcher
+would set it, and runs `scripts/train.py` or any function. Output goes to files, so that nothing can block.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["llmfoundry_lite.training.train", "scripts.train", "tests.helpers.launch"])
+
+
+@dataclass
+class Launch:
+    exit_codes: list[int]
+    outputs: list[str]
+    """stdout and stderr of each rank, in order."""
+
+    @property
+    def output(self) -> str:
+        return self.outputs[0]
+
+    def check(self) -> "Launch":
+        assert set(self.exit_codes) == {0}, f"exit codes {self.exit_codes}\n" + "\n".join(self.outputs)
+        return self
+
+
+def train(
+    arguments: Sequence[str],
+    tmp_path: Path,
+    num_ranks: int = 1,
+    *,
+    local_world_size: int | None = None,
+    env: dict[str, str] | None = None,
+    timeout_seconds: float = 120,
+) -> Launch:
+    """`composer -n NUM_RANKS scripts/train.py ARGUMENTS`, less the launcher."""
+    return launch(_train, (list(arguments),), tmp_path, num_ranks, local_world_size, env, timeout_seconds)
+
+
+def launch(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    tmp_path: Path,
+    num_ranks: int = 1,
+    local_world_size: int | None = None,
+    env: dict[str, str] | None = None,
+    timeout_seconds: float = 120,
+) -> Launch:
+    """Run `function(*arguments)` on `num_ranks` ranks; kill them all when the time is up."""
+    local = local_world_size or num_ranks
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    folder = tmp_path / f"launch-{time.monotonic_ns()}"
+    folder.mkdir(parents=True)
+    processes = []
+    for rank in range(num_ranks):
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": str(rank % local),
+            "LOCAL_WORLD_SIZE": str(local),
+            "NODE_RANK": str(rank // local),
+        }
+        environment = {**address, **place, **(env or {})}
+        output = folder / f"rank{rank}.txt"
+        processes.append(_server.Process(target=_rank, args=(environment, output, tmp_path, function, arguments)))
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    outputs = [(folder / f"rank{rank}.txt").read_text() for rank in range(num_ranks)]
+    assert not late, f"{len(late)} ranks still ran after {timeout_seconds} s\n" + "\n".join(outputs)
+    return Launch([process.exitcode or 0 for process in processes], outputs)
+
+
+def _rank(
+    environment: dict[str, str], output: Path, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    function(*arguments)
+    sys.stdout.flush()
+
+
+def _train(arguments: list[str]) -> None:
+    from llmfoundry_lite.launch import run_and_exit
+    from scripts.train import main
+
+    sys.argv = ["scripts/train.py", *arguments]
+    run_and_exit(main)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

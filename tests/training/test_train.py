@@ -1,0 +1,111 @@
+"""Whole runs with real ranks: the same run on any world, in any precision, twice."""
+
+import json
+
+import pytest
+
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+
+pytestmark = pytest.mark.multiprocess
+
+
+def run(tmp_path, config, name, num_ranks=1, **options):
+    """Train `config` as run `name` and return its records."""
+    path = write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name})
+    train([path], tmp_path, num_ranks, **options).check()
+    return read_metrics(tmp_path / "runs" / name)
+
+
+def losses(records):
+    return values(records, "loss/train/total")
+
+
+def test_every_world_computes_the_same_run(tmp_path, data):
+    config = tiny_config(data, max_duration="50ba", eval_interval="25ba")
+    one = run(tmp_path, config, "one")
+    assert losses(one)[-1] < losses(one)[0] - 1.0, "it learns"
+    worlds = {
+        "two": run(tmp_path, config, "two", 2),
+        "four": run(tmp_path, config, "four", 4),
+        "unsharded": run(tmp_path, {**config, "fsdp_config": None}, "unsharded", 2),
+        "hybrid": run(tmp_path, {**config, "fsdp_config": HYBRID}, "hybrid", 4),
+    }
+    for name, records in worlds.items():
+        assert values(records, "data/digest") == values(one, "data/digest"), name
+        assert losses(records) == pytest.approx(losses(one), abs=1e-4), name
+        assert values(records, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-3), name
+        assert values(records, "eval/loss") == pytest.approx(values(one, "eval/loss"), abs=1e-4), name
+
+
+def test_the_same_run_twice_is_bit_equal(tmp_path, data):
+    config = tiny_config(data, model__resid_pdrop=0.1)
+    assert losses(run(tmp_path, config, "first", 2)) == losses(run(tmp_path, config, "second", 2))
+
+
+def test_microbatches_that_do_not_divide_the_batch_give_the_same_gradient(tmp_path, data):
+    whole = run(tmp_path, tiny_config(data), "whole")
+    parts = run(tmp_path, tiny_config(data, device_train_microbatch_size=3), "parts")
+    assert losses(parts) == pytest.approx(losses(whole), abs=1e-5)
+    assert values(parts, "grad_norm") == pytest.approx(values(whole, "grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "mixed_precision", "band"),
+    [
+        ("amp_bf16", "PURE", 0.06),
+        ("amp_bf16", "DEFAULT", 0.05),
+        ("amp_bf16", "FULL", 0.03),
+        ("amp_fp16", "DEFAULT", 0.02),
+    ],
+)
+def test_low_precision_stays_in_a_band_of_fp32(tmp_path, data, precision, mixed_precision, band):
+    config = tiny_config(data, max_duration="30ba")
+    reference = losses(run(tmp_path, config, "fp32", 2))
+    low = {**config, "precision": precision, "fsdp_config": {"mixed_precision": mixed_precision}}
+    assert losses(run(tmp_path, low, "low", 2)) == pytest.approx(reference, abs=band)
+
+
+def test_activation_checkpointing_and_sharding_strategy_change_nothing(tmp_path, data):
+    reference = losses(run(tmp_path, tiny_config(data), "reference", 2))
+    for name, fsdp in {
+        "checkpointed": {"activation_checkpointing": True},
+        "offloaded": {"activation_checkpointing": True, "activation_cpu_offload": True},
+        "grad-op": {"sharding_strategy": "SHARD_GRAD_OP"},
+    }.items():
+        assert losses(run(tmp_path, tiny_config(data, fsdp_config=fsdp), name, 2)) == pytest.approx(reference, abs=1e-6)
+
+
+@pytest.mark.parametrize("duration", ["1ep", "2000tok", "70sp", "9ba"])
+def test_a_run_ends_when_its_duration_is_reached(tmp_path, data, duration):
+    records = run(tmp_path, tiny_config(data, max_duration=duration, eval_interval="1ep"), "short")
+    batches = {"1ep": 500 // 8, "2000tok": 8, "70sp": 9, "9ba": 9}[duration]
+    assert [record["batch"] for record in records] == list(range(1, batches + 1))
+    assert "eval/loss" in records[-1]
+    status = json.loads((tmp_path / "runs/short/status.json").read_text())
+    assert status == {"status": "done", "batch": batches, "reason": None}
+
+
+def test_evaluation_counts_each_sample_once_on_every_world(tmp_path, data):
+    config = tiny_config(data, max_duration="2ba", eval_interval="2ba", eval_first=True)
+    one = run(tmp_path, config, "one")
+    four = run(tmp_path, config, "four", 4)
+    assert [record["batch"] for record in one] == [0, 1, 2]
+    assert values(four, "eval/loss") == pytest.approx(values(one, "eval/loss"), rel=1e-5)
+
+
+def test_an_epoch_has_another_order_and_the_same_batches_on_every_world(tmp_path, data):
+    config = tiny_config(data, max_duration="2ep")
+    one, two = run(tmp_path, config, "one"), run(tmp_path, config, "two", 2)
+    digests = values(one, "data/digest")
+    assert digests == values(two, "data/digest")
+    assert digests[:62] != digests[62:]
+
+
+def test_a_second_launch_is_counted_and_appended(tmp_path, data):
+    config = tiny_config(data, max_duration="3ba")
+    run(tmp_path, config, "again")
+    records = run(tmp_path, config, "again")
+    assert [record["launch"] for record in records] == [1, 1, 1, 2, 2, 2]
