@@ -582,18 +582,23 @@ def choose_threshold(units_folder: Path, num_units: int, request: Request) -> np
     threshold = threshold_of(request)
     if threshold == 0:
         return threshold
-    held_out_tokens = 0
+    enough = request.max_seq_len
+    train_tokens = val_tokens = 0
     for number in range(num_units):
         unit = load_unit(units_folder, number, without_tokens=True)
-        held_out_tokens += int(unit.doc_tokens[unit.doc_keys < threshold].sum())
-        if held_out_tokens >= request.max_seq_len:
+        held_out = unit.doc_keys < threshold
+        val_tokens += int(unit.doc_tokens[held_out].sum())
+        train_tokens += int(unit.doc_tokens[~held_out].sum())
+        if val_tokens >= enough and train_tokens >= enough:
             return threshold
-    # Rare and small: less than one sample is held out, so all the data are a few hundred samples at most.
+    # Rare and small: one of the splits has less than one sample. Nothing is gained by a split too small to use.
     units = [load_unit(units_folder, number, without_tokens=True) for number in range(num_units)]
-    keys = np.concatenate([unit.doc_keys for unit in units]) if units else np.empty(0, np.uint64)
-    tokens = np.concatenate([unit.doc_tokens for unit in units]) if units else np.empty(0, np.int64)
-    threshold = raise_threshold(threshold, keys, tokens, request.max_seq_len)
-    return threshold if tokens[keys < threshold].sum() >= request.max_seq_len else np.uint64(0)
+    if train_tokens < enough or not units:
+        return np.uint64(0)
+    keys = np.concatenate([unit.doc_keys for unit in units])
+    tokens = np.concatenate([unit.doc_tokens for unit in units])
+    threshold = raise_threshold(threshold, keys, tokens, enough)
+    return threshold if tokens[keys < threshold].sum() >= enough else np.uint64(0)
 
 
 def threshold_of(request: Request) -> np.uint64:

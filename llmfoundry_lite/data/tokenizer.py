@@ -29,6 +29,7 @@ SMALLEST_VOCAB_SIZE = 257
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
 
 def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
@@ -39,8 +40,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     """
     name = str(name_or_folder)
     if Path(name).is_dir():
-        files = {file: Path(name) / file for file in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)}
-        files = {file: path for file, path in files.items() if path.is_file()}
+        files = {file: path for file in FILES if (path := Path(name) / file).is_file()}
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
     else:
@@ -87,12 +87,7 @@ def is_local_or_cached(name: str | Path) -> bool:
         return (Path(name) / TOKENIZER_FILE).is_file()
     if looks_like_a_path(str(name)):
         return False
-    import huggingface_hub
-
-    try:
-        return isinstance(huggingface_hub.try_to_load_from_cache(str(name), TOKENIZER_FILE), str)
-    except ValueError:  # not a well-formed Hub name
-        return False
+    return isinstance(cached_files(str(name))[TOKENIZER_FILE], Path)
 
 
 @dataclass(kw_only=True)
@@ -184,46 +179,43 @@ def build_tokenizer(
 
 
 def download_from_hub(name: str) -> dict[str, Path]:
-    """The tokenizer's files on this machine, fetched or cached; those the repository does not have are left out."""
+    """The tokenizer's files on this machine, cached or fetched; those the repository does not have are left out."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    files: dict[str, Path] = {}
-    for file in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE):
-        cached = cached_file(name, file)
-        try:
-            files[file] = Path(cached or huggingface_hub.hf_hub_download(name, file))
-        except errors.LocalEntryNotFoundError as error:
-            if TOKENIZER_FILE in files:  # offline, with what matters in the cache
-                continue
-            raise DataError(
-                f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached; "
-                f"give a local folder with a {TOKENIZER_FILE} instead"
-            ) from error
-        except errors.EntryNotFoundError:
-            continue
-        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-            raise DataError(
-                f"tokenizer {name} is neither a local folder nor a repository on the Hugging Face Hub "
-                f"that you may read; check the spelling, or give a folder with a {TOKENIZER_FILE}"
-            ) from error
-        except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
-            raise DataError(
-                f"tokenizer {name} could not be fetched from the Hugging Face Hub ({type(error).__name__}); "
-                f"give a local folder with a {TOKENIZER_FILE} instead"
-            ) from error
-    return files
+    cached = cached_files(name)
+    if None not in cached.values():
+        return {file: path for file, path in cached.items() if isinstance(path, Path)}
+    try:
+        # Asked first because it fails at once without a network, where a download tries for half a minute.
+        present = {entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []}
+        return {file: Path(huggingface_hub.hf_hub_download(name, file)) for file in FILES if file in present}
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise DataError(
+            f"tokenizer {name} is neither a local folder nor a repository on the Hugging Face Hub that you may read; "
+            f"check the spelling, or give a folder with a {TOKENIZER_FILE}"
+        ) from error
+    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+        if cached[TOKENIZER_FILE]:
+            return {file: path for file, path in cached.items() if isinstance(path, Path)}
+        raise DataError(
+            f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached "
+            f"({type(error).__name__}); give a local folder with a {TOKENIZER_FILE} instead"
+        ) from error
 
 
-def cached_file(name: str, file: str) -> str | None:
-    """Where the Hub's cache holds a file, without asking the network."""
+def cached_files(name: str) -> dict[str, Path | bool | None]:
+    """Where the Hub's cache holds each file: a path, False for known not to exist, None for not known."""
     import huggingface_hub
 
-    try:
-        found = huggingface_hub.try_to_load_from_cache(name, file)
-    except ValueError:
-        return None
-    return found if isinstance(found, str) else None
+    found: dict[str, Path | bool | None] = {}
+    for file in FILES:
+        try:
+            entry = huggingface_hub.try_to_load_from_cache(name, file)
+        except ValueError:  # not a well-formed Hub name
+            entry = None
+        found[file] = Path(entry) if isinstance(entry, str) else None if entry is None else False
+    return found
 
 
 def convert_with_transformers(name: str) -> Tokenizer:

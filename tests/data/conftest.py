@@ -1,0 +1,46 @@
+"""Text and a small tokenizer for the data tests; a reader of MDS that is not ours."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+
+def make_documents(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
+    """Documents of different lengths, some with more than ASCII, all different."""
+    generator = random.Random(seed)
+    alphabet = "etaoinshrdlucmfwypvbgkqjxzéß漢"
+    lexicon = ["".join(generator.choices(alphabet, k=generator.randint(1, 9))) for _ in range(800)]
+    documents = []
+    for index in range(count):
+        length = generator.randint(1, 2 * words)
+        documents.append(f"{index}: " + " ".join(generator.choices(lexicon, k=length)) + ".\n")
+    return documents
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(make_documents(400, seed=1), 600).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder)
+
+
+def read_samples(folder: Path) -> np.ndarray:
+    """All samples of one split, as StreamingDataset's own reader sees them."""
+    from streaming import LocalDataset
+
+    dataset = LocalDataset(local=str(folder))
+    return np.stack([dataset[index]["tokens"] for index in range(len(dataset))])
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,138 @@
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import tokenizers
+
+from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer, train_tokenizer
+from llmfoundry_lite.errors import DataError
+
+from .conftest import make_documents
+
+
+def copy_with(source: Path, target: Path, **changes: object) -> Path:
+    """A copy of a tokenizer folder with parts of its tokenizer.json replaced."""
+    shutil.copytree(source, target)
+    content = json.loads((target / "tokenizer.json").read_text())
+    content.update(changes)
+    (target / "tokenizer.json").write_text(json.dumps(dict(reversed(content.items()))))
+    return target
+
+
+def test_decoding_gives_back_any_text(tokenizer: Tokenizer) -> None:
+    text = "naïve 漢字 \t\n  x<|endoftext|>\x00🙂"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_special_token_spelled_in_a_text_does_not_end_the_document(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_id not in tokenizer.encode("a <|endoftext|> b")
+
+
+def test_a_batch_gets_the_ids_of_its_single_texts(tokenizer: Tokenizer) -> None:
+    texts = make_documents(5)
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_the_fingerprint_does_not_depend_on_folder_padding_truncation_or_key_order(
+    tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    changed = load_tokenizer(copy_with(tokenizer_folder, tmp_path / "other", truncation=truncation))
+    assert changed.fingerprint == tokenizer.fingerprint
+    assert len(changed.encode("the same ids, however long the text")) > 4
+
+
+def test_the_fingerprint_reads_merges_in_either_notation(
+    tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    model = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]
+    model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    assert load_tokenizer(copy_with(tokenizer_folder, tmp_path / "old", model=model)).fingerprint == (
+        tokenizer.fingerprint
+    )
+
+
+@pytest.mark.parametrize("change", [{"normalizer": {"type": "NFC"}}, {"pre_tokenizer": {"type": "Whitespace"}}])
+def test_the_fingerprint_changes_with_what_decides_the_ids(
+    tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    assert load_tokenizer(copy_with(tokenizer_folder, tmp_path / "t", **change)).fingerprint != tokenizer.fingerprint
+
+
+def test_training_twice_gives_the_same_tokenizer_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = make_documents(200)
+    with_threads = train_tokenizer(documents, 500)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert train_tokenizer(documents, 500).fingerprint == with_threads.fingerprint
+
+
+def test_the_vocabulary_size_is_the_largest_id_plus_one_and_may_be_less_than_asked_for() -> None:
+    tokenizer = train_tokenizer(["ab ab"], 5000)
+    assert 257 < tokenizer.vocab_size < 300
+    tokenizer.backend.add_tokens(["<extra>"])
+    tokenizer.backend.add_special_tokens(["<more>"])
+    assert max(tokenizer.backend.get_vocab().values()) == tokenizer.vocab_size + 1
+
+
+def test_transformers_loads_what_is_saved(tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokenizer_folder)
+    assert (theirs.eos_token_id, len(theirs)) == (tokenizer.eos_token_id, tokenizer.vocab_size)
+    text = "the quick brown fox é漢"
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    theirs.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+def test_the_end_of_text_token_is_found_where_the_files_name_it(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = copy_with(tokenizer_folder, tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "e", "lstrip": false}}')
+    assert load_tokenizer(folder).eos_token == "e"
+    (folder / "special_tokens_map.json").unlink()  # GPT-2's own files name no end of text
+    assert load_tokenizer(folder).eos_token == "<|endoftext|>"
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"names no eos_token.*tokenizer_config.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer.json cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_folder_is_not_mistaken_for_a_hub_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; give a folder with a tokenizer.json"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_without_a_network_the_message_names_the_tokenizer_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    assert not is_local_or_cached("nobody/nothing")
+    with pytest.raises(DataError, match=r"nobody/nothing is not in the local cache.*give a local folder"):
+        load_tokenizer("nobody/nothing")
+
+
+def test_a_cached_tokenizer_needs_no_network(
+    tokenizer: Tokenizer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = {name: str(tokenizer_folder / name) for name in ("tokenizer.json", "tokenizer_config.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, file: cached.get(file, object()))
+    monkeypatch.setattr(huggingface_hub, "HfApi", None)
+    assert is_local_or_cached("somebody/something")
+    assert load_tokenizer("somebody/something").fingerprint == tokenizer.fingerprint
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
+    with pytest.raises(DataError, match=r"train:256 is too small.*at least train:257"):
+        train_tokenizer(["text"], 256)
