@@ -8,6 +8,8 @@ in well under a second.
 
 import dataclasses
 import difflib
+import itertools
+import math
 import os
 import re
 import types
@@ -18,10 +20,13 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, ModelConfig, TrainConfig
+from llmfoundry_lite.config.schema import TIME_UNITS, Duration, LoaderConfig, ModelConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
+
+Refuse = typing.Callable[[str, str], typing.NoReturn]
+"""(key, what is wrong with it) -> ConfigError, with the file that has the key."""
 
 
 class Layer(NamedTuple):
@@ -34,7 +39,7 @@ class Invocation(NamedTuple):
     config: TrainConfig
     dry_run: bool
     notes: list[str]
-    """One line for each key that was accepted without effect."""
+    """One line for each key that was accepted without effect, or that may not mean what it seems to."""
 
 
 def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Invocation:
@@ -54,6 +59,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     _check_kinds(values, layers)
     config = _build(TrainConfig, _gather_extras(values), "", layers)
     check_config(config, layers)
+    notes += _surprises(config, layers)
     return Invocation(config, dry_run=bool(flags), notes=notes)
 
 
@@ -68,8 +74,8 @@ def check_world_size(config: TrainConfig, world_size: int) -> None:
         )
     if microbatch is not None and microbatch > batch // world_size:
         raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} is more than the {batch // world_size} samples each device gets "
-            f"({batch} / {world_size} devices); set it to {batch // world_size} or less"
+            f"device_train_microbatch_size: {microbatch} is more than the {batch // world_size} samples "
+            f"each device gets ({batch} / {world_size} devices); set it to {batch // world_size} or less"
         )
 
 
@@ -81,7 +87,7 @@ def read_layers(arguments: Sequence[str]) -> list[Layer]:
     layers: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:
-        if re.match(r"^[A-Za-z_][\w.\-]*=", argument):
+        if re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument):
             dotlist.append(argument)
         elif argument.endswith((".yaml", ".yml")):
             layers.append(_read_file(argument))
@@ -91,12 +97,16 @@ def read_layers(arguments: Sequence[str]) -> list[Layer]:
         raise ConfigError("command line: no YAML file given; try yamls/pretrain/mpt-quickstart.yaml")
     for layer in layers:
         _check_overlay(layer, is_first=layer is layers[0])
-    if dotlist:
+    for argument in dotlist:
         try:
-            values = OmegaConf.to_container(OmegaConf.from_dotlist(dotlist))
+            OmegaConf.from_dotlist([argument])
         except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"command line: cannot read {' '.join(dotlist)}: {_one_line(error)}") from None
+            raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
+    if dotlist:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(dotlist))
         layers.append(Layer("command line", typing.cast(dict[str, Any], values)))
+        if "overlay" in layers[-1].values:
+            raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
     return layers
 
 
@@ -106,19 +116,37 @@ def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
         merged = OmegaConf.merge(*(OmegaConf.create(layer.values) for layer in layers))
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{_source_of(key or '', layers)}: {key or 'configuration'}: {_one_line(error)}") from None
+        key = getattr(error, "full_key", None) or ""
+        where = f"{_source_of(key, layers)}: {key or 'configuration'}"
+        missing = re.search(r"Interpolation key '(.+)' not found", str(error))
+        if missing:
+            raise ConfigError(f"{where}: ${{{missing[1]}}} names nothing{_near_variable(missing[1], layers)}") from None
+        unset = re.search(r"Environment variable '(.+)' not found", str(error))
+        if unset:
+            raise ConfigError(f"{where}: the environment variable {unset[1]} is not set; export it") from None
+        raise ConfigError(f"{where}: {_one_line(error)}") from None
     return typing.cast(dict[str, Any], values)
+
+
+def _near_variable(name: str, layers: Sequence[Layer]) -> str:
+    known = sorted({key for layer in layers for key in _leaf_keys(layer.values)})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean ${{{near[0]}}}?" if near else ""
 
 
 def _read_file(name: str) -> Layer:
     if not Path(name).is_file():
-        near = difflib.get_close_matches(name, [str(p) for p in Path(name).parent.glob("*.y*ml")], n=1, cutoff=0.4)
-        raise ConfigError(f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else ""))
+        names = [path.name for path in Path(name).parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
+        raise ConfigError(
+            f"{name}: no such file" + (f"; did you mean {Path(name).with_name(near[0])}?" if near else "")
+        )
     try:
         values = OmegaConf.to_container(OmegaConf.load(name))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {_one_line(error)}") from None
+    if not values:
+        raise ConfigError(f"{name}: the file is empty")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{name}: expected `key: value` at the top level, found {type(values).__name__}")
     return Layer(name, typing.cast(dict[str, Any], values))
@@ -166,10 +194,24 @@ WITHOUT_EFFECT = {
     "save_overwrite": "a checkpoint is never overwritten",
     "save_num_checkpoints_to_keep": "nothing is saved before save_interval is set",
     "spin_dataloaders": "no batch is ever replayed to find one's place",
+    "save_filename": "checkpoints have fixed names",
+    "save_latest_filename": "checkpoints have fixed names",
+    "save_ignore_keys": "a checkpoint is always whole",
+    "load_ignore_keys": "nothing is loaded before load_path is set",
+    "load_strict_model_weights": "nothing is loaded before load_path is set",
+    "icl_subset_num_batches": "nothing is evaluated in context before icl_tasks is set",
+    "icl_seq_len": "nothing is evaluated in context before icl_tasks is set",
+    "flatten_metadata": "metadata is logged as it is",
+    "n_gpus": "the launcher knows",
     "model.use_cache": "training keeps no cache",
+    "model.use_pad_tok_in_ffn": "samples have no padding",
     "model.verbose": "`--dry-run` shows the model",
     "model.init_config.verbose": "`--dry-run` shows the model",
     "model.attn_config.fused_qkv": "q, k and v are one matrix",
+    "model.attn_config.rope_theta": "there is no rope",
+    "model.attn_config.rope_impl": "there is no rope",
+    "model.attn_config.rope_dail_config": "there is no rope",
+    "model.attn_config.rope_hf_config": "there is no rope",
     "fsdp_config.limit_all_gathers": "FSDP2 always does",
     "fsdp_config.use_orig_params": "FSDP2 always does",
     "fsdp_config.sync_module_states": "every rank makes the same weights",
@@ -191,6 +233,7 @@ LEFT_OUT = {
     "save_interval": "portable checkpoints are not in this version; remove it",
     "save_weights_only": "use `llmfoundry-lite checkpoint export`",
     "load_path": "portable checkpoints are not in this version; remove it",
+    "load_weights_only": "portable checkpoints are not in this version; remove it",
     "icl_tasks": "in-context evaluation is not in this version; remove it",
     "icl_tasks_str": "in-context evaluation is not in this version; remove it",
     "eval_gauntlet": "in-context evaluation is not in this version; remove it",
@@ -213,20 +256,37 @@ LEFT_OUT = {
     "model.attn_config.sliding_window_size": "attention is full; remove it",
     "model.attn_config.kv_n_heads": "use attn_type: multihead_attention",
     "model.attn_config.qk_gn": "use qk_ln",
+    "model.attn_config.nope": "use learned_pos_emb: false",
+    "model.attn_config.kv_dim": "k and v are as wide as d_model; remove it",
+    "model.attn_config.attn_logit_softcapping": "use qk_ln or clip_qkv",
+    "model.attn_config.attn_temperature_tuning": "use softmax_scale",
+    "model.head_dim": "it is d_model / n_heads; remove it",
+    "model.attention_bias": "use no_bias",
+    "model.final_logit_softcapping": "use logit_scale",
     "model.embedding_fraction": "use model.init_config.emb_init_std, or remove it",
+    "eval_loaders": "use eval_loader",
+    "algorithms.alibi": "use model.attn_config.alibi: true",
+    "algorithms.gated_linear_units": "use model.ffn_config.ffn_type: mptmlp",
+    "algorithms.low_precision_layernorm": "use model.norm_type: low_precision_layernorm",
+    "callbacks.hf_checkpointer": "use export_at_end",
+    "callbacks.nan_monitor": "use on_non_finite",
+    "callbacks.system_metrics_monitor": "memory and throughput are always logged; remove it",
+    "callbacks.optimizer_monitor": "the gradient norm is always logged; remove it",
     "train_loader.dataset.packing_ratio": "fine-tuning loaders are left out; pack with `llmfoundry-lite data prepare`",
 }
 """Refused by name, with what to use instead, unless the value says what we do anyway."""
 
 HARMLESS_VALUES = {
-    "model.fc_type": ("torch",),
+    "model.fc_type": ("torch", {"name": "torch"}),
     "model.attn_config.rope": (False,),
     "model.attn_config.attn_uses_sequence_id": (False,),
     "model.attn_config.sliding_window_size": (-1,),
     "model.attn_config.qk_gn": (False,),
+    "model.attn_config.nope": (False,),
     "model.embedding_fraction": (1, 1.0),
     "train_subset_num_batches": (-1,),
     "save_weights_only": (False,),
+    "load_weights_only": (False,),
     "only_hf_checkpoint": (False,),
     "only_composer_checkpoint": (False,),
 }
@@ -237,19 +297,33 @@ ALTERNATIVES = {
     "model.attn_config.attn_type": "grouped-query attention is left out; use multihead_attention",
     "train_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
     "eval_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
-    "precision": "fp8 is left out; use amp_bf16",
+    "precision": "expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
 }
 """Said when one of these has a value outside its list."""
+
+SYNONYMS = {
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "amp": "amp_fp16",
+    "float32": "fp32",
+    "adam": "adamw",
+    "decoupled_lion": "decoupled_lionw",
+    "mpt": "mpt_causal_lm",
+    "triton": "flash",
+}
+"""Other libraries' words for our values."""
 
 
 def _drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     notes = []
-    for key in _leaf_keys(values):
-        for pattern in (key, "*." + key.split(".", 1)[-1]):
-            if pattern in WITHOUT_EFFECT:
+    for pattern, reason in WITHOUT_EFFECT.items():
+        blocks = ("train_loader", "eval_loader") if pattern.startswith("*.") else ("*",)
+        for key in (pattern.replace("*", block) for block in blocks):
+            if _get(values, key)[0]:
                 _pop(values, key)
-                notes.append(f"{_source_of(key, layers)}: {key} has no effect: {WITHOUT_EFFECT[pattern]}")
-                break
+                notes.append(f"{_source_of(key, layers)}: {key} has no effect: {reason}")
     if values.get("autoresume") is False:
         values.pop("autoresume")
     return notes
@@ -264,6 +338,12 @@ def _refuse_left_out_keys(values: dict[str, Any], layers: Sequence[Layer]) -> No
             _pop(values, key)
             continue
         raise ConfigError(f"{_source_of(key, layers)}: {key}: LLM Foundry's option is left out here; {instead}")
+    for key in ("device_train_microbatch_size", "device_eval_batch_size"):
+        if values.get(key) == "auto":
+            raise ConfigError(
+                f"{_source_of(key, layers)}: {key}: auto is left out here; "
+                f"give a number (`--dry-run` estimates the memory it needs)"
+            )
     if values.get("autoresume"):
         raise ConfigError(
             f"{_source_of('autoresume', layers)}: autoresume: portable checkpoints are not in this version; remove it"
@@ -281,9 +361,10 @@ def _check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:
     """Every rank must come to the same names, so nothing here is random."""
     name = values.get("run_name") or environ.get("RUN_NAME") or Path(layers[0].source).stem
-    if not re.fullmatch(r"[\w.\-]+", str(name)):
+    if isinstance(name, bool) or not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(
-            f"{_source_of('run_name', layers)}: run_name: {name!r} names a folder; use letters, digits, . _ -"
+            f"{_source_of('run_name', layers)}: run_name: {name!r} given, expected the name of a folder: "
+            f"letters and digits, and . _ - after the first"
         )
     values["run_name"] = str(name)
     values["run_folder"] = str(values.get("run_folder") or "runs/{run_name}").replace("{run_name}", str(name))
@@ -323,7 +404,12 @@ def _build(cls: type, values: Any, path: str, layers: Sequence[Layer]) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if name not in values or (values[name] is None and not _allows_none(hints[name])):
             if required:
-                raise ConfigError(f"{_source_of(path, layers)}: {key}: missing; expected {_describe(hints[name])}")
+                raise ConfigError(f"{_source_of(path, layers)}: {key}: missing; expected {_expected(key, hints[name])}")
+            if name in values and field.default is not dataclasses.MISSING:
+                raise ConfigError(
+                    f"{_source_of(key, layers)}: {key}: nothing given, expected {_expected(key, hints[name])}; "
+                    f"remove the line for the default, {field.default}"
+                )
             continue
         arguments[name] = _convert(hints[name], values[name], key, layers)
     return cls(**arguments)
@@ -344,7 +430,7 @@ def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
             except ConfigError:
                 if len(options) == 1:
                     raise
-        raise _wrong_type(key, value, _describe(hint), layers)
+        raise _wrong_type(key, value, _expected(key, hint), layers)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, key, layers)
     if origin is dict:
@@ -366,12 +452,17 @@ def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
     raise _wrong_type(key, value, _describe(hint), layers)
 
 
+def _expected(key: str, hint: Any) -> str:
+    return _expected_duration(key) if key in DURATIONS else _describe(hint)
+
+
 def _describe(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_describe(option) for option in typing.get_args(hint))
+        options = [option for option in typing.get_args(hint) if not (option is int and float in typing.get_args(hint))]
+        return " or ".join(_describe(option) for option in options)
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(typing.get_args(hint))} numbers"
     if typing.get_origin(hint) is list:
@@ -398,15 +489,32 @@ NICKNAMES = {
 def _unknown_key(key: str, path: str, fields: Mapping[str, Any], layers: Sequence[Layer]) -> ConfigError:
     full = f"{path}.{key}" if path else key
     word = NICKNAMES.get(key, key)
+    everywhere = _schema_keys(TrainConfig)
+    elsewhere = [other for other in everywhere if _last(other) == word]
     near = difflib.get_close_matches(word, fields, n=1, cutoff=0.6)
-    elsewhere = [other for other in _schema_keys(TrainConfig) if other.rsplit(".", 1)[-1] == word]
-    if near:
+    far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)
+    if near and (near[0] == word or not elsewhere):
         hint = f"did you mean {path + '.' if path else ''}{near[0]}?"
+    elif path == "callbacks":
+        hint = "one of your own is named by its import path, python:package.module:Class"
+    elif path == "loggers":
+        hint = f"valid keys here: {', '.join(fields)}; metrics.jsonl is always written"
     elif elsewhere:
-        hint = f"did you mean {elsewhere[0]}?"
+        hint = f"did you mean {max(elsewhere, key=lambda other: _num_shared_parts(other, full))}?"
+    elif far:
+        hint = f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
     else:
-        hint = f"valid keys here: {', '.join(fields)}"
+        hint = f"valid keys here: {', '.join(fields) or 'none'}"
     return ConfigError(f"{_source_of(full, layers)}: {full}: unknown key; {hint}")
+
+
+def _last(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _num_shared_parts(key: str, other: str) -> int:
+    pairs = zip(key.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _schema_keys(cls: type, prefix: str = "") -> list[str]:
@@ -447,6 +555,7 @@ CHOICES = {
     "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
     "precision": ("fp32", "amp_bf16", "amp_fp16"),
     "on_non_finite": ("stop", "skip"),
+    "python_log_level": ("debug", "info", "warning", "error", "critical"),
 }
 
 POSITIVE = (
@@ -455,20 +564,34 @@ POSITIVE = (
     *("model.attn_config.alibi_bias_max", "max_seq_len", "global_train_batch_size", "device_eval_batch_size"),
     *("device_train_microbatch_size", "optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches"),
     *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
+    *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
     *("fsdp_config.data_parallel_shard_degree", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"),
+)
+
+NON_NEGATIVE = (
+    *("seed", "optimizer.weight_decay", "model.init_config.emb_init_std", "model.init_config.init_gain"),
+    *("scheduler.alpha_i", "scheduler.alpha_f", "scheduler.alpha_f_decay", "scheduler.alpha_f_cooldown"),
+    *("train_loader.num_workers", "train_loader.timeout", "train_loader.dataset.shuffle_seed"),
+    *("eval_loader.num_workers", "eval_loader.timeout", "eval_loader.dataset.shuffle_seed"),
 )
 
 PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb_pdrop")
 
 DURATIONS = {
-    "max_duration": ("ba", "ep", "sp", "tok"),
-    "eval_interval": ("ba", "ep", "sp", "tok"),
+    "max_duration": TIME_UNITS,
+    "eval_interval": TIME_UNITS,
     "console_log_interval": ("ba", "ep"),
-    "scheduler.t_warmup": ("ba", "ep", "sp", "tok", "dur"),
-    "scheduler.t_max": ("ba", "ep", "sp", "tok", "dur"),
-    "scheduler.t_scale": ("ba", "ep", "sp", "tok", "dur"),
-    "scheduler.t_cooldown": ("ba", "ep", "sp", "tok", "dur"),
+    "scheduler.t_warmup": (*TIME_UNITS, "dur"),
+    "scheduler.t_max": (*TIME_UNITS, "dur"),
+    "scheduler.t_scale": (*TIME_UNITS, "dur"),
+    "scheduler.t_cooldown": (*TIME_UNITS, "dur"),
 }
+
+MAY_BE_ZERO = ("scheduler.t_warmup", "scheduler.t_cooldown")
+
+
+def _expected_duration(key: str) -> str:
+    return f"a number with a unit, {_or(DURATIONS[key])}, such as 100ba"
 
 
 def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
@@ -485,20 +608,18 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         value = _attribute(config, key)
         if value is not None and not value > 0:
             refuse(key, f"{value!r} given, expected a number above 0")
+    for key in NON_NEGATIVE:
+        value = _attribute(config, key)
+        if value is not None and value < 0:
+            refuse(key, f"{value!r} given, expected 0 or more")
     for key in PROBABILITIES:
         value = _attribute(config, key)
         if not 0 <= value < 1:
             refuse(key, f"{value!r} given, expected a probability, 0 <= p < 1")
-    for key, units in DURATIONS.items():
+    for key in DURATIONS:
         value = _attribute(config, key)
-        if value is None or (key == "eval_interval" and value == 0):
-            continue
-        try:
-            unit = Duration.parse(value).unit
-        except ValueError as error:
-            refuse(key, f"{value!r} given, expected {error}")
-        if unit not in units:
-            refuse(key, f"{value!r} is counted in {unit}, expected {' or '.join(units)}")
+        if value is not None and not (key == "eval_interval" and value == 0):
+            _check_duration(key, value, refuse)
 
     _check_model(config.model, refuse)
     if config.max_seq_len > config.model.max_seq_len:
@@ -514,24 +635,88 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         )
     if config.eval_subset_num_batches < -1 or config.eval_subset_num_batches == 0:
         refuse("eval_subset_num_batches", f"{config.eval_subset_num_batches} given, expected -1 (all) or a count")
-    if config.optimizer.weight_decay < 0:
-        refuse("optimizer.weight_decay", f"{config.optimizer.weight_decay} given, expected 0 or more")
     for beta in config.optimizer.betas or ():
         if not 0 <= beta < 1:
             refuse("optimizer.betas", f"{beta} given, expected 0 <= beta < 1")
+    microbatch, batch = config.device_train_microbatch_size, config.global_train_batch_size
+    if microbatch is not None and microbatch > batch:
+        refuse("device_train_microbatch_size", f"{microbatch} is more than global_train_batch_size, {batch}")
+    fsdp = config.fsdp_config
+    if fsdp and fsdp.data_parallel_shard_degree is not None and fsdp.sharding_strategy != "HYBRID_SHARD":
+        refuse(
+            "fsdp_config.data_parallel_shard_degree",
+            f"only HYBRID_SHARD uses it, and sharding_strategy is {fsdp.sharding_strategy}; change that or remove this",
+        )
+    for path in config.callbacks.extra:
+        _check_import_path("callbacks", path, layers)
+    warmup, end = Duration.parse(config.scheduler.t_warmup), Duration.parse(config.scheduler.t_max)
+    if warmup.unit == end.unit and warmup.value > end.value:
+        refuse("scheduler.t_warmup", f"{warmup} is more than t_max, {end}; the warm-up is part of the schedule")
+
+
+def _check_duration(key: str, value: str | int, refuse: Refuse) -> None:
+    try:
+        duration = Duration.parse(value, DURATIONS[key])
+    except ValueError as error:
+        refuse(key, f"{value!r} given, expected {error}")
+    if duration.value == 0 and key not in MAY_BE_ZERO:
+        never = ", or 0 to never evaluate" if key == "eval_interval" else ""
+        refuse(key, f"{value!r} given, expected more than 0{never}")
+
+
+def _surprises(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
+    """What is allowed, and perhaps not meant."""
+    notes = []
+    for key in ("max_duration", "eval_interval"):
+        value = _attribute(config, key)
+        given = any(_get(layer.values, key)[0] for layer in layers)
+        if given and isinstance(value, int) and value > 0:
+            notes.append(f"{_source_of(key, layers)}: {key}: {value} counts epochs; {value} batches are {value}ba")
+    run = Duration.parse(config.max_duration)
+    for key, meaning in (("t_warmup", "the learning rate never reaches lr"), ("t_max", "the schedule does not end")):
+        span = Duration.parse(getattr(config.scheduler, key))
+        if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
+            key = f"scheduler.{key}"
+            notes.append(f"{_source_of(key, layers)}: {key}: {span} is longer than the run, {run}: {meaning}")
+    return notes
 
 
 def _check_choice(key: str, value: Any, layers: Sequence[Layer]) -> None:
     choices = CHOICES[key]
-    if value in choices or ("python:" in choices and str(value).startswith("python:")):
+    if value in choices:
         return
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.75)
-    hint = f"did you mean {near[0]}?" if near else f"expected {' or '.join(choices)}"
-    hint = ALTERNATIVES.get(key, hint)
+    if "python:" in choices and str(value).startswith("python:"):
+        _check_import_path(key, value, layers)
+        return
+    hint = ALTERNATIVES.get(key) or f"expected {_or(choices)}"
+    nearest = _nearest_choice(str(value), choices, cutoff=0.85 if key in ALTERNATIVES else 0.75)
+    if nearest:
+        hint = f"did you mean {nearest}?" + ("" if key in ALTERNATIVES else f" ({hint})")
+    hint = hint.replace("python:", "python:package.module:Thing")
     raise ConfigError(f"{_source_of(key, layers)}: {key}: {value!r} is not known; {hint}")
 
 
-def _check_model(model: ModelConfig, refuse: typing.Callable[[str, str], typing.NoReturn]) -> None:
+def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
+    if SYNONYMS.get(value.lower()) in choices:
+        return SYNONYMS[value.lower()]
+    begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def _or(options: Sequence[str]) -> str:
+    *others, last = options
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _check_import_path(key: str, value: str, layers: Sequence[Layer]) -> None:
+    if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
+        raise ConfigError(
+            f"{_source_of(key, layers)}: {key}: {value!r} given, expected an import path, python:package.module:Thing"
+        )
+
+
+def _check_model(model: ModelConfig, refuse: Refuse) -> None:
     if model.d_model % model.n_heads:
         near = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
         nearest = min(near, key=lambda n: abs(n - model.n_heads))
@@ -543,23 +728,41 @@ def _check_model(model: ModelConfig, refuse: typing.Callable[[str, str], typing.
         refuse(
             "model.tie_word_embeddings", "false is left out here: input and output embeddings are one matrix; remove it"
         )
+    ffn_dim = model.d_model * model.expansion_ratio
+    if ffn_dim != int(ffn_dim):
+        refuse(
+            "model.expansion_ratio",
+            f"{model.expansion_ratio} x d_model, {model.d_model}, is no whole number; "
+            f"the nearest that gives one is {round(ffn_dim) / model.d_model}",
+        )
     if isinstance(model.logit_scale, str) and model.logit_scale != "inv_sqrt_d_model":
         refuse("model.logit_scale", f"{model.logit_scale!r} given, expected a number or inv_sqrt_d_model")
+    if model.logit_scale == 0:
+        refuse(
+            "model.logit_scale", "0 given, which makes every token as likely as any other; remove it or give a number"
+        )
     init = model.init_config
     if init.name == "baseline_" and init.init_std is None:
         refuse("model.init_config.init_std", "missing; baseline_ draws weights from N(0, init_std)")
     divide = init.init_div_is_residual
-    if isinstance(divide, str) and not divide.replace(".", "", 1).isdigit():
-        refuse("model.init_config.init_div_is_residual", f"{divide!r} given, expected true, false or a number")
+    is_text = isinstance(divide, str) and not divide.replace(".", "", 1).isdigit()
+    if is_text or (not isinstance(divide, bool) and not float(divide) > 0):
+        refuse("model.init_config.init_div_is_residual", f"{divide!r} given, expected true, false or a number above 0")
+    for key in ("emb_init_std", "emb_init_uniform_lim"):
+        if init.name == "default_" and getattr(init, key) is not None:
+            refuse(
+                f"model.init_config.{key}", "default_ draws embeddings from N(0, 1); remove it or use another scheme"
+            )
     limit = init.emb_init_uniform_lim
-    is_pair = isinstance(limit, list) and len(limit) == 2 and all(isinstance(x, (int, float)) for x in limit)
-    if not (limit is None or isinstance(limit, (int, float)) or is_pair):
-        refuse("model.init_config.emb_init_uniform_lim", f"{limit!r} given, expected a number or a pair of numbers")
+    is_pair = isinstance(limit, list) and len(limit) == 2 and all(map(_is_number, limit)) and limit[0] <= limit[1]
+    if not (limit is None or _is_number(limit) or is_pair):
+        refuse(
+            "model.init_config.emb_init_uniform_lim",
+            f"{limit!r} given, expected a number, or the lower and the upper limit in a list",
+        )
 
 
-def _check_loader(
-    loader: LoaderConfig, block: str, config: TrainConfig, refuse: typing.Callable[[str, str], typing.NoReturn]
-) -> None:
+def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse: Refuse) -> None:
     dataset = loader.dataset
     if dataset.streams and (dataset.local or dataset.remote):
         refuse(
@@ -574,6 +777,13 @@ def _check_loader(
             refuse(
                 f"{block}.dataset.streams.{name}.local", "missing; expected the folder this stream is read or cached in"
             )
+        given = {key: getattr(stream, key) for key in ("proportion", "repeat", "choose")}
+        given = {key: value for key, value in given.items() if value is not None}
+        if len(given) > 1:
+            refuse(f"{block}.dataset.streams.{name}", f"{' and '.join(given)} given, expected one of them at most")
+        for key, value in given.items():
+            if not value > 0:
+                refuse(f"{block}.dataset.streams.{name}.{key}", f"{value!r} given, expected a number above 0")
     if len({stream.proportion is None for stream in dataset.streams.values()}) == 2:
         refuse(f"{block}.dataset.streams", "some streams have a proportion and some do not; give it to all or to none")
     if dataset.max_seq_len is not None and dataset.max_seq_len > config.model.max_seq_len:
@@ -581,8 +791,11 @@ def _check_loader(
             f"{block}.dataset.max_seq_len",
             f"{dataset.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}",
         )
-    if loader.num_workers < 0:
-        refuse(f"{block}.num_workers", f"{loader.num_workers} given, expected 0 or more")
+    for key, units, example in (("epoch_size", "kmb", "100k"), ("cache_limit", "kmgt", "100gb")):
+        value = getattr(dataset, key)
+        is_text = isinstance(value, str) and re.fullmatch(rf"[0-9][0-9_.]*[{units}]?b?", value.lower())
+        if not (value is None or is_text or (isinstance(value, int) and value > 0)):
+            refuse(f"{block}.dataset.{key}", f"{value!r} given, expected a number above 0, such as {example}")
 
 
 # ---------------------------------------------------------------------------------------------- small tools
@@ -623,6 +836,10 @@ def _leaf_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _attribute(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part, None)
@@ -630,4 +847,6 @@ def _attribute(config: Any, key: str) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
     return " ".join(str(error).split("full_key")[0].split())

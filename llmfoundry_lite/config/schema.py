@@ -5,6 +5,7 @@ them. They are frozen: what was validated once, before any device was touched, s
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,13 +20,14 @@ class Duration:
     unit: str
 
     @classmethod
-    def parse(cls, text: str | int) -> "Duration":
-        """Read `4800ba`; a bare integer counts epochs, as in Composer. Raises ValueError."""
-        if isinstance(text, int) and not isinstance(text, bool):
+    def parse(cls, text: str | int, units: Sequence[str] = (*TIME_UNITS, "dur")) -> "Duration":
+        """Read `4800ba`; a bare integer counts epochs, as in Composer. Raises ValueError, saying what was expected."""
+        if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
             return cls(text, "ep")
-        match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*(ba|ep|sp|tok|dur)\s*", str(text))
-        if match is None:
-            raise ValueError(f"a number with a unit, {', '.join(TIME_UNITS)} or dur, such as 4800ba")
+        match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([a-z]+)\s*", str(text))
+        if match is None or match[2] not in units:
+            *others, last = units
+            raise ValueError(f"a number with a unit, {', '.join(others)} or {last}, such as 100{units[0]}")
         value = float(match[1].replace("_", ""))
         if match[2] != "dur" and value != int(value):
             raise ValueError(f"a whole number of {match[2]}")
@@ -67,7 +69,8 @@ class FFNConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class InitConfig:
     name: str = "kaiming_normal_"
-    """kaiming_normal_, kaiming_uniform_, xavier_normal_, xavier_uniform_, small_init_, neox_init_, baseline_, default_"""
+    """kaiming_normal_, kaiming_uniform_, xavier_normal_, xavier_uniform_, small_init_, neox_init_, baseline_,
+    default_"""
     fan_mode: str = "fan_in"
     """fan_in or fan_out (kaiming)."""
     init_nonlinearity: str = "relu"

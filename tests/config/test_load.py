@@ -1,0 +1,538 @@
+"""Every mistake in a configuration is one line that names file, key, what was given and what to write instead."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmfoundry_lite.config.load import Invocation, check_world_size, load_train_config
+from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.flops import count_parameters
+
+RUN = """\
+variables: {length: 128, width: 64}
+max_seq_len: ${variables.length}
+model:
+  name: mpt_causal_lm
+  d_model: ${variables.width}
+  n_heads: 4
+  n_layers: 2
+  max_seq_len: ${variables.length}
+  vocab_size: 512
+tokenizer: {name: gpt2}
+train_loader: {name: text, dataset: {local: data, split: train}}
+optimizer: {name: decoupled_adamw, lr: 1.0e-3}
+scheduler: {name: cosine_with_warmup, t_warmup: 10ba}
+max_duration: 100ba
+global_train_batch_size: 8
+"""
+
+OVERLAY = """\
+overlay: hardware
+device_train_microbatch_size: 4
+precision: fp32
+fsdp_config: {sharding_strategy: SHARD_GRAD_OP}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The working directory, with run.yaml and overlay.yaml: messages name files as they were given."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    Path("overlay.yaml").write_text(OVERLAY)
+    return tmp_path
+
+
+def load(*arguments: str, **environ: str) -> Invocation:
+    return load_train_config(["run.yaml", *arguments], environ)
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_train_config(arguments, {})
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# ------------------------------------------------------------------------------ one key wrong, on the command line
+
+WRONG = {
+    # unknown keys, near and far
+    "model.d_modle=3": "unknown key; did you mean model.d_model?",
+    "optimizer.learning_rate=1": "unknown key; did you mean optimizer.lr?",
+    "d_model=128": "unknown key; did you mean model.d_model?",
+    "model.alibi=true": "unknown key; did you mean model.attn_config.alibi?",
+    "train_loader.shuffel=true": "unknown key; did you mean train_loader.dataset.shuffle?",
+    "tokenizer.padding=1": "unknown key; valid keys here: name, kwargs",
+    "callbacks.lr_monitor.every=1": "unknown key; valid keys here: none",
+    "loggers.mlflow={}": "unknown key; valid keys here: wandb, tensorboard; metrics.jsonl is always written",
+    # wrong types
+    "model.d_model=wide": "'wide' given, expected a whole number",
+    "model.d_model=64.5": "64.5 given, expected a whole number",
+    "model.d_model=true": "True given, expected a whole number",
+    "model.d_model=null": "nothing given, expected a whole number; remove the line for the default, 2048",
+    "model.expansion_ratio=true": "True given, expected a number",
+    "model.no_bias=1": "1 given, expected true or false",
+    "model.attn_config=3": "3 given, expected a block of `key: value` lines",
+    "optimizer.lr=fast": "'fast' given, expected a number",
+    "optimizer.betas=0.9": "0.9 given, expected a list of 2 numbers",
+    "run_name=true": "True given, expected the name of a folder: letters and digits, and . _ - after the first",
+    "run_name=a/b": "'a/b' given, expected the name of a folder: letters and digits, and . _ - after the first",
+    # spans
+    "max_duration=100xx": "'100xx' given, expected a number with a unit, ba, ep, sp or tok, such as 100ba",
+    "max_duration=true": "True given, expected a number with a unit, ba, ep, sp or tok, such as 100ba",
+    "max_duration=-5ba": "'-5ba' given, expected a number with a unit, ba, ep, sp or tok, such as 100ba",
+    "max_duration=1.5ba": "'1.5ba' given, expected a whole number of ba",
+    "max_duration=0ba": "'0ba' given, expected more than 0",
+    "eval_interval=0ba": "'0ba' given, expected more than 0, or 0 to never evaluate",
+    "eval_interval=-1": "-1 given, expected a number with a unit, ba, ep, sp or tok, such as 100ba",
+    "scheduler.t_max=0ba": "'0ba' given, expected more than 0",
+    # out of range
+    "model.n_layers=0": "0 given, expected a number above 0",
+    "model.resid_pdrop=1.5": "1.5 given, expected a probability, 0 <= p < 1",
+    "optimizer.lr=-1": "-1.0 given, expected a number above 0",
+    "optimizer.betas=[0.9,1.0]": "1.0 given, expected 0 <= beta < 1",
+    "optimizer.weight_decay=-1": "-1.0 given, expected 0 or more",
+    "seed=-1": "-1 given, expected 0 or more",
+    "train_loader.num_workers=-1": "-1 given, expected 0 or more",
+    "train_loader.dataset.epoch_size=-3": "-3 given, expected a number above 0, such as 100k",
+    "train_loader.dataset.cache_limit=lots": "'lots' given, expected a number above 0, such as 100gb",
+    "eval_subset_num_batches=0": "0 given, expected -1 (all) or a count",
+    # names of kinds
+    "precision=bf16": "'bf16' is not known; did you mean amp_bf16?",
+    "precision=amp_fp8": "'amp_fp8' is not known; expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+    "fsdp_config.sharding_strategy=full_shard": (
+        "'full_shard' is not known; did you mean FULL_SHARD? (expected FULL_SHARD, SHARD_GRAD_OP, "
+        "HYBRID_SHARD or NO_SHARD)"
+    ),
+    "optimizer.name=sgd": (
+        "'sgd' is not known; expected decoupled_adamw, adamw, lion, decoupled_lionw or python:package.module:Thing"
+    ),
+    "optimizer.name=python:my.module": "'python:my.module' given, expected an import path, python:package.module:Thing",
+    # keys that do not fit each other
+    "model.n_heads=5": "5 does not divide d_model, 64; the nearest that does is 4",
+    "model.expansion_ratio=2.51": "2.51 x d_model, 64, is no whole number; the nearest that gives one is 2.515625",
+    "model.logit_scale=big": "'big' given, expected a number or inv_sqrt_d_model",
+    "max_seq_len=256": "256 is more than model.max_seq_len, 128",
+    "tokenizer.kwargs.model_max_length=64": "64 is less than max_seq_len, 128",
+    "device_train_microbatch_size=16": "16 is more than global_train_batch_size, 8",
+    "fsdp_config.data_parallel_shard_degree=2": (
+        "only HYBRID_SHARD uses it, and sharding_strategy is FULL_SHARD; change that or remove this"
+    ),
+    "train_loader.dataset.local=null": "missing; expected the folder of an MDS data set (a remote one is cached there)",
+    # interpolation
+    "model.vocab_size=${variables.lenght}": "${variables.lenght} names nothing; did you mean ${variables.length}?",
+    "model.vocab_size=${oc.env:LLMFOUNDRY_LITE_NOT_SET}": (
+        "the environment variable LLMFOUNDRY_LITE_NOT_SET is not set; export it"
+    ),
+    # LLM Foundry's options that are left out
+    "device_train_microbatch_size=auto": (
+        "auto is left out here; give a number (`--dry-run` estimates the memory it needs)"
+    ),
+    "model.name=hf_causal_lm": (
+        "'hf_causal_lm' is not known; LLM Foundry's Hugging Face models cannot be training targets here; "
+        "use mpt_causal_lm"
+    ),
+    "model.ffn_config.ffn_type=mb_dmoe": (
+        "'mb_dmoe' is not known; mixture of experts, GLU and TransformerEngine layers are left out; use mptmlp"
+    ),
+    "train_loader.name=finetuning": (
+        "'finetuning' is not known; fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`"
+    ),
+    "model.attn_config.rope=true": "LLM Foundry's option is left out here; use learned_pos_emb or alibi",
+    "model.tie_word_embeddings=false": "false is left out here: input and output embeddings are one matrix; remove it",
+    "algorithms.low_precision_layernorm={}": (
+        "LLM Foundry's option is left out here; use model.norm_type: low_precision_layernorm"
+    ),
+    "callbacks.hf_checkpointer={}": "LLM Foundry's option is left out here; use export_at_end",
+}
+"""`key=value` -> what is said of the key."""
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_one_wrong_key_is_named_with_what_to_write_instead(argument):
+    key = argument.split("=")[0]
+    assert refusal("run.yaml", argument) == f"command line: {key}: {WRONG[argument]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["callbacks.scheduled_gc.batch_interval=9"],
+            "command line: callbacks.scheduled_gc: unknown key; one of your own is named by its "
+            "import path, python:package.module:Class",
+        ),
+        (
+            ["optimizer.betas=[0.9,x]"],
+            "command line: optimizer.betas[1]: 'x' given, expected a number",
+        ),
+        (
+            ["model.init_config.name=baseline_"],
+            "command line: model.init_config.init_std: missing; baseline_ draws weights from N(0, init_std)",
+        ),
+        (
+            ["model.init_config={name: default_, emb_init_std: 0.1}"],
+            "command line: model.init_config.emb_init_std: default_ draws embeddings from N(0, 1); "
+            "remove it or use another scheme",
+        ),
+        (
+            ["train_loader.dataset.streams.a.local=x"],
+            "command line: train_loader.dataset: both streams and local/remote given; put each folder"
+            " under streams, or use no streams",
+        ),
+        (
+            ["scheduler.t_max=5ba"],
+            "run.yaml: scheduler.t_warmup: 10ba is more than t_max, 5ba; the warm-up is part of the schedule",
+        ),
+        (
+            [
+                "train_loader.dataset.local=null",
+                "train_loader.dataset.streams={a: {local: x, proportion: 1, repeat: 2}}",
+            ],
+            "command line: train_loader.dataset.streams.a: proportion and repeat given, expected one of them at most",
+        ),
+        (
+            [
+                "train_loader.dataset.local=null",
+                "train_loader.dataset.streams={a: {local: x, proportion: 1}, b: {local: y}}",
+            ],
+            "command line: train_loader.dataset.streams: some streams have a proportion and some do "
+            "not; give it to all or to none",
+        ),
+        (
+            ["train_loader.dataset.local=null", "train_loader.dataset.streams={a: {remote: x}}"],
+            "command line: train_loader.dataset.streams.a.local: missing; expected the folder this "
+            "stream is read or cached in",
+        ),
+        (
+            ["model.max_seq_len=64"],
+            "run.yaml: max_seq_len: 128 is more than model.max_seq_len, 64",
+        ),
+    ],
+)
+def test_of_keys_that_do_not_fit_each_other_the_one_to_change_is_named(arguments, message):
+    assert refusal("run.yaml", *arguments) == message
+
+
+# ------------------------------------------------------------------------------------------ files and arguments
+
+
+def test_the_file_that_has_the_key_is_named():
+    Path("second.yaml").write_text("optimizer: {lr: fast}\n")
+    assert refusal("run.yaml", "second.yaml") == "second.yaml: optimizer.lr: 'fast' given, expected a number"
+
+
+def test_a_missing_block_and_a_missing_key_are_named():
+    Path("short.yaml").write_text(RUN.replace("max_duration: 100ba\n", "").replace(", lr: 1.0e-3", ""))
+    assert refusal("short.yaml") == "short.yaml: optimizer.lr: missing; expected a number"
+    assert refusal("short.yaml", "optimizer.lr=1") == (
+        "short.yaml: max_duration: missing; expected a number with a unit, ba, ep, sp or tok, such as 100ba"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {a: 1\nb: [", "not valid YAML: did not find expected ',' or '}', line 2, column 2"),
+        ("a: 1\na: 2\n", "not valid YAML: found duplicate key a, line 2, column 1"),
+        ("- a\n- b\n", "expected `key: value` at the top level, found list"),
+        ("", "the file is empty"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_where(text, message):
+    Path("broken.yaml").write_text(text)
+    assert refusal("broken.yaml") == f"broken.yaml: {message}"
+
+
+def test_a_missing_file_names_its_neighbour():
+    assert refusal("rnu.yaml") == "rnu.yaml: no such file; did you mean run.yaml?"
+    assert refusal("nowhere/mpt.yaml") == "nowhere/mpt.yaml: no such file"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no YAML file given; try yamls/pretrain/mpt-quickstart.yaml"),
+        (["run.yaml", "seed"], "'seed' is neither a .yaml file nor key=value"),
+        (["run.yaml", "model..d_model=3"], "'model..d_model=3' is neither a .yaml file nor key=value"),
+        (["run.yaml", "--dry"], "unknown option --dry; expected YAML files, key=value pairs or --dry-run"),
+        (
+            ["run.yaml", "seed=1", "model=[1"],
+            "cannot read model=[1: did not find expected ',' or ']', line 2, column 1",
+        ),
+        (["run.yaml", "overlay=hardware"], "overlay: belongs into a YAML file, whose keys it limits"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_named(arguments, message):
+    assert refusal(*arguments) == f"command line: {message}"
+
+
+def test_defaults_give_way_to_files_in_order_and_files_to_arguments():
+    Path("second.yaml").write_text("seed: 2\noptimizer: {lr: 2.0}\nmodel: {n_layers: 3}\n")
+    config = load("second.yaml", "seed=3").config
+    assert (config.seed, config.optimizer.lr, config.model.n_layers) == (3, 2.0, 3)
+    assert (config.optimizer.name, config.model.d_model, config.precision) == ("decoupled_adamw", 64, "amp_bf16")
+    assert load("variables.length=32").config.model.max_seq_len == 32
+
+
+def test_dry_run_is_an_option_and_may_stand_anywhere():
+    assert load_train_config(["--dry-run", "run.yaml"], {}).dry_run and not load().dry_run
+
+
+# -------------------------------------------------------------------------------------------------- overlays
+
+
+def test_a_hardware_overlay_sets_how_the_run_is_computed():
+    config = load("overlay.yaml").config
+    assert (config.device_train_microbatch_size, config.precision) == (4, "fp32")
+    assert config.fsdp_config is not None and config.fsdp_config.sharding_strategy == "SHARD_GRAD_OP"
+    assert load("overlay.yaml", "precision=amp_fp16").config.precision == "amp_fp16"
+
+
+def test_an_overlay_may_not_change_what_is_trained():
+    Path("overlay.yaml").write_text(OVERLAY + "optimizer: {lr: 1}\n")
+    message = refusal("run.yaml", "overlay.yaml")
+    assert message.startswith(
+        "overlay.yaml: optimizer.lr: a hardware overlay may not change what is trained; set it in the run's YAML "
+        "(an overlay may set device_train_microbatch_size, "
+    )
+
+
+def test_an_overlay_needs_a_run_and_a_known_kind():
+    expected = "overlay.yaml: a hardware overlay needs a run to lie on; name the run's YAML before it"
+    assert refusal("overlay.yaml", "run.yaml") == expected
+    Path("overlay.yaml").write_text("overlay: software\n")
+    assert refusal("run.yaml", "overlay.yaml") == (
+        "overlay.yaml: overlay: 'software' is not a kind of overlay; expected hardware"
+    )
+
+
+# ------------------------------------------------------------------------------------------- names and values
+
+
+def test_the_run_is_named_by_its_key_the_environment_or_its_file():
+    assert load().config.run_name == "run"
+    assert load(RUN_NAME="from-env").config.run_name == "from-env"
+    config = load("run_name=7", RUN_NAME="from-env").config
+    assert (config.run_name, config.run_folder) == ("7", "runs/7")
+    assert load("run_name=a", "run_folder=/scratch/{run_name}/x").config.run_folder == "/scratch/a/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("4800ba", 4800, "ba"),
+        ("2.5e9tok", 2_500_000_000, "tok"),
+        ("1_000sp", 1000, "sp"),
+        (3, 3, "ep"),
+        ("3 ep", 3, "ep"),
+    ],
+)
+def test_spans_are_read_as_composer_reads_them(text, value, unit):
+    assert Duration.parse(text) == Duration(value, unit)
+    assert str(Duration.parse(text)) == f"{value}{unit}"
+
+
+def test_objects_of_ones_own_keep_their_keyword_arguments():
+    config = load(
+        "optimizer={name: 'python:my.optim:SGD', lr: 0.1, momentum: 0.9}",
+        "callbacks={'python:my.callbacks:Probe': {every: 3}}",
+        "eval_loader={name: 'python:my.data:build', num_workers: 2, path: /data}",
+    ).config
+    assert config.optimizer.kwargs == {"momentum": 0.9}
+    assert config.callbacks.extra == {"python:my.callbacks:Probe": {"every": 3}}
+    assert config.eval_loader is not None and config.eval_loader.kwargs == {"path": "/data"}
+    assert refusal("run.yaml", "callbacks={'python:my.callbacks': {}}") == (
+        "command line: callbacks: 'python:my.callbacks' given, expected an import path, python:package.module:Thing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "note"),
+    [
+        ("fsdp_config.limit_all_gathers=true", "fsdp_config.limit_all_gathers has no effect: FSDP2 always does"),
+        (
+            "train_loader.dataset.shuffle_algo=py1s",
+            "train_loader.dataset.shuffle_algo has no effect: there is one order, for every world size",
+        ),
+        (
+            "model.attn_config.rope_dail_config={type: original}",
+            "model.attn_config.rope_dail_config has no effect: there is no rope",
+        ),
+        ("max_duration=10", "max_duration: 10 counts epochs; 10 batches are 10ba"),
+        ("eval_interval=500", "eval_interval: 500 counts epochs; 500 batches are 500ba"),
+        (
+            "scheduler.t_warmup=200ba",
+            "scheduler.t_warmup: 200ba is longer than the run, 100ba: the learning rate never reaches lr",
+        ),
+        ("scheduler.t_max=200ba", "scheduler.t_max: 200ba is longer than the run, 100ba: the schedule does not end"),
+    ],
+)
+def test_what_has_no_effect_or_may_not_be_meant_is_noted(argument, note):
+    assert load(argument).notes == [f"command line: {note}"]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "model.fc_type=torch",
+        "model.attn_config.rope=false",
+        "model.attn_config.sliding_window_size=-1",
+        "save_folder=null",
+        "load_path=null",
+        "autoresume=false",
+        "train_subset_num_batches=-1",
+        "eval_interval=0",
+        "callbacks=null",
+    ],
+)
+def test_values_that_ask_for_what_we_do_anyway_are_accepted(argument):
+    assert load(argument).notes == []
+
+
+# ------------------------------------------------------------------------------------------------- world size
+
+
+def test_a_batch_that_cannot_be_shared_names_the_worlds_that_can():
+    with pytest.raises(ConfigError) as error:
+        check_world_size(load().config, 3)
+    assert str(error.value) == (
+        "global_train_batch_size: 8 cannot be shared evenly by 3 devices; start with a number of devices that divides "
+        "it (1, 2, 4, 8) or change the batch size"
+    )
+
+
+def test_a_microbatch_larger_than_the_devices_share_names_the_largest():
+    config = load("device_train_microbatch_size=4").config
+    check_world_size(config, 2)
+    with pytest.raises(ConfigError) as error:
+        check_world_size(config, 4)
+    assert str(error.value) == (
+        "device_train_microbatch_size: 4 is more than the 2 samples each device gets (8 / 4 devices); "
+        "set it to 2 or less"
+    )
+
+
+# --------------------------------------------------------------------------------- LLM Foundry's shipped MPT runs
+
+FOUNDRY = """\
+variables:
+  data_local: ./my-copy-c4
+  data_remote:
+  max_seq_len: 2048
+  global_seed: 17
+  run_name:
+max_seq_len: ${{variables.max_seq_len}}
+run_name: ${{variables.run_name}}
+model:
+  name: mpt_causal_lm
+  init_device: meta
+  d_model: {d_model}
+  n_heads: {n_heads}
+  n_layers: {n_layers}
+  expansion_ratio: 4
+  max_seq_len: ${{variables.max_seq_len}}
+  vocab_size: 50368
+  attn_config: {{attn_impl: flash}}
+tokenizer:
+  name: EleutherAI/gpt-neox-20b
+  kwargs: {{model_max_length: "${{variables.max_seq_len}}"}}
+train_loader: &loader
+  name: text
+  dataset:
+    local: ${{variables.data_local}}
+    remote: ${{variables.data_remote}}
+    split: train
+    shuffle: true
+    max_seq_len: ${{variables.max_seq_len}}
+    shuffle_seed: ${{variables.global_seed}}
+  drop_last: true
+  num_workers: 8
+eval_loader: *loader
+scheduler: {{name: cosine_with_warmup, t_warmup: 100ba, alpha_f: 0.1}}
+optimizer: {{name: decoupled_adamw, lr: {lr}, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.0}}
+algorithms:
+  gradient_clipping: {{clipping_type: norm, clipping_threshold: 1.0}}
+max_duration: {max_duration}
+eval_interval: 500ba
+eval_first: false
+eval_subset_num_batches: -1
+global_train_batch_size: {batch}
+seed: ${{variables.global_seed}}
+device_eval_batch_size: 4
+device_train_microbatch_size: 4
+precision: amp_bf16
+fsdp_config:
+  sharding_strategy: FULL_SHARD
+  mixed_precision: PURE
+  activation_checkpointing: true
+  activation_checkpointing_reentrant: false
+  activation_cpu_offload: false
+  limit_all_gathers: true
+progress_bar: false
+log_to_console: true
+console_log_interval: 1ba
+callbacks:
+  speed_monitor: {{window_size: 10}}
+  lr_monitor: {{}}
+  memory_monitor: {{}}
+  runtime_estimator: {{}}
+"""
+"""The words of LLM Foundry's pre-training YAMLs."""
+
+SHIPPED = {
+    # name: d_model, n_heads, n_layers, batch, max_duration, lr, parameters
+    "mpt-125m": (768, 12, 12, 256, "4800ba", 6.0e-4, 125_311_488),
+    "mpt-350m": (1024, 16, 24, 256, "13400ba", 3.0e-4, 355_985_408),
+    "mpt-760m": (1536, 12, 24, 256, "29000ba", 2.5e-4, 760_470_528),
+    "mpt-1b": (2048, 16, 24, 512, "24800ba", 2.0e-4, 1_315_950_592),
+    "mpt-3b": (2560, 20, 32, 512, "51500ba", 1.6e-4, 2_651_837_440),
+    "mpt-7b": (4096, 32, 32, 1024, "63900ba", 1.2e-4, 6_658_859_008),
+    "mpt-13b": (5120, 40, 40, 1024, "124000ba", 1.0e-4, 12_853_954_560),
+    "mpt-30b": (7168, 56, 48, 2048, "143100ba", 1.0e-4, 29_975_214_080),
+    "mpt-70b": (8192, 64, 80, 2048, "333800ba", 8.0e-5, 64_862_437_376),
+    "mpt-small-cpu": (16, 4, 4, 256, "10ba", 6.0e-4, 823_200),
+}
+
+
+def assert_is_shipped_run(config, name: str) -> None:
+    model = config.model
+    shape = (model.d_model, model.n_heads, model.n_layers)
+    run = (config.global_train_batch_size, config.max_duration, config.optimizer.lr)
+    assert (*shape, *run, count_parameters(model)) == SHIPPED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "mpt-small-cpu"])
+def test_llm_foundry_words_resolve_to_the_runs_they_name(name):
+    d_model, n_heads, n_layers, batch, max_duration, lr, _ = SHIPPED[name]
+    Path(f"{name}.yaml").write_text(
+        FOUNDRY.format(
+            d_model=d_model, n_heads=n_heads, n_layers=n_layers, batch=batch, max_duration=max_duration, lr=lr
+        )
+    )
+    invocation = load_train_config([f"{name}.yaml"], {})
+    assert_is_shipped_run(invocation.config, name)
+    assert invocation.config.run_name == name and invocation.config.train_loader.dataset.remote is None
+    assert [note.split(" has no effect")[0] for note in invocation.notes] == [
+        f"{name}.yaml: fsdp_config.limit_all_gathers"
+    ]
+    check_world_size(invocation.config, 8)
+
+
+@pytest.mark.skipif("LLM_FOUNDRY_ROOT" not in os.environ, reason="LLM_FOUNDRY_ROOT names no checkout of LLM Foundry")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_files_that_llm_foundry_ships_load_unchanged(name):
+    files = list(Path(os.environ["LLM_FOUNDRY_ROOT"]).rglob(f"pretrain/{name}.yaml"))
+    assert len(files) == 1
+    assert_is_shipped_run(load_train_config([str(files[0])], {}).config, name)
+
+
+def test_reading_a_configuration_needs_no_torch():
+    code = "import llmfoundry_lite.config.load, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
