@@ -126,7 +126,7 @@ WRONG = {
     ),
     "train_loader.dataset.local=null": "missing; expected the folder of an MDS data set (a remote one is cached there)",
     # interpolation
-    "model.vocab_size=${variables.lenght}": "${variables.lenght} names nothing; did you mean ${variables.length}?",
+    "model.vocab_size=${variables.lengths}": "${variables.lengths} names nothing; did you mean ${variables.length}?",
     "model.vocab_size=${oc.env:LLMFOUNDRY_LITE_NOT_SET}": (
         "the environment variable LLMFOUNDRY_LITE_NOT_SET is not set; export it"
     ),
