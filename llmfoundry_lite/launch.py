@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
 
+# Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 

@@ -4,6 +4,7 @@ A fork server imports the training code once; each rank is a fork of it with its
 would set it, and runs `scripts/train.py` or any function. Output goes to files, so that nothing can block.
 """
 
+import atexit
 import multiprocessing
 import os
 import socket
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +74,7 @@ def launch(
             "LOCAL_WORLD_SIZE": str(local),
             "NODE_RANK": str(rank // local),
         }
-        environment = {**address, **place, **(env or {})}
+        environment = {**address, **place, "OMP_NUM_THREADS": "1", **(env or {})}
         output = folder / f"rank{rank}.txt"
         processes.append(_server.Process(target=_rank, args=(environment, output, tmp_path, function, arguments)))
     for process in processes:
@@ -92,6 +95,8 @@ def _rank(
     environment: dict[str, str], output: Path, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of a launcher, not the server's own way
     os.chdir(folder)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -100,8 +105,11 @@ def _rank(
     sys.stderr = os.fdopen(2, "w", buffering=1)
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    function(*arguments)
-    sys.stdout.flush()
+    try:
+        function(*arguments)
+    finally:
+        atexit._run_exitfuncs()  # a process of multiprocessing leaves without them, a rank of a launcher does not
+        sys.stdout.flush()
 
 
 def _train(arguments: list[str]) -> None:

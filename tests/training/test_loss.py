@@ -1,0 +1,52 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmfoundry_lite.training import loss
+from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    hidden_btd = torch.randn(3, 50, 16, generator=generator, requires_grad=True)
+    unembedding_vd = torch.randn(37, 16, generator=generator, requires_grad=True)
+    tokens_bt = torch.randint(37, (3, 50), generator=generator)
+    tokens_bt[1, 20:] = IGNORED
+    return hidden_btd, unembedding_vd, next_token_labels(tokens_bt)
+
+
+def plain(hidden_btd, unembedding_vd, labels_bt):
+    logits_btv = hidden_btd @ unembedding_vd.T
+    return F.cross_entropy(logits_btv.flatten(0, 1), labels_bt.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def test_chunks_are_exact_in_value_and_gradient(problem, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 128 * 37 * 4)  # 150 tokens in two chunks, the second one short
+    hidden, unembedding, labels = problem
+    expected = plain(hidden, unembedding, labels)
+    wanted = torch.autograd.grad(expected * 0.37, (hidden, unembedding))
+    total = cross_entropy_sum(hidden, unembedding, labels)
+    got = torch.autograd.grad(total * 0.37, (hidden, unembedding))
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_of_bf16_states_is_fp32(problem):
+    hidden, unembedding, labels = (x.detach().bfloat16() if x.is_floating_point() else x for x in problem)
+    total = cross_entropy_sum(hidden, unembedding, labels)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, plain(hidden.float(), unembedding.float(), labels), rtol=5e-3, atol=0)
+
+
+def test_labels_are_the_next_tokens_and_padding_has_none():
+    labels = next_token_labels(torch.tensor([[5, 6, 7], [5, IGNORED, IGNORED]]))
+    assert labels.tolist() == [[6, 7, IGNORED], [IGNORED, IGNORED, IGNORED]]
+
+
+def test_a_batch_without_tokens_has_no_loss_and_no_gradient(problem):
+    hidden, unembedding, labels = problem
+    total = cross_entropy_sum(hidden, unembedding, torch.full_like(labels, IGNORED))
+    assert total == 0
+    assert all(not grad.any() for grad in torch.autograd.grad(total, (hidden, unembedding)))

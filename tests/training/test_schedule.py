@@ -1,0 +1,67 @@
+import math
+
+import pytest
+
+from llmfoundry_lite.config.schema import Duration, SchedulerConfig
+from llmfoundry_lite.training.schedule import learning_rate_multiplier
+
+
+def at(t, max_duration="100ba", **options):
+    return learning_rate_multiplier(SchedulerConfig(**options), Duration.parse(max_duration), lambda unit: t)
+
+
+def test_cosine_warms_up_from_zero_and_ends_at_alpha_f():
+    options = {"name": "cosine_with_warmup", "t_warmup": "10ba", "alpha_f": 0.1}
+    assert [at(t, **options) for t in (0, 5, 10)] == [0.0, 0.5, 1.0]
+    assert at(55, **options) == pytest.approx(0.1 + 0.9 / 2)
+    assert at(100, **options) == pytest.approx(0.1)
+    assert at(130, **options) == pytest.approx(0.1)
+
+
+def test_a_fraction_of_the_run_is_counted_in_the_unit_of_the_run():
+    options = {"name": "cosine_with_warmup", "t_warmup": "0.1dur", "t_max": "0.5dur"}
+    assert at(5e5, "1e7tok", **options) == pytest.approx(0.5)
+    assert at(5e6, "1e7tok", **options) == pytest.approx(0.0)
+
+
+def test_linear_and_constant():
+    linear = {"name": "linear_decay_with_warmup", "t_warmup": "10ba", "alpha_i": 2.0, "alpha_f": 0.5}
+    assert [at(t, **linear) for t in (5, 10, 55, 100)] == pytest.approx([1.0, 2.0, 1.25, 0.5])
+    constant = {"name": "constant_with_warmup", "t_warmup": "4ba"}
+    assert [at(t, **constant) for t in (0, 1, 4, 90)] == [0.0, 0.25, 1.0, 1.0]
+
+
+def test_inverse_square_root_decays_and_cools_down():
+    options = {
+        "name": "inv_sqrt_with_warmup",
+        "t_warmup": "10ba",
+        "t_scale": "10ba",
+        "t_cooldown": "20ba",
+        "alpha_f_decay": 0.1,
+        "alpha_f_cooldown": 0.0,
+    }
+
+    def decayed(t):
+        return 0.1 + 0.9 / math.sqrt((t - 10 + 10) / 10)
+
+    assert [at(t, **options) for t in (0, 5, 10, 40, 80)] == pytest.approx([0, 0.5, 1.0, decayed(40), decayed(80)])
+    assert at(90, **options) == pytest.approx(decayed(80) / 2)
+    assert at(100, **options) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup"])
+def test_agrees_with_composer_where_composer_has_the_schedule(name):
+    from types import SimpleNamespace
+
+    from composer.core import Time, Timestamp
+    from composer.optim import CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler
+
+    theirs = {
+        "cosine_with_warmup": CosineAnnealingWithWarmupScheduler(t_warmup="10ba", t_max="1dur", alpha_f=0.1),
+        "linear_decay_with_warmup": LinearWithWarmupScheduler(t_warmup="10ba", t_max="1dur", alpha_f=0.1),
+    }[name]
+    for t in (0, 3, 10, 37, 99):
+        state = SimpleNamespace(
+            timestamp=Timestamp(batch=t), max_duration=Time.from_timestring("100ba"), dataloader_len=None
+        )
+        assert at(t, name=name, t_warmup="10ba", alpha_f=0.1) == pytest.approx(theirs(state))
