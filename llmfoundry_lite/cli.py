@@ -74,7 +74,13 @@ def data_prepare(
         size_limit_bytes=size_limit,
         compression=compression,
     )
-    summary = prepare(request, out, num_workers=num_workers, overwrite=overwrite, show_progress=True, notify=typer.echo)
+    try:
+        summary = prepare(
+            request, out, num_workers=num_workers, overwrite=overwrite, show_progress=True, notify=typer.echo
+        )
+    except KeyboardInterrupt:
+        print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(summary, out)
 
 

@@ -23,6 +23,7 @@ each sample, and an LLM Foundry loader reads it like any other array of tokens.
 import contextlib
 import errno
 import fcntl
+import importlib
 import itertools
 import json
 import os
@@ -380,6 +381,7 @@ def tokenize(
         initargs=(partial / "tokenizer", request, units_folder),
     )
     running: dict[Future[tuple[int, int]], tuple[int, Unit]] = {}
+    writer_import = threading.Thread(target=import_writer)
 
     def collect(at_most: int) -> None:
         """Wait until at most so many units are under way."""
@@ -390,6 +392,10 @@ def tokenize(
             for future in ended:
                 _, unit = running.pop(future)
                 finished(unit, *future.result())
+            # The next step needs this import, which takes as long as tokenising 30 MB: have it done meanwhile. Not
+            # before a unit is finished, because most mistakes show in the first, and an import cannot be called off.
+            if writer_import.ident is None:
+                writer_import.start()
 
     try:
         for number, unit in missing_units():
@@ -404,6 +410,13 @@ def tokenize(
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
     return work
+
+
+def import_writer() -> None:
+    """Load what `SplitWriter` needs, ahead of time."""
+    # When the program ends meanwhile, this fails and nobody cares; when the package is broken, SplitWriter says so.
+    with contextlib.suppress(Exception):
+        importlib.import_module("streaming")
 
 
 def first_failure(running: dict[Future[tuple[int, int]], tuple[int, Unit]]) -> BaseException:
@@ -551,7 +564,7 @@ class SplitWriter:
     def open(self) -> Any:
         """The MDS writer, made for the first sample."""
         if self.writer is None:
-            from streaming import MDSWriter  # takes seconds: it brings torch and transformers along
+            from streaming import MDSWriter  # takes seconds, for it brings torch and transformers along
 
             shutil.rmtree(self.folder, ignore_errors=True)
             self.writer = MDSWriter(

@@ -1,0 +1,247 @@
+"""How fast is `data prepare` beside LLM Foundry's converter, on the same file, tokenizer, length and cores?
+
+    python -m llmfoundry_lite.bench.prepare --peer-command ~/lf-venv/bin/llmfoundry
+
+Owns the file both read, the two command lines, the clock, and the proof that both made the same samples. LLM Foundry
+is not a dependency: the peer is the `llmfoundry` program of an environment in which somebody has installed it
+(`pip install llm-foundry==0.22.0 "setuptools<80"`); without one, our figure stands alone.
+
+What is timed is the whole command, start-up included, because that is what a user waits for. Documents are cut to the
+length of web pages, since the peer copies the rest of a document for every sample it cuts from it.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
+from llmfoundry_lite.errors import DataError
+
+PEER_VARIABLE = "LLMFOUNDRY_COMMAND"
+DOCUMENT_CHARACTERS = 2500
+"""Documents are cut at the first blank line after so many: about a web page."""
+TRAINING_STRIDE = 8
+"""The tokenizer is trained on every eighth document."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """One side of the comparison: its fastest run."""
+
+    seconds: float
+    """Of the whole command."""
+    cpu_seconds: float
+    """Of all its processes together."""
+    text_bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What was measured, and on what."""
+
+    text_bytes: int
+    documents: int
+    samples: int
+    max_seq_len: int
+    vocab_size: int
+    num_cores: int
+    repeats: int
+    ours: Timing
+    peer: Timing | None
+    """None when there is no `llmfoundry` program."""
+    speedup: float | None
+    """The peer's seconds over ours."""
+
+
+def run(
+    *,
+    peer_command: str | None = None,
+    text_bytes: int = 256_000_000,
+    max_seq_len: int = 2048,
+    vocab_size: int = 32768,
+    num_cores: int = 2,
+    repeats: int = 1,
+) -> Report:
+    """Time both sides, alternating. Raises DataError when one fails, or the peer made other samples than we did.
+
+    `peer_command` is the peer's program; by default that of LLMFOUNDRY_COMMAND, or the `llmfoundry` on the PATH.
+    """
+    peer_command = peer_command or os.environ.get(PEER_VARIABLE) or shutil.which("llmfoundry")
+    with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
+        work = Path(folder)
+        documents, text_bytes = write_documents(work / "text.jsonl", text_bytes)
+        with (work / "text.jsonl").open() as lines:
+            sample = (json.loads(line)["text"] for index, line in enumerate(lines) if index % TRAINING_STRIDE == 0)
+            tokenizer = train_tokenizer(sample, vocab_size)
+        tokenizer.save(work / "tokenizer")
+
+        commands = {"ours": our_command(work, max_seq_len, num_cores)}
+        if peer_command:
+            commands["peer"] = their_command(peer_command, work, max_seq_len)
+        runs: dict[str, list[Timing]] = {side: [] for side in commands}
+        for _ in range(repeats):
+            for side, command in commands.items():
+                shutil.rmtree(work / side, ignore_errors=True)
+                runs[side].append(time_command(command, num_cores, text_bytes))
+        num_samples, digest = describe_samples(work / "ours" / "train")
+        if peer_command and describe_samples(work / "peer") != (num_samples, digest):
+            raise DataError("the peer made other samples than we did, so the times cannot be compared")
+
+    fastest = {side: min(timings, key=lambda timing: timing.seconds) for side, timings in runs.items()}
+    ours, peer = fastest["ours"], fastest.get("peer")
+    return Report(
+        text_bytes=text_bytes,
+        documents=documents,
+        samples=num_samples,
+        max_seq_len=max_seq_len,
+        vocab_size=tokenizer.vocab_size,
+        num_cores=num_cores,
+        repeats=repeats,
+        ours=ours,
+        peer=peer,
+        speedup=peer.seconds / ours.seconds if peer else None,
+    )
+
+
+def our_command(work: Path, max_seq_len: int, num_cores: int) -> list[str]:
+    """Everything into one split, as the peer does it."""
+    source = ["--source", str(work / "text.jsonl"), "--tokenizer", str(work / "tokenizer"), "--val-fraction", "0"]
+    target = ["--out", str(work / "ours"), "--max-seq-len", str(max_seq_len), "--num-workers", str(num_cores)]
+    return [sys.executable, "-m", "llmfoundry_lite.cli", "data", "prepare", *source, *target]
+
+
+def their_command(peer_command: str, work: Path, max_seq_len: int) -> list[str]:
+    """The peer's own command; without compression, because ours does not compress either."""
+    source = ["--path", str(work / "text.jsonl"), "--tokenizer", str(work / "tokenizer"), "--eos-text", END_OF_TEXT]
+    target = ["--out-root", str(work / "peer"), "--concat-tokens", str(max_seq_len), "--compression", ""]
+    return [peer_command, "data_prep", "convert_dataset_json", *source, *target]
+
+
+def time_command(command: list[str], num_cores: int, text_bytes: int) -> Timing:
+    """Run one side on the same `num_cores` cores, alone."""
+    cores = sorted(os.sched_getaffinity(0))[:num_cores]
+    cpu_before = children_cpu_seconds()
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "HF_DATASETS_CACHE": cache}  # or else the peer finds its last run's table there
+        started = time.monotonic()
+        try:
+            ended = subprocess.run(
+                command,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+        except OSError as error:
+            raise DataError(f"{command[0]} cannot be started: {error.strerror}") from error
+        seconds = time.monotonic() - started
+        if ended.returncode:
+            output.seek(0)
+            last_line = (output.read().strip().splitlines() or ["no output"])[-1]
+            raise DataError(f"{command[0]} failed with exit code {ended.returncode}: {last_line}")
+    return Timing(
+        seconds=seconds,
+        cpu_seconds=children_cpu_seconds() - cpu_before,
+        text_bytes_per_second=text_bytes / seconds,
+    )
+
+
+def children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def write_documents(path: Path, text_bytes: int) -> tuple[int, int]:
+    """A JSON-lines file of Python source code from this environment. Returns its documents and their bytes."""
+    num_documents = num_bytes = 0
+    with path.open("w", encoding="utf-8") as file:
+        for document in documents_of_this_environment():
+            file.write(json.dumps({"text": document}) + "\n")
+            num_documents += 1
+            num_bytes += len(document.encode())
+            if num_bytes >= text_bytes:
+                break
+    return num_documents, num_bytes
+
+
+def documents_of_this_environment() -> Iterator[str]:
+    """Pieces of every Python file that is installed here, the standard library first, no file's content twice."""
+    seen: set[bytes] = set()
+    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+        for path in sorted(Path(folder).rglob("*.py")):
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).digest()
+            # The two sides differ, on purpose, about a document that spells the end-of-text token.
+            if digest in seen or END_OF_TEXT.encode() in content:
+                continue
+            seen.add(digest)
+            try:
+                yield from pieces(content.decode("utf-8"))
+            except UnicodeDecodeError:
+                continue
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text cut at blank lines into pieces of at least DOCUMENT_CHARACTERS."""
+    start = 0
+    while start < len(text):
+        blank = text.find("\n\n", start + DOCUMENT_CHARACTERS)
+        end = len(text) if blank < 0 else blank + 2
+        yield text[start:end]
+        start = end
+
+
+def describe_samples(folder: Path) -> tuple[int, str]:
+    """The number of samples in an MDS folder, and a hash of their tokens, however they are stored."""
+    import numpy as np
+    from streaming import LocalDataset
+
+    digest = hashlib.sha256()
+    dataset = LocalDataset(local=str(folder))
+    for index in range(len(dataset)):
+        digest.update(dataset[index]["tokens"].astype(np.uint32).tobytes())
+    return len(dataset), digest.hexdigest()
+
+
+def print_report(report: Report) -> None:
+    """A few lines for people."""
+    print(
+        f"{report.documents:,} documents, {report.text_bytes / 1e6:.1f} MB of text, {report.samples:,} samples of "
+        f"{report.max_seq_len} tokens, vocabulary {report.vocab_size:,}, {report.num_cores} cores"
+    )
+    for name, timing in (
+        ("llmfoundry-lite data prepare", report.ours),
+        ("LLM Foundry convert_dataset_json", report.peer),
+    ):
+        if timing is None:
+            print(f"{name}: not measured; give its program with --peer-command or {PEER_VARIABLE}")
+        else:
+            rate = timing.text_bytes_per_second / 1e6
+            print(f"{name}: {timing.seconds:.1f} s, {rate:.2f} MB/s, {timing.cpu_seconds:.1f} s of CPU time")
+    if report.speedup is not None:
+        print(f"{report.speedup:.2f} times as fast, with the same samples")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Time data prepare and LLM Foundry's converter on the same file.")
+    parser.add_argument("--peer-command", help="the llmfoundry program of an environment that has LLM Foundry")
+    parser.add_argument("--text-bytes", type=int, default=256_000_000)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    arguments = parser.parse_args()
+    found = run(peer_command=arguments.peer_command, text_bytes=arguments.text_bytes, repeats=arguments.repeats)
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        print_report(found)
