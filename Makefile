@@ -44,6 +44,7 @@ lint: install
 	ruff check $(SOURCES)
 	pyright
 	lint-imports
+	$(EXPORT) | diff - requirements.txt || (echo "requirements are out of date: make requirements"; exit 1)
 	codespell $(SOURCES) yamls README.md CONTRIBUTING.md Makefile pyproject.toml
 
 format: install
@@ -51,10 +52,11 @@ format: install
 	ruff check --fix $(SOURCES)
 
 # For pip and containers: with torch, and without it for images that bring their own (the only way on ROCm).
+EXPORT = $(UV) export --quiet --no-dev --no-emit-project --no-hashes --no-annotate --no-header
+
 requirements: install
-	$(UV) export --quiet --no-dev --no-emit-project --no-hashes --no-annotate -o requirements.txt
-	$(UV) export --quiet --no-dev --no-emit-project --no-hashes --no-annotate -o requirements-without-torch.txt \
-		--prune torch --prune torchvision
+	$(EXPORT) -o requirements.txt
+	$(EXPORT) --prune torch --prune torchvision -o requirements-without-torch.txt
 
 clean:
 	rm -rf $(VENV) .tools data runs

@@ -27,7 +27,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
 
 
 class OnError(StrEnum):
@@ -82,6 +84,20 @@ def data_prepare(
         print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(summary, out)
+
+
+@bench.command("train")
+def bench_train(
+    shape: Annotated[str, typer.Option(help="124m or tiny.")] = "124m",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Samples.")] = 4,
+    num_steps: Annotated[int, typer.Option(help="Timed steps in each process.")] = 3,
+    num_rounds: Annotated[int, typer.Option(help="How often the processes take turns.")] = 2,
+) -> None:
+    """A training step through the Trainer beside a bare hand-written loop."""
+    from llmfoundry_lite.bench.train import run
+
+    run(shape, seq_len, batch_size, num_steps, num_rounds)
 
 
 @app.command("report")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,9 +110,12 @@ def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
     model: Any = trainer.state.model.model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main:
-        export_model(cast(dict[str, torch.Tensor], weights), config.model, folder)
-        if is_local_or_cached(config.tokenizer.name):
-            load_tokenizer(config.tokenizer.name).save(folder)
+        with tempfile.TemporaryDirectory() as tokenizer_folder:
+            if is_local_or_cached(config.tokenizer.name):
+                load_tokenizer(config.tokenizer.name).save(tokenizer_folder)
+            export_model(
+                cast(dict[str, torch.Tensor], weights), config.model, folder, tokenizer_folder=tokenizer_folder
+            )
         print(f"exported to {folder}", flush=True)
     dist.barrier()
 
