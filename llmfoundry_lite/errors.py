@@ -32,3 +32,11 @@ class ExportError(UserError):
 
 class NonFiniteError(UserError):
     """The loss or the gradient of a batch is not finite, and the policy says stop."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, read, or fitted to this run."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was written: bytes changed, files missing. Older ones may still be whole."""

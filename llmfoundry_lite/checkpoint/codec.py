@@ -1,0 +1,109 @@
+"""Typed values <-> JSON, so that every number that is not an array survives a save exactly.
+
+None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict with str keys; nothing else, and
+nothing is guessed: a numpy number or a tensor is refused with its place. Plain JSON where JSON is unambiguous;
+`{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$int": "..."}` (beyond 2^53, which other readers would round),
+`{"$bytes": "<base64>"}` and `{"$dict": {...}}` (for a dict whose keys look like these) where it is not.
+"""
+
+import base64
+import binascii
+import json
+import math
+from typing import Any
+
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+
+MAX_DEPTH = 64
+MAX_VALUES = 10_000_000
+"""A 1B model of 1024 shards has about 5 million numbers in its manifest; a list of a billion is an attack."""
+EXACT_IN_A_DOUBLE = 2**53
+
+
+def encode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
+    """A value as JSON can hold it. Raises CheckpointError naming the item that has no place in a manifest."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH}; keep checkpointed state flat")
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if abs(value) <= EXACT_IN_A_DOUBLE else {"$int": str(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind in (list, tuple):
+        items = [encode_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict:
+        for key in value:
+            if type(key) is not str:
+                raise CheckpointError(f"{where}: key {key!r} given, expected a str; convert it before saving")
+        items = {key: encode_value(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        return {"$dict": items} if any(key.startswith("$") for key in value) else items
+    raise CheckpointError(
+        f"{where}: {kind.__module__}.{kind.__qualname__} given, expected None, bool, int, float, str, bytes, list, "
+        "tuple or dict; convert it before saving"
+    )
+
+
+def decode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
+    """What `encode_value` was given. Raises DamagedCheckpointError naming the item."""
+    if depth > 2 * MAX_DEPTH + 2:
+        raise DamagedCheckpointError(f"{where}: nested deeper than {MAX_DEPTH}")
+    if isinstance(value, list):
+        return [decode_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith("$") for key in value):
+        return {key: decode_value(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if len(value) == 1:
+        ((tag, inside),) = value.items()
+        if tag == "$tuple" and isinstance(inside, list):
+            return tuple(decode_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(inside))
+        if tag == "$dict" and isinstance(inside, dict):
+            return {key: decode_value(item, f"{where}.{key}", depth + 1) for key, item in inside.items()}
+        if tag == "$float" and inside in ("nan", "inf", "-inf"):
+            return float(inside)
+        try:
+            if tag == "$int" and isinstance(inside, str):
+                return int(inside)
+            if tag == "$bytes" and isinstance(inside, str):
+                return base64.b64decode(inside, validate=True)
+        except (ValueError, binascii.Error):
+            pass
+    raise DamagedCheckpointError(f"{where}: {shorten(value)} is not a value this format knows")
+
+
+def parse_json(raw: bytes, where: str) -> Any:
+    """Strict JSON: no NaN, no key twice, no more values than a manifest can need. Raises DamagedCheckpointError."""
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_VALUES:
+        raise DamagedCheckpointError(f"{where}: more than {MAX_VALUES:,} values")
+    try:
+        return json.loads(raw, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except RecursionError:
+        raise DamagedCheckpointError(f"{where}: nested too deeply") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{where}: not valid JSON: {error}") from None
+
+
+def write_json(value: Any) -> bytes:
+    """Compact; ASCII, so that unpaired surrogates in a str survive."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+    text = repr(value) if not isinstance(value, (dict, list, str)) else json.dumps(value)[: limit + 1]
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return result
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,480 @@
+"""A model and its optimizer -> safetensors shards: what all ranks of a run do together to save.
+
+On every rank's main thread:
+
+    saver = open_saver(CheckpointStore(url), parent_save_id=…)     takes the lease
+    saver.save(model, optimizer, about)      returns once the state is copied to the host; the rest is in background
+    saver.poll()                             at each later batch: None, or `Saved` when it has just been published
+    saver.wait()                             the same, but waits
+
+Restoring is in `restore`. DCP's planners decide which rank writes what (replicated tensors once, spread evenly). They
+are called in the documented order rather than through `dcp.save`, whose collectives pickle every plan; plans go as
+JSON, and only when they have changed since the last save. Background threads never touch a collective: ranks learn of
+each other's progress in `poll`.
+"""
+
+import datetime
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from llmfoundry_lite.checkpoint import exchange, state
+from llmfoundry_lite.checkpoint.exchange import Group
+from llmfoundry_lite.checkpoint.manifest import (
+    ITEM_BYTES,
+    FileRecord,
+    Manifest,
+    Segment,
+    Slice,
+    TensorRecord,
+    Timestamp,
+)
+from llmfoundry_lite.checkpoint.places import Place
+from llmfoundry_lite.checkpoint.shards import (
+    BLOCK_BYTES,
+    Entry,
+    build_header,
+    file_order,
+    hash_pieces,
+    write_shard,
+)
+from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, local_part
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
+from llmfoundry_lite.errors import CheckpointError
+
+PINNED = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a manifest holds besides tensors and optimizer; rank 0's is used. Fields as in `Manifest`."""
+
+    timestamp: Timestamp
+    run_name: str | None = None
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    config: Any = None
+    segments: tuple[Segment, ...] = ()
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    name: str
+    save_id: str
+    stall_seconds: float
+    """How long `save` took on this rank."""
+    durable_seconds: float
+    """From the beginning of `save` until it was known to be published."""
+    num_bytes: int
+    """Of all ranks together."""
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+class Box(NamedTuple):
+    """What a rank writes of a tensor. This, as JSON, is what ranks tell each other of their plans."""
+
+    name: str
+    is_shard: bool
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def entry(self) -> Entry:
+        num_bytes = math.prod(self.lengths) * ITEM_BYTES[self.dtype]
+        return Entry(f"{self.name}@{','.join(map(str, self.offset))}", self.dtype, self.lengths, num_bytes)
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """DCP's plan for a save, without empty slices, resolving to the staged copies instead of the live tensors."""
+
+    def __init__(self, tensors: Tensors, is_coordinator: bool):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(tensors, None, is_coordinator)
+        self.staged: dict[str, torch.Tensor] = {}
+        """By key in the file."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[item for item in plan.items if math.prod(_box(item).lengths)])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self.staged[_box(write_item).entry.key]
+
+
+def agree_on_plans(planner: StagedPlanner, group: Group) -> list[list[Box]]:
+    """What each rank writes. Every rank computes this for all, from the same plans, so nothing need be sent back."""
+    mine = [_box(item) for item in planner.create_local_plan().items]
+    plans = [
+        SavePlan([_write_item(Box(*_tuples(box))) for box in boxes]) for boxes in exchange.gather_json(mine, group)
+    ]
+    final, _ = planner.create_global_plan(plans)
+    planner.finish_plan(final[exchange.rank_and_size(group)[0]])
+    return [[_box(item) for item in plan.items] for plan in final]
+
+
+def _box(item: WriteItem) -> Box:
+    data = item.tensor_data
+    if data is None:
+        raise CheckpointError(f"{item.index.fqn}: not a tensor; numbers belong into the manifest")
+    dtype = DTYPE_NAMES.get(data.properties.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{item.index.fqn}: {data.properties.dtype} has no name in safetensors")
+    is_shard = item.type == WriteItemType.SHARD
+    return Box(item.index.fqn, is_shard, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _write_item(box: Box) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(box.name, box.offset),
+        type=WriteItemType.SHARD if box.is_shard else WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.lengths)),
+            properties=TensorProperties(dtype=DTYPES[box.dtype]),
+            size=torch.Size(box.shape),
+        ),
+    )
+
+
+def _tuples(box: Sequence[Any]) -> list[Any]:
+    return [tuple(value) if isinstance(value, list) else value for value in box]
+
+
+def file_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+def layout(boxes: Sequence[Box], save_id: str) -> tuple[bytes, list[tuple[Box, int, int]]]:
+    """A rank's file: its header, and where each box lies."""
+    by_key = {box.entry.key: box for box in boxes}
+    entries = file_order(box.entry for box in boxes)
+    header, ranges = build_header(entries, {"save_id": save_id})
+    return header, [(by_key[entry.key], *span) for entry, span in zip(entries, ranges, strict=True)]
+
+
+def tensor_records(plans: Sequence[Sequence[Box]], save_id: str, tensors: Tensors) -> dict[str, TensorRecord]:
+    slices: dict[str, list[Slice]] = {name: [] for name in tensors}
+    for rank, boxes in enumerate(plans):
+        for box, begin, end in layout(boxes, save_id)[1]:
+            slices[box.name].append(Slice(rank, begin, end, box.offset, box.lengths))
+    return {
+        name: TensorRecord(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(slices[name]))
+        for name, tensor in tensors.items()
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
+class ShardWriter(StorageWriter):
+    """DCP's view of one rank's file of one save. The manifest is the coordinator's, who publishes."""
+
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        save_id: str,
+        num_threads: int = 4,
+        on_phase: Callable[[str], None] = lambda p: None,
+    ):
+        self.place, self.name, self.save_id = place, name, save_id
+        self.num_threads = num_threads
+        self.on_phase = on_phase
+        self.record: FileRecord | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.record = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Hash and write. Raises here, in the caller's thread, whatever went wrong in any other."""
+        items = {_box(item).entry.key: item for item in plan.items}
+        header, ranges = layout([_box(item) for item in plan.items], self.save_id)
+        resolved = [planner.resolve_data(items[box.entry.key]) for box, _, _ in ranges]
+        pieces = [header, *(as_bytes(tensor) for tensor in resolved if isinstance(tensor, torch.Tensor))]
+        self.record = write_shard(
+            self.place, self.name, pieces, num_threads=self.num_threads, block_bytes=BLOCK_BYTES, on_phase=self.on_phase
+        )
+        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        results.set_result(
+            [WriteResult(items[box.entry.key].index, end - begin, self.name) for box, begin, end in ranges]
+        )
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def open_saver(
+    store: CheckpointStore, *, parent_save_id: str | None = None, group: Group = None, num_threads: int = 4
+) -> "Saver":
+    """Take the run's lease on rank 0. Raises CheckpointError on all ranks if it cannot be had."""
+    lease, error = None, None
+    if exchange.rank_and_size(group)[0] == 0:
+        try:
+            lease = store.acquire()
+        except CheckpointError as caught:
+            error = caught
+    exchange.agree(error, group)
+    return Saver(store, lease, parent_save_id=parent_save_id, group=group, num_threads=num_threads)
+
+
+class Saver:
+    """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        lease: Lease | None,
+        *,
+        parent_save_id: str | None = None,
+        group: Group = None,
+        num_threads: int = 4,
+    ):
+        self.store = store
+        self.lease = lease
+        """On rank 0; None elsewhere."""
+        self.parent_save_id = parent_save_id
+        self.group = group
+        self.num_threads = num_threads
+        self.rank, self.world_size = exchange.rank_and_size(group)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
+        self._signature: Any = None
+        self._plans: list[list[Box]] = []
+        self._planner: StagedPlanner | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._flight: _Flight | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        return self._flight is not None
+
+    def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
+        """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""
+        earlier = self.wait()
+        started = time.monotonic()
+        found = state.read_state(model, optimizer)
+        lease_and_id = None
+        if self.rank == 0:
+            assert self.lease is not None, "rank 0 saves under a lease"
+            lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
+        epoch, save_id = exchange.tell_all(lease_and_id, self.group)
+        self._plan(found.tensors)
+        self.store.on_phase("planned")
+        assert self._planner is not None
+        self._stage(found.tensors)
+        stall_seconds = time.monotonic() - started
+        self._flight = _Flight(
+            about=about,
+            state=found,
+            save_id=save_id,
+            lease_epoch=epoch,
+            started=started,
+            stall_seconds=stall_seconds,
+            task=self._background.submit(self._write, self._planner, found, save_id),
+        )
+        return earlier
+
+    def poll(self) -> Saved | None:
+        """Move the save in flight on. Returns it when it has been published since the last call.
+
+        Every rank must call this at the same batches. Raises on all ranks when any could not write; the checkpoints
+        published before are untouched.
+        """
+        flight = self._flight
+        if flight is None or exchange.max_of([0 if flight.task.done() else 1], self.group)[0]:
+            return None
+        try:
+            exchange.agree(_error_of(flight.task), self.group)
+            if not flight.is_publishing:
+                manifest = self._gather_manifest(flight)
+                flight.num_bytes = manifest.num_bytes
+                flight.is_publishing = True
+                if self.rank == 0:
+                    assert self.lease is not None
+                    flight.task = self._background.submit(self.store.publish, manifest, self.lease)
+                return None
+        except BaseException:
+            self._flight = None
+            if self.rank == 0:
+                self.store.abandon(flight.save_id)
+            raise
+        self._flight = None
+        self.parent_save_id = flight.save_id
+        return Saved(
+            name=f"ba{flight.about.timestamp.batch}",
+            save_id=flight.save_id,
+            stall_seconds=flight.stall_seconds,
+            durable_seconds=time.monotonic() - flight.started,
+            num_bytes=flight.num_bytes,
+        )
+
+    def wait(self) -> Saved | None:
+        """Until the save in flight is published. Collective, and raises, as `poll`."""
+        saved = None
+        while self._flight is not None:
+            wait_for([self._flight.task])
+            saved = self.poll()
+        return saved
+
+    def _plan(self, tensors: Tensors) -> None:
+        signature = [
+            (name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
+        ]
+        if not exchange.max_of([int(signature != self._signature)], self.group)[0]:
+            return
+        self._planner = StagedPlanner(tensors, self.rank == 0)
+        self._plans = agree_on_plans(self._planner, self.group)
+        self._planner.state_dict = {}  # or the tensors of this save would be kept alive until the plan changes
+        self._signature = signature
+        boxes = [box for box, _, _ in layout(self._plans[self.rank], "")[1]]
+        size = sum(box.entry.num_bytes for box in boxes)
+        if size > self._buffer.numel():
+            pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        begin = 0
+        for box in boxes:
+            end = begin + box.entry.num_bytes
+            staged = self._buffer[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
+            self._planner.staged[box.entry.key] = staged
+            begin = end
+
+    def _stage(self, tensors: Tensors) -> None:
+        assert self._planner is not None
+        on_device = False
+        with torch.no_grad():
+            for box in self._plans[self.rank]:
+                source = local_part(tensors[box.name])
+                on_device |= source.device.type != "cpu"
+                self._planner.staged[box.entry.key].copy_(source, non_blocking=True)
+        if on_device:
+            torch.cuda.synchronize()
+
+    def _write(self, planner: StagedPlanner, found: state.State, save_id: str) -> dict[str, Any]:
+        """In the background: this rank's file. Returns what rank 0 needs for the manifest."""
+        poisoned = [key for key, tensor in planner.staged.items() if not _is_finite(tensor)]
+        if poisoned:
+            raise CheckpointError(f"not saved: non-finite values in {describe_some(poisoned)}; older checkpoints stand")
+        place, prefix = self.store.draft(save_id)
+        name = file_name(self.rank)
+        writer = ShardWriter(place, name, save_id, self.num_threads, self.store.on_phase)
+        try:
+            writer.write_data(planner.plan, planner)
+        except OSError as error:
+            raise CheckpointError(f"{place.url}/{name}: not written: {error.strerror or error}") from error
+        except EOFError as error:
+            raise CheckpointError(f"not written: {error}") from error
+        assert writer.record is not None
+        record = asdict(writer.record) | {"name": prefix + name}
+        return {"file": record, "numbers": _digest([found.optimizer, found.aliases])}
+
+    def _gather_manifest(self, flight: "_Flight") -> Manifest:
+        reports = exchange.gather_json(flight.task.result(), self.group)
+        odd = [rank for rank, report in enumerate(reports) if report["numbers"] != reports[0]["numbers"]]
+        if odd:
+            raise CheckpointError(
+                f"not saved: rank {odd[0]} has other optimizer groups or steps than rank 0; ranks have drifted apart"
+            )
+        about = flight.about
+        return Manifest(
+            save_id=flight.save_id,
+            parent_save_id=self.parent_save_id,
+            lease_epoch=flight.lease_epoch,
+            run_name=about.run_name,
+            timestamp=about.timestamp,
+            written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            fingerprints=about.fingerprints,
+            config=about.config,
+            segments=about.segments,
+            scalars=about.scalars,
+            optimizer=flight.state.optimizer,
+            aliases=flight.state.aliases,
+            tensors=tensor_records(self._plans, flight.save_id, flight.state.tensors),
+            files=tuple(FileRecord(**report["file"]) for report in reports),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A save between its beginning and its publication."""
+
+    about: About
+    state: state.State
+    save_id: str
+    lease_epoch: int
+    started: float
+    stall_seconds: float
+    task: Future[Any]
+    """Writing this rank's file; then, on rank 0, publishing."""
+    is_publishing: bool = False
+    num_bytes: int = 0
+
+
+def _error_of(task: Future[Any]) -> Exception | None:
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """One pass, no copy: a nan or an infinity shows in the extremes."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
+
+
+def _digest(value: Any) -> str:
+    return hash_pieces([repr(value).encode()])
+
+
+def describe_some(keys: Sequence[str]) -> str:
+    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,372 @@
+"""Folders that hold checkpoints, on a local disk or behind any fsspec URL, with just the operations a save needs.
+
+What differs between the two is said here once: a local folder can be renamed and synced, an object store has neither
+and commits with its last put. Errors of the operating system pass through as OSError. No torch.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmfoundry_lite.errors import CheckpointError
+
+Buffer = Any
+"""Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
+MAX_VECTORS = 512
+"""Of one readv or writev; the kernel takes 1024."""
+REMOTE_PART_BYTES = 16 << 20
+ATTEMPTS = 4
+
+
+class Sink(Protocol):
+    """A file being written. Local ones take any offset from any thread; remote ones only the next byte."""
+
+    any_order: bool
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None: ...
+
+    def close(self) -> None:
+        """Durable when this returns."""
+
+    def abandon(self) -> None: ...
+
+
+class Source(Protocol):
+    """A file being read, from any thread."""
+
+    num_bytes: int
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        """Fill `pieces` from `offset` on. Raises EOFError when the file ends before."""
+
+    def close(self) -> None: ...
+
+
+class Place(Protocol):
+    url: str
+    is_local: bool
+
+    def child(self, name: str) -> "Place": ...
+
+    def names(self) -> list[str]:
+        """Files and folders right in here; none if there is no such folder."""
+        ...
+
+    def exists(self) -> bool: ...
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """At most `max_bytes` + 1 bytes, so that the reader can tell. Raises FileNotFoundError."""
+        ...
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        """Durable, whole or not at all. Raises FileExistsError when it should have been new."""
+
+    def remove(self, name: str) -> None: ...
+
+    def remove_all(self) -> None:
+        """This folder and what is in it."""
+
+    def sink(self, name: str) -> Sink: ...
+
+    def source(self, name: str) -> Source: ...
+
+    def age_seconds(self, name: str) -> float | None: ...
+
+
+def open_place(url: str | os.PathLike[str]) -> Place:
+    """A path or fsspec URL. Raises CheckpointError when the protocol's package is not installed."""
+    text = os.fspath(url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalPlace(Path(text))
+    if protocol in ("file", "local"):
+        return LocalPlace(Path(rest))
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
+        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{text}: {error}") from None
+    return RemotePlace(filesystem, path, f"{protocol}://")
+
+
+# ------------------------------------------------------------------------------------------------------------ local
+
+
+class LocalPlace:
+    is_local = True
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.url = str(path)
+
+    def child(self, name: str) -> "LocalPlace":
+        return LocalPlace(self.path / name)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        try:
+            with open(self.path / name, "rb") as file:
+                return file.read(max_bytes + 1)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(*error.args) from None
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        draft = self.path / f".{name}.{uuid.uuid4().hex}"
+        try:
+            with open(draft, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if only_if_new:
+                self._link(draft, self.path / name)
+            else:
+                os.replace(draft, self.path / name)
+        finally:
+            draft.unlink(missing_ok=True)
+        self.sync()
+
+    def _link(self, draft: Path, target: Path) -> None:
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links; then the name is taken first and the content follows
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.replace(draft, target)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def rename(self, old: str, new: str) -> None:
+        """Atomic, and durable when it returns. `new` must not be there."""
+        if (self.path / new).exists():
+            raise FileExistsError(f"{self.path / new} is there already")
+        os.rename(self.path / old, self.path / new)
+        self.sync()
+
+    def sync(self) -> None:
+        """Make the names in this folder durable."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sink(self, name: str) -> "LocalSink":
+        self.path.mkdir(parents=True, exist_ok=True)
+        return LocalSink(self.path / name)
+
+    def source(self, name: str) -> "LocalSource":
+        return LocalSource(self.path / name)
+
+    def age_seconds(self, name: str) -> float | None:
+        with contextlib.suppress(OSError):
+            return max(0.0, time.time() - (self.path / name).stat().st_mtime)
+        return None
+
+
+class LocalSink:
+    any_order = True
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        _transfer(os.pwritev, self._descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        os.close(self._descriptor)
+
+
+class LocalSource:
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        _transfer(os.preadv, self._descriptor, offset, pieces, f"{self.path}: ends before byte {offset}+")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _transfer(
+    call: Callable[[int, Any, int], int], descriptor: int, offset: int, pieces: Sequence[Buffer], if_none: str
+) -> None:
+    """All of `pieces`, however few bytes the system takes or gives at a time."""
+    rest = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+    while rest:
+        done = call(descriptor, rest[:MAX_VECTORS], offset)
+        if done == 0:
+            raise EOFError(if_none)
+        offset += done
+        while done and done >= len(rest[0]):
+            done -= len(rest.pop(0))
+        if done:
+            rest[0] = rest[0][done:]
+
+
+# ----------------------------------------------------------------------------------------------------------- remote
+
+
+class RemotePlace:
+    is_local = False
+
+    def __init__(self, filesystem: Any, path: str, protocol: str):
+        self.filesystem = filesystem
+        self.path = path.rstrip("/")
+        self.protocol = protocol
+        self.url = protocol + self.path.lstrip("/")
+
+    def child(self, name: str) -> "RemotePlace":
+        return RemotePlace(self.filesystem, f"{self.path}/{name}", self.protocol)
+
+    def names(self) -> list[str]:
+        def listed() -> list[str]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
+
+        return _persistently(listed)
+
+    def exists(self) -> bool:
+        return bool(self.names())
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        def fetched() -> bytes:
+            self.filesystem.invalidate_cache()
+            size = self.filesystem.info(f"{self.path}/{name}")["size"]
+            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=min(size, max_bytes + 1))
+
+        return _persistently(fetched)
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        path = f"{self.path}/{name}"
+        if not only_if_new:
+            _persistently(lambda: self.filesystem.pipe_file(path, data))
+            return
+        if name in self.names():
+            raise FileExistsError(path)
+        try:
+            self.filesystem.pipe_file(path, data, mode="create")
+        except (TypeError, NotImplementedError, ValueError):  # a store without conditional put
+            self.filesystem.pipe_file(path, data)
+            if self.read(name, len(data)) != data:
+                raise FileExistsError(path) from None
+
+    def remove(self, name: str) -> None:
+        def removed() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.rm_file(f"{self.path}/{name}")
+
+        _persistently(removed)
+
+    def remove_all(self) -> None:
+        def removed() -> None:
+            self.filesystem.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.rm(self.path, recursive=True)
+
+        _persistently(removed)
+
+    def sink(self, name: str) -> "RemoteSink":
+        return RemoteSink(self.filesystem, f"{self.path}/{name}")
+
+    def source(self, name: str) -> "RemoteSource":
+        return RemoteSource(self.filesystem, f"{self.path}/{name}")
+
+    def age_seconds(self, name: str) -> float | None:
+        return None
+
+
+class RemoteSink:
+    """A multi-part upload; the object appears when it is closed."""
+
+    any_order = False
+
+    def __init__(self, filesystem: Any, path: str):
+        self.path = path
+        self._file = filesystem.open(path, "wb", block_size=REMOTE_PART_BYTES)
+        self._offset = 0
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        assert offset == self._offset, "an upload takes bytes in order"
+        for piece in pieces:
+            data = memoryview(piece).cast("B")
+            self._file.write(data)
+            self._offset += len(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self._file.discard()
+
+
+class RemoteSource:
+    def __init__(self, filesystem: Any, path: str):
+        self.filesystem = filesystem
+        self.path = path
+        self.num_bytes = int(_persistently(lambda: filesystem.info(path))["size"])
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        size = sum(len(piece) for piece in pieces)
+        data = memoryview(_persistently(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size)))
+        if len(data) != size:
+            raise EOFError(f"{self.path}: ends before byte {offset + size}")
+        for piece in pieces:
+            memoryview(piece).cast("B")[:] = data[: len(piece)]
+            data = data[len(piece) :]
+
+    def close(self) -> None:
+        pass
+
+
+def _persistently(call: Callable[[], Any]) -> Any:
+    """Again after a dropped connection; only for calls that may be made twice."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
+            raise
+        except OSError:
+            if attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(0.2 * 3**attempt)
+    raise AssertionError

@@ -1,0 +1,269 @@
+"""A model and its optimizer as named tensors and plain numbers, and back.
+
+Works on the DTensors and `optimizer.state` themselves rather than through torch's `get_/set_*_state_dict`: those take
+a dummy optimizer step to create missing slots, which leaves AdamW at step 1, fail with KeyError after a forward pass
+without gradients, and name tied weights differently in model and optimizer. Knows no files and no ranks.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.errors import CheckpointError
+
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+"""How this machine computes a step, not what the step is: neither saved nor restored."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Tensors = dict[str, torch.Tensor]
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class State(NamedTuple):
+    tensors: Tensors
+    """`model/<fqn>` and `optim/<fqn>/<slot>`; DTensors stay sharded."""
+    aliases: dict[str, str]
+    """Tied parameters and buffers: second name -> first."""
+    optimizer: dict[str, Any] | None
+    """Class, groups by parameter name, and slots that are one number."""
+
+
+def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
+    tensors, aliases = model_tensors(model)
+    if optimizer is None:
+        return State(tensors, aliases, None)
+    slots, numbers = _read_optimizer(parameter_names(model, optimizer), optimizer)
+    return State({**tensors, **slots}, aliases, numbers)
+
+
+def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+    """What the model's state dict holds, each tensor once; and the other names of those that have several."""
+    reshard(model)
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    persistent = {_clean(name) for name in model.state_dict()}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        name = _clean(name)
+        if name not in persistent:
+            continue
+        key = f"model/{name}"
+        first = first_names.setdefault(id(tensor), key)
+        if first == key:
+            tensors[key] = tensor.detach()
+        else:
+            aliases[key] = first
+    return tensors, aliases
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without gradients FSDP2 leaves the root's parameters whole, under other tensors."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """id(parameter) -> name, for all that the optimizer updates."""
+    reshard(model)
+    names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"the optimizer's group {i} updates a tensor of shape {tuple(parameter.shape)} that is not a "
+                    "parameter of the model; build the optimizer from the model as it is trained (after sharding it)"
+                )
+    return names
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_ignored(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ------------------------------------------------------------------------------------------------------- optimizer
+
+
+def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
+    tensors: Tensors = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for parameter, slots in optimizer.state.items():
+        name = names[id(parameter)]
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                tensors[f"optim/{name}/{slot}"] = value.detach()
+            elif value is not None:
+                numbers.setdefault(name, {})[slot] = _read_number(value)
+    groups = [
+        {
+            "params": [names[id(parameter)] for parameter in group["params"]],
+            "options": {
+                key: _read_number(value)["value"]
+                for key, value in group.items()
+                if key != "params" and key not in IMPLEMENTATION_OPTIONS
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
+
+
+def _read_number(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {"value": local_part(value).item(), "dtype": DTYPE_NAMES[value.dtype]}
+    return {"value": value}
+
+
+def optimizer_targets(
+    model: nn.Module, optimizer: Optimizer, manifest: Manifest, ignore: Sequence[str] = ()
+) -> tuple[Tensors, dict[str, torch.nn.Parameter]]:
+    """For each slot in the checkpoint, a tensor like the one this rank must hold; nothing is allocated or changed.
+
+    Slots have their parameter's layout if they have its shape. Also the parameters by name.
+    """
+    by_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    parameters = {name: by_id[i] for i, name in parameter_names(model, optimizer).items() if i in by_id}
+    targets: Tensors = {}
+    for key, record in manifest.tensors.items():
+        if not key.startswith("optim/") or is_ignored(key, ignore):
+            continue
+        name, slot = key.removeprefix("optim/").rsplit("/", 1)
+        parameter = parameters.get(name)
+        if parameter is None:
+            continue
+        present = optimizer.state.get(parameter, {}).get(slot)
+        if isinstance(present, torch.Tensor) and present.shape == record.shape:
+            targets[key] = present.detach()
+        elif tuple(parameter.shape) == record.shape:
+            targets[key] = parameter.detach()
+        else:
+            targets[key] = torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+    return targets, parameters
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], where: str) -> None:
+    """That the checkpoint's optimizer is of this kind and updates these parameters. Raises CheckpointError."""
+    if saved["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{where}: holds the state of {saved['class']}, this run uses {type(optimizer).__name__}; "
+            "load_weights_only: true starts a new optimizer on its weights"
+        )
+    groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    saved_groups = [set(group["params"]) for group in saved["groups"]]
+    if groups == saved_groups:
+        return
+    here, there = set().union(*groups), set().union(*saved_groups)
+    if here != there:
+        raise CheckpointError(f"{where}: optimizer: {describe_keys(there - here, here - there)}")
+    raise CheckpointError(
+        f"{where}: optimizer: parameters form other groups there ({len(saved_groups)}) than here ({len(groups)})"
+    )
+
+
+def write_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    saved: Mapping[str, Any],
+    slots: Mapping[str, torch.Tensor],
+    like: Mapping[str, torch.Tensor],
+) -> None:
+    """Replace the optimizer's whole state. `slots` are local parts, by key; `like` their layouts."""
+    state: dict[torch.nn.Parameter, dict[str, Any]] = {}
+    options = {}
+    for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in saved_group["options"].items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+        options.update({id(parameter): group for parameter in group["params"]})
+    for name, numbers in saved["state"].items():
+        if (parameter := parameters.get(name)) is not None:
+            group = options[id(parameter)]
+            state.setdefault(parameter, {}).update(
+                {slot: _write_number(slot, number, parameter, group) for slot, number in numbers.items()}
+            )
+    for key, local in slots.items():
+        name, slot = key.removeprefix("optim/").rsplit("/", 1)
+        parameter = parameters[name]
+        present = optimizer.state.get(parameter, {}).get(slot)
+        target = present if isinstance(present, torch.Tensor) and present.shape == like[key].shape else None
+        if target is None or target.dtype != local.dtype:
+            target = _allocate(like[key], local, parameter.device)
+        local_part(target).copy_(local)
+        state.setdefault(parameter, {})[slot] = target
+    optimizer.state.clear()
+    for parameter, values in state.items():
+        optimizer.state[parameter] = values
+
+
+def _write_number(slot: str, number: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """torch keeps `step` on the device for fused and capturable optimizers alone (Optimizer.load_state_dict)."""
+    if "dtype" not in number:
+        return number["value"]
+    on_device = slot != "step" or group.get("fused") or group.get("capturable")
+    device = parameter.device if on_device else "cpu"
+    return torch.tensor(number["value"], dtype=DTYPES[number["dtype"]], device=device)
+
+
+def _allocate(like: torch.Tensor, local: torch.Tensor, device: torch.device) -> torch.Tensor:
+    fresh = torch.empty(local.shape, dtype=local.dtype, device=device)
+    if not isinstance(like, DTensor):
+        return fresh
+    return DTensor.from_local(
+        fresh, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def describe_keys(only_there: set[str], only_here: set[str], limit: int = 3) -> str:
+    """One line about two sets of names that should have been one."""
+
+    def some(names: set[str]) -> str:
+        shown = ", ".join(sorted(names)[:limit])
+        return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+    parts = []
+    if only_here:
+        parts.append(f"this run has {some(only_here)}, which the checkpoint lacks")
+    if only_there:
+        parts.append(f"the checkpoint has {some(only_there)}, which this run lacks")
+    return "; ".join(parts)
+
+
+def _clean(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

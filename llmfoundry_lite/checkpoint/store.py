@@ -1,0 +1,457 @@
+"""Where the checkpoints of one run live: `<save_folder>/ba200`, local or behind an fsspec URL. No torch.
+
+    store = CheckpointStore("runs/mpt-1b/checkpoints")      any number of readers
+    lease = store.acquire()                                 one writer; whoever acquires last
+    save_id = store.new_save_id(lease, batch=200)
+    place, prefix = store.draft(save_id)                    every rank writes its shard here
+    store.publish(manifest, lease)                          one rank; atomic
+    store.prune(lease, keep_newest=3)
+    store.newest_intact()                                   what to restore from
+
+Publishing. On a local disk a save is written into `.tmp-<save_id>`, synced, and renamed to `ba<batch>`: what has that
+name is whole. On an object store the shards go to `ba<batch>/<save_id>/`, a name no other save has, and putting
+`ba<batch>/manifest.json` last commits them. Removal goes in reverse: first what commits, then the data. `latest.json`
+is a hint for people and is never read here.
+
+One writer. Each launch that saves acquires a lease: the next number, claimed by creating `.leases/<number>.json`, which
+must not exist. A writer looks there before it commits and stops when there is a higher number. Between that look and
+the rename a stalled writer may still be overtaken, and neither a rename nor a put can be fenced; so readers order
+saves by (lease epoch, batch), and a checkpoint never replaces one of a higher epoch. Hence a zombie's save counts as
+the newest only until the new writer has committed its first; before that it is a sound state of the same run, and
+after that it loses, whatever its batch or its clock says. The same rule lets a run that was deliberately restarted
+from an older save go its own way. Clocks are not consulted.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.checkpoint.codec import parse_json, write_json
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+
+COMMITTED = re.compile(r"ba(\d+)")
+DRAFT = ".tmp-"
+REPLACED = ".replaced-"
+DELETING = ".deleting-"
+DAMAGED = ".damaged-"
+SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
+LEASES = ".leases"
+HINT = "latest.json"
+KEPT_LEASES = 8
+MAX_SMALL_FILE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed save and where it lies."""
+
+    name: str
+    place: Place
+    manifest: Manifest
+
+    @property
+    def where(self) -> str:
+        return self.place.url
+
+
+class Candidate(NamedTuple):
+    """A folder that looks like a checkpoint: read, or the reason why it could not be."""
+
+    name: str
+    checkpoint: Checkpoint | None
+    error: CheckpointError | None
+
+
+class Search(NamedTuple):
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    """A line for each checkpoint that was passed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    epoch: int
+    owner: dict[str, Any]
+
+
+def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
+    """One checkpoint folder. Raises CheckpointError if there is none, DamagedCheckpointError if it cannot be read."""
+    return read_checkpoint(open_place(url))
+
+
+def read_checkpoint(place: Place) -> Checkpoint:
+    try:
+        raw = place.read(MANIFEST, MAX_BYTES)
+    except FileNotFoundError:
+        others = [name for name in place.names() if COMMITTED.fullmatch(name)]
+        hint = f"; did you mean {place.url}/{max(others, key=_batch)}?" if others else ""
+        raise CheckpointError(f"{place.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{place.url}/{MANIFEST}: {error}") from None
+    return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, decode(raw, f"{place.url}/{MANIFEST}"))
+
+
+class CheckpointStore:
+    """See the module. Errors of disk and network surface as CheckpointError."""
+
+    def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
+        self.root = open_place(url)
+        self.on_phase = on_phase
+        """Called with the name of each step of a save that a crash could fall into; tests crash there."""
+
+    # ------------------------------------------------------------------------------------------------------ lease
+
+    def acquire(self) -> Lease:
+        """Become the writer of this run and clear away what dead writers left half done.
+
+        Raises CheckpointError if the present writer still runs on this machine.
+        """
+        holder = self.holder()
+        if holder is not None and is_running_elsewhere(holder.owner):
+            raise CheckpointError(
+                f"{self.root.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or give "
+                "this run another save_folder"
+            )
+        owner = describe_this_process()
+        with _os_errors(f"{self.root.url}: no lease can be taken"):
+            while True:
+                lease = Lease(max([self._highest_lease(), *self._committed_epochs()]) + 1, owner)
+                try:
+                    self._leases.put(_lease_name(lease.epoch), write_json(owner), only_if_new=True)
+                    break
+                except FileExistsError:
+                    continue
+            for name in self._leases.names():
+                epoch = _lease_epoch(name)
+                if epoch is not None and epoch <= lease.epoch - KEPT_LEASES:
+                    self._leases.remove(name)
+            self._clear_remains(lease)
+        return lease
+
+    def check(self, lease: Lease) -> None:
+        """Raises CheckpointError when another writer has taken over."""
+        highest = self._highest_lease()
+        if highest > lease.epoch:
+            owner = self._lease_owner(highest)
+            raise CheckpointError(
+                f"{self.root.url}: another launch of this run ({owner.get('host', 'host unknown')}, process "
+                f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
+            )
+
+    def holder(self) -> Lease | None:
+        epoch = self._highest_lease()
+        return Lease(epoch, self._lease_owner(epoch)) if epoch else None
+
+    @property
+    def _leases(self) -> Place:
+        return self.root.child(LEASES)
+
+    def _highest_lease(self) -> int:
+        return max((epoch for name in self._leases.names() if (epoch := _lease_epoch(name)) is not None), default=0)
+
+    def _committed_epochs(self) -> list[int]:
+        return [found.checkpoint.manifest.lease_epoch for found in self.candidates() if found.checkpoint]
+
+    def _lease_owner(self, epoch: int) -> dict[str, Any]:
+        with contextlib.suppress(OSError, DamagedCheckpointError):
+            owner = parse_json(self._leases.read(_lease_name(epoch), MAX_SMALL_FILE), LEASES)
+            return owner if isinstance(owner, dict) else {}
+        return {}
+
+    def _clear_remains(self, lease: Lease) -> None:
+        """Drafts, replaced and half-deleted saves of earlier leases; a save replaced by nothing is put back."""
+        names = self.root.names()
+        for name in names:
+            save = SAVE_ID.search(name)
+            if save is None or int(save[1]) >= lease.epoch or not name.startswith((DRAFT, REPLACED, DELETING)):
+                continue
+            if name.startswith(REPLACED) and f"ba{save[2]}" not in names and isinstance(self.root, LocalPlace):
+                with contextlib.suppress(CheckpointError):
+                    read_checkpoint(self.root.child(name))
+                    self.root.rename(name, f"ba{save[2]}")
+                    continue
+            self.root.child(name).remove_all()
+        if not self.root.is_local:
+            self._clear_remote_drafts(lease)
+
+    def _clear_remote_drafts(self, lease: Lease) -> None:
+        for name in self.root.names():
+            if not COMMITTED.fullmatch(name):
+                continue
+            place = self.root.child(name)
+            with contextlib.suppress(CheckpointError):  # a manifest that cannot be read: leave everything for a person
+                used = read_checkpoint(place).manifest.save_id if MANIFEST in place.names() else None
+                for child in place.names():
+                    save = SAVE_ID.fullmatch(child)
+                    if save is not None and child != used and int(save[1]) < lease.epoch:
+                        place.child(child).remove_all()
+
+    # ---------------------------------------------------------------------------------------------------- publish
+
+    def new_save_id(self, lease: Lease, batch: int) -> str:
+        return f"e{lease.epoch}-ba{batch}-{uuid.uuid4().hex[:12]}"
+
+    def draft(self, save_id: str) -> tuple[Place, str]:
+        """Where shards of this save are written, and what to put before their names in the manifest."""
+        if self.root.is_local:
+            return self.root.child(DRAFT + save_id), ""
+        return self.root.child(_committed_name(save_id)).child(save_id), f"{save_id}/"
+
+    def publish(self, manifest: Manifest, lease: Lease) -> Checkpoint:
+        """Commit a draft whose shards are all durable. Raises CheckpointError, and then nothing has changed."""
+        name = _committed_name(manifest.save_id)
+        place = self.root.child(name)
+        assert manifest.lease_epoch == lease.epoch
+        raw = encode(manifest)
+        with _os_errors(f"{place.url}: not published"):
+            self._check_files_are_here(manifest)
+            self.on_phase("before manifest")
+            if isinstance(self.root, LocalPlace):
+                self._commit_by_rename(self.root, manifest, raw, lease)
+            else:
+                self.check(lease)
+                self._check_not_newer(name, manifest)
+                self.on_phase("before rename")
+                place.put(MANIFEST, raw)
+            self.on_phase("after rename")
+        with contextlib.suppress(OSError):
+            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
+        return Checkpoint(name, place, manifest)
+
+    def _check_files_are_here(self, manifest: Manifest) -> None:
+        place, prefix = self.draft(manifest.save_id)
+        for file in manifest.files:
+            name = file.name.removeprefix(prefix)
+            try:
+                source = place.source(name)
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{place.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
+                    "on a disk that all nodes share, or a URL"
+                ) from None
+            size = source.num_bytes
+            source.close()
+            if size != file.num_bytes:
+                raise CheckpointError(f"{place.url}/{name}: {size:,} bytes, written were {file.num_bytes:,}")
+
+    def _commit_by_rename(self, root: LocalPlace, manifest: Manifest, raw: bytes, lease: Lease) -> None:
+        draft = root.child(DRAFT + manifest.save_id)
+        draft.put(MANIFEST, raw)  # syncs the folder, and with it the names of the shards
+        name = _committed_name(manifest.save_id)
+        self.check(lease)
+        self._check_not_newer(name, manifest)
+        self.on_phase("before rename")
+        if root.child(name).exists():
+            replaced = REPLACED + manifest.save_id
+            root.rename(name, replaced)
+            root.rename(DRAFT + manifest.save_id, name)
+            root.child(replaced).remove_all()
+        else:
+            root.rename(DRAFT + manifest.save_id, name)
+
+    def _check_not_newer(self, name: str, manifest: Manifest) -> None:
+        with contextlib.suppress(CheckpointError):
+            present = read_checkpoint(self.root.child(name)).manifest
+            if present.lease_epoch > manifest.lease_epoch:
+                raise _Fenced(f"{self.root.url}/{name}: saved there by a later launch; this one may not replace it")
+
+    def abandon(self, save_id: str) -> None:
+        """Remove a draft that will not be published."""
+        place, _ = self.draft(save_id)
+        with contextlib.suppress(OSError):
+            place.remove_all()
+
+    # ------------------------------------------------------------------------------------------------------- read
+
+    def candidates(self) -> list[Candidate]:
+        """All checkpoints, newest first; those whose manifest cannot be read come where their name puts them."""
+        with _os_errors(f"{self.root.url}: cannot be listed"):
+            names = [name for name in self.root.names() if COMMITTED.fullmatch(name)]
+            found = [self._candidate(name) for name in names]
+        found = [candidate for candidate in found if candidate is not None]
+        return sorted(found, key=_candidate_order, reverse=True)
+
+    def _candidate(self, name: str) -> Candidate | None:
+        place = self.root.child(name)
+        try:
+            checkpoint = read_checkpoint(place)
+        except CheckpointError as error:
+            if MANIFEST in (names := place.names()):
+                return Candidate(name, None, error)
+            if not self.root.is_local or not names:
+                return None  # not committed yet, or being removed
+            return Candidate(name, None, DamagedCheckpointError(f"{place.url}/{MANIFEST}: missing"))
+        if _committed_name(checkpoint.manifest.save_id) != name:
+            error = DamagedCheckpointError(f"{place.url}: holds the manifest of {checkpoint.manifest.save_id}")
+            return Candidate(name, None, error)
+        return Candidate(name, checkpoint, None)
+
+    def newest_intact(
+        self,
+        verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
+        *,
+        quarantine: Lease | None = None,
+        skip: Collection[str] = (),
+    ) -> Search:
+        """The newest checkpoint that can be read, that `verify` does not object to, and whose name is not in `skip`.
+
+        Damaged ones are passed over with a line each and, under a lease, moved out of the way. Anything else that is
+        wrong with one (a newer format) is raised: going back behind it could not be what the user wants.
+        """
+        notes = []
+        for candidate in self.candidates():
+            if candidate.name in skip:
+                continue
+            try:
+                if candidate.error is not None:
+                    raise candidate.error
+                assert candidate.checkpoint is not None
+                verify(candidate.checkpoint)
+                return Search(candidate.checkpoint, notes)
+            except DamagedCheckpointError as error:
+                notes.append(self.set_aside(candidate.name, error, quarantine))
+        return Search(None, notes)
+
+    def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
+        """Rename a damaged checkpoint, under a lease and on a local disk; the line to tell the user, anyway."""
+        if lease is not None and isinstance(self.root, LocalPlace):
+            target = f"{DAMAGED}{name}-{uuid.uuid4().hex[:6]}"
+            try:
+                self.root.rename(name, target)
+                return f"passed over damaged checkpoint, now {target}: {error}"
+            except OSError:
+                pass
+        return f"passed over damaged checkpoint: {error}"
+
+    # ------------------------------------------------------------------------------------------------------ remove
+
+    def remove(self, name: str) -> None:
+        """First what commits it, then its data."""
+        place = self.root.child(name)
+        with _os_errors(f"{place.url}: cannot be removed"):
+            if isinstance(self.root, LocalPlace):
+                doomed = f"{DELETING}e0-{name}-{uuid.uuid4().hex[:12]}"
+                self.root.rename(name, doomed)
+                self.on_phase("mid-prune")
+                self.root.child(doomed).remove(MANIFEST)
+                self.root.child(doomed).remove_all()
+            else:
+                place.remove(MANIFEST)
+                self.on_phase("mid-prune")
+                place.remove_all()
+
+    def prune(
+        self,
+        lease: Lease | None,
+        *,
+        keep_newest: int,
+        keep_every_batches: int | None = None,
+        verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
+        dry_run: bool = False,
+    ) -> list[str]:
+        """Remove old checkpoints; returns their names.
+
+        Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, those that
+        cannot be read (for a person to look at), and, if none of the newest passes `verify`, the newest that does.
+        """
+        if lease is not None:
+            self.check(lease)
+        readable = [c.checkpoint for c in self.candidates() if c.checkpoint is not None]
+        doomed = [
+            checkpoint
+            for checkpoint in readable[max(keep_newest, 1) :]
+            if not keep_every_batches or checkpoint.manifest.timestamp.batch % keep_every_batches
+        ]
+        if not doomed:
+            return []
+        intact = next((checkpoint for checkpoint in readable if _passes(verify, checkpoint)), None)
+        names = [checkpoint.name for checkpoint in reversed(doomed) if checkpoint is not intact]
+        if intact is None:
+            return []
+        if not dry_run:
+            for name in names:
+                self.remove(name)
+        return names
+
+
+class _Fenced(Exception):
+    pass
+
+
+def describe_this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "boot": _boot_id(), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
+
+
+def is_running_elsewhere(owner: dict[str, Any]) -> bool:
+    """Whether a lease's owner is another process that certainly still runs: on this very boot of this machine."""
+    pid, boot = owner.get("pid"), owner.get("boot")
+    if type(pid) is not int or boot is None or boot != _boot_id() or pid == os.getpid():
+        return False
+    started = _start_ticks(pid)
+    return started is not None and started == owner.get("started")
+
+
+def _boot_id() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process began, so that a reused pid is not taken for it; None if it does not run (or is a zombie)."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    return None
+
+
+@contextlib.contextmanager
+def _os_errors(what: str) -> Any:
+    try:
+        yield
+    except _Fenced as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror or error}") from error
+
+
+def _passes(verify: Callable[[Checkpoint], None], checkpoint: Checkpoint) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _committed_name(save_id: str) -> str:
+    match = SAVE_ID.fullmatch(save_id)
+    if match is None:
+        raise DamagedCheckpointError(f"save_id {json.dumps(save_id)[:80]} is not one of ours")
+    return f"ba{match[2]}"
+
+
+def _batch(name: str) -> int:
+    return int(name.removeprefix("ba"))
+
+
+def _candidate_order(candidate: Candidate) -> tuple[int, int]:
+    if candidate.checkpoint is None:
+        return 1 << 62, _batch(candidate.name)
+    return candidate.checkpoint.manifest.order
+
+
+def _lease_name(epoch: int) -> str:
+    return f"{epoch:08d}.json"
+
+
+def _lease_epoch(name: str) -> int | None:
+    return int(name[:-5]) if re.fullmatch(r"\d+\.json", name) else None

@@ -1,0 +1,55 @@
+"""Is a checkpoint whole, and what is in it? Answers on a machine without torch.
+
+verify_checkpoint(checkpoint)            every byte hashed; DamagedCheckpointError names file and tensor
+check_structure(checkpoint)              files there, sizes right, headers agree: a few kilobytes read
+describe(checkpoint) -> Description      what `checkpoint inspect` prints
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.shards import Span, check_header, verify_file
+from llmfoundry_lite.checkpoint.store import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Sums over a manifest."""
+
+    num_parameters: int
+    model_bytes: int
+    optimizer_bytes: int
+    num_files: int
+    dtypes: dict[str, int]
+    """Number of tensors of each."""
+
+
+def check_structure(checkpoint: Checkpoint) -> None:
+    """Every file is there with its size and a header that says what the manifest says."""
+    for index in range(len(checkpoint.manifest.files)):
+        check_header(checkpoint.place, checkpoint.manifest, index)
+
+
+def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
+    """Every block of every file is hashed, then `check_structure`."""
+    manifest = checkpoint.manifest
+    named: list[list[Span]] = [[] for _ in manifest.files]
+    for name, tensor in manifest.tensors.items():
+        for part in tensor.slices:
+            named[part.file].append(Span(part.begin, part.end, name))
+    for file, spans in zip(manifest.files, named, strict=True):
+        verify_file(checkpoint.place, file, spans, num_threads=num_threads)
+    check_structure(checkpoint)
+
+
+def describe(manifest: Manifest) -> Description:
+    model = [tensor for name, tensor in manifest.tensors.items() if name.startswith("model/")]
+    return Description(
+        num_parameters=sum(math.prod(tensor.shape) for tensor in model),
+        model_bytes=sum(tensor.num_bytes for tensor in model),
+        optimizer_bytes=sum(t.num_bytes for name, t in manifest.tensors.items() if name.startswith("optim/")),
+        num_files=len(manifest.files),
+        dtypes=dict(Counter(tensor.dtype for tensor in manifest.tensors.values())),
+    )

@@ -1,0 +1,149 @@
+"""Whole tensors out of a checkpoint, in one process and without a process group: to export, compare, consolidate.
+
+weights = load_full_tensors("runs/mpt-1b/checkpoints/ba200")       {"transformer.wte.weight": …}, verified
+for difference in diff(a, b): …                                     largest differences, tensor by tensor
+consolidate(a, "mpt-1b.safetensors")                                one file, one tensor in memory at a time
+"""
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.restore import read_tensors
+from llmfoundry_lite.checkpoint.shards import Entry, build_header, file_order
+from llmfoundry_lite.checkpoint.state import DTYPES, Tensors
+from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
+from llmfoundry_lite.errors import CheckpointError
+
+Url = str | os.PathLike[str]
+
+
+class Difference(NamedTuple):
+    """Between two tensors of the same name."""
+
+    name: str
+    note: str
+    """"", or why values were not compared: only in one, other shape."""
+    num_different: int = 0
+    max_absolute: float = 0.0
+    """nan when one is nan where the other is not."""
+    max_relative: float = 0.0
+    """Of |a - b| / max(|a|, |b|)."""
+
+
+def load_full_tensors(url: Url, *, prefix: str = "model/", verify: bool = True) -> Tensors:
+    """All tensors under `prefix`, which is taken off their names, on the CPU; tied ones under each of their names.
+
+    Raises CheckpointError.
+    """
+    checkpoint = open_checkpoint(url)
+    names = [name for name in checkpoint.manifest.tensors if name.startswith(prefix)]
+    tensors = read_whole(checkpoint, names, verify=verify)
+    for alias, name in checkpoint.manifest.aliases.items():
+        if name in tensors:
+            tensors[alias] = tensors[name]
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def read_whole(checkpoint: Checkpoint, names: list[str], *, verify: bool = True, num_threads: int = 2) -> Tensors:
+    like = {name: like_record(checkpoint.manifest, name) for name in names}
+    return read_tensors(checkpoint, like, verify=verify, num_threads=num_threads)
+
+
+def like_record(manifest: Manifest, name: str) -> torch.Tensor:
+    """Its shape and dtype without its memory."""
+    record = manifest.tensors[name]
+    return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+
+
+def diff(a: Url, b: Url, *, verify: bool = True) -> Iterator[Difference]:
+    """Each tensor of either checkpoint, in order of name; two tensors in memory at a time."""
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    for name in sorted(first.manifest.tensors.keys() | second.manifest.tensors.keys()):
+        here, there = first.manifest.tensors.get(name), second.manifest.tensors.get(name)
+        if here is None or there is None:
+            yield Difference(name, f"only in {first.where if here else second.where}")
+        elif here.shape != there.shape:
+            yield Difference(name, f"shape {list(here.shape)} and {list(there.shape)}")
+        else:
+            note = "" if here.dtype == there.dtype else f"dtype {here.dtype} and {there.dtype}"
+            x = read_whole(first, [name], verify=verify)[name]
+            y = read_whole(second, [name], verify=verify)[name]
+            yield compare(name, note, x, y)
+
+
+def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Difference:
+    if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        return Difference(name, note)
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return Difference(name, note)
+    absolute = torch.where(same, 0.0, (a - b).abs())
+    scale = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(torch.float64).tiny)
+    relative = torch.where(same, 0.0, absolute / scale)
+    return Difference(name, note, int((~same).sum()), float(absolute.max()), float(relative.max()))
+
+
+def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
+    """Path, value in a, value in b, for everything restored that is not an array."""
+    sides = [dict(_flatten({"scalars": m.scalars, "optimizer": m.optimizer}, "")) for m in (a, b)]
+    missing = "<missing>"
+    return [
+        (path, sides[0].get(path, missing), sides[1].get(path, missing))
+        for path in sorted(sides[0].keys() | sides[1].keys())
+        if repr(sides[0].get(path, missing)) != repr(sides[1].get(path, missing))
+    ]
+
+
+def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
+    """One safetensors file: the weights under their plain names, or with `everything` all tensors as named here.
+
+    An earlier file is replaced when the new one is complete. Raises CheckpointError.
+    """
+    checkpoint, path = open_checkpoint(url), Path(target)
+    manifest = checkpoint.manifest
+    names = {
+        name if everything else name.removeprefix("model/"): name
+        for name in manifest.tensors
+        if everything or name.startswith("model/")
+    }
+    records = {short: manifest.tensors[name] for short, name in names.items()}
+    entries = file_order(Entry(short, r.dtype, r.shape, r.num_bytes) for short, r in records.items())
+    metadata = {"format": "pt", "save_id": manifest.save_id, "aliases": json.dumps(manifest.aliases)}
+    header, _ = build_header(entries, metadata)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(draft, "wb") as file:
+            file.write(header)
+            for entry in entries:
+                if math.prod(entry.shape):
+                    tensor = read_whole(checkpoint, [names[entry.key]])[names[entry.key]]
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: not written: {error.strerror or error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flatten(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)) and value:
+        for i, item in enumerate(value):
+            yield from _flatten(item, f"{path}[{i}]")
+    else:
+        yield path, value

@@ -1,0 +1,135 @@
+"""Functions that real ranks run for the tests beside this file: a small model, a few steps, a save, a load.
+
+A rank proves what it holds by writing whole tensors: `state.safetensors` next to the checkpoints.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from llmfoundry_lite.checkpoint.format import About, Saver, open_saver
+from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.state import read_state
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.training.optimizers import Lion
+
+WIDTH = 6
+"""Odd enough that most shards of 4 ranks are of unequal size, and some empty."""
+
+
+class TinyModel(nn.Module):
+    """Tied, frozen, buffered, and with parameters smaller than the world."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.arange(5.0), requires_grad=False)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x * self.gain[0] + self.gain[1])
+
+
+def build(sharding: str, optimizer: str = "adamw", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = TinyModel()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if sharding != "plain":
+        shapes = {"HYBRID_SHARD": (world_size // 2, 2), "NO_SHARD": (world_size, 1)}
+        if shape := shapes.get(sharding):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=sharding == "FULL_SHARD")
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if optimizer == "lion":
+        return model, Lion(parameters, lr=0.01)
+    return model, torch.optim.AdamW(
+        [{"params": parameters[:2], "weight_decay": 0.3}, {"params": parameters[2:]}], lr=0.01, fused=True
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    """The same tokens on every rank: gradients, and thus the run, do not depend on the world size but in rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(11, (4, 7), generator=generator)
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.count += 1
+    return float(loss.detach())
+
+
+def start() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+
+def about(batch: int, **scalars: Any) -> About:
+    return About(timestamp=Timestamp(batch=batch), run_name="tiny", scalars=scalars)
+
+
+def save_now(saver: Saver, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int) -> None:
+    saver.save(model, optimizer, about(batch))
+    saver.wait()
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    found = read_state(model, optimizer)
+    tensors = {}
+    for name, tensor in found.tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensors[name] = whole.clone().contiguous()
+    for name, slots in (found.optimizer or {"state": {}})["state"].items():
+        for slot, number in slots.items():
+            tensors[f"number/{name}/{slot}"] = torch.tensor(float(number["value"]))
+    return tensors
+
+
+def write_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    tensors = whole_state(model, optimizer)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        save_file(tensors, path)
+
+
+def train_and_save(folder: str, sharding: str, optimizer_name: str = "adamw", num_steps: int = 3) -> None:
+    start()
+    model, optimizer = build(sharding, optimizer_name)
+    for i in range(num_steps):
+        step(model, optimizer, i)
+    saver = open_saver(CheckpointStore(folder))
+    save_now(saver, model, optimizer, num_steps)
+    write_state(model, optimizer, Path(folder) / "saved.safetensors")
+    losses = [step(model, optimizer, 100 + i) for i in range(2)]
+    if dist.get_rank() == 0:
+        (Path(folder) / "losses.json").write_text(json.dumps(losses))
+
+
+def load_and_continue(folder: str, name: str, sharding: str, optimizer_name: str, out: str) -> None:
+    start()
+    model, optimizer = build(sharding, optimizer_name, seed=1)
+    load(f"{folder}/{name}", model, optimizer)
+    write_state(model, optimizer, Path(out) / "loaded.safetensors")
+    losses = [step(model, optimizer, 100 + i) for i in range(2)]
+    if dist.get_rank() == 0:
+        (Path(out) / "losses.json").write_text(json.dumps(losses))

@@ -1,0 +1,47 @@
+"""Saved on some ranks under some sharding, restored on others under another: the same bits, and the same losses."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from tests.checkpoint.ranks import load_and_continue, train_and_save
+from tests.helpers.launch import launch
+
+SAVED = [(2, "FULL_SHARD", "adamw"), (3, "SHARD_GRAD_OP", "lion"), (4, "HYBRID_SHARD", "adamw")]
+LOADED = [(1, "plain"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (4, "NO_SHARD")]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("num_ranks", "sharding", "optimizer"), SAVED)
+def test_a_save_is_restored_bit_for_bit_on_other_ranks_and_shardings(tmp_path, num_ranks, sharding, optimizer):
+    folder = tmp_path / "checkpoints"
+    launch(train_and_save, (str(folder), sharding, optimizer), tmp_path, num_ranks).check()
+    verify_checkpoint(open_checkpoint(folder / "ba3"))
+    saved = load_file(folder / "saved.safetensors")
+    for number, (other_ranks, other_sharding) in enumerate(LOADED):
+        out = tmp_path / f"out{number}"
+        out.mkdir()
+        arguments = (str(folder), "ba3", other_sharding, optimizer, str(out))
+        launch(load_and_continue, arguments, tmp_path, other_ranks).check()
+        loaded = load_file(out / "loaded.safetensors")
+        assert loaded.keys() == saved.keys()
+        different = [name for name in saved if not torch.equal(saved[name], loaded[name])]
+        assert not different
+        expected = json.loads((folder / "losses.json").read_text())
+        assert json.loads((out / "losses.json").read_text()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_whole_tensors_need_no_process_group(tmp_path):
+    folder = tmp_path / "checkpoints"
+    launch(train_and_save, (str(folder), "FULL_SHARD"), tmp_path, 3).check()
+    saved = load_file(folder / "saved.safetensors")
+    weights = load_full_tensors(folder / "ba3")
+    assert torch.equal(weights["embed.weight"], saved["model/embed.weight"])
+    assert weights["head.weight"] is weights["embed.weight"]
+    assert {f"model/{name}" for name in weights} == {n for n in saved if n.startswith("model/")} | {"model/head.weight"}
