@@ -466,22 +466,23 @@ def tokenize_unit(
     tokenizer: Tokenizer, request: Request, units_folder: Path, number: int, unit: Unit
 ) -> tuple[int, int]:
     """Write the token file of one unit. Returns its documents and their bytes."""
+    dtype = token_dtype(tokenizer)
     skipped: Counter[str] = Counter()
     doc_tokens: list[int] = []
     doc_bytes: list[int] = []
     doc_keys: list[int] = []
     pieces: list[np.ndarray] = []
     documents = read_documents(unit, text_key=request.text_key, on_error=request.on_error, skipped=skipped)
+    end_of_text = np.array([tokenizer.eos_token_id], dtype)
     for batch in batches(documents):
-        encoded = tokenizer.encode_batch([document.text for document in batch])
+        encoded = tokenizer.encode_to_arrays([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
-            ids.append(tokenizer.eos_token_id)
-            pieces.append(np.array(ids, token_dtype(tokenizer)))
-            doc_tokens.append(len(ids))
+            pieces += ids.astype(dtype), end_of_text
+            doc_tokens.append(len(ids) + 1)
             doc_bytes.append(document.num_bytes)
             doc_keys.append(document.split_key)
     made = TokenUnit(
-        tokens=np.concatenate(pieces) if pieces else np.empty(0, token_dtype(tokenizer)),
+        tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),
         doc_tokens=np.array(doc_tokens, np.int64),
         doc_bytes=np.array(doc_bytes, np.int64),
         doc_keys=np.array(doc_keys, np.uint64),

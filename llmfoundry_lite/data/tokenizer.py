@@ -15,9 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmfoundry_lite.data.wordcache import WordCache, build_word_cache
 from llmfoundry_lite.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -111,6 +113,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts; the same ids as `encode`, without the cost of tracking character offsets."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of several texts as uint32 arrays; the same ids as `encode`, as fast as this tokenizer allows."""
+        if self.word_cache is not None:
+            return [self.word_cache.encode(text) for text in texts]
+        return [np.array(ids, np.uint32) for ids in self.encode_batch(texts)]
+
+    @cached_property
+    def word_cache(self) -> WordCache | None:
+        """Remembers words, for the kind of tokenizer that allows it; grows with use."""
+        return build_word_cache(self.backend)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some token ids, special tokens included."""

@@ -197,9 +197,8 @@ def test_the_standard_library_holds_out_whole_modules() -> None:
             split_of_module.setdefault(module, set()).add(key < threshold)
             bytes_of_split[key < threshold] += path.stat().st_size
     assert all(len(splits) == 1 for splits in split_of_module.values())
-    assert split_of_module["json"] == {True}
-    assert split_of_module["asyncio"] == {False}
-    assert 0.04 < bytes_of_split[True] / sum(bytes_of_split.values()) < 0.08
+    assert split_of_module["encodings"] == {False}  # tables of characters, by which nothing can be judged
+    assert 0.03 < bytes_of_split[True] / sum(bytes_of_split.values()) < 0.08
 
 
 def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_path: Path) -> None:

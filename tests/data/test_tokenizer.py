@@ -1,11 +1,16 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
 import huggingface_hub
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 import tokenizers
 
+from llmfoundry_lite.data import wordcache
 from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 
@@ -136,3 +141,82 @@ def test_a_cached_tokenizer_needs_no_network(
 def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
     with pytest.raises(DataError, match=r"train:256 is too small.*at least train:257"):
         train_tokenizer(["text"], 256)
+
+
+# The word cache
+
+
+AWKWARD = [
+    *"aZé09 \t\n\r\x0b\x0c'_-.\x00\x1c\x1f\x7f\x85\xa0\xad\xb5×ß漢字²½٣①🙂",
+    *"\u0301\u0345\u1680\u180e\u2000\u200b\u2013\u2028\u202f\u205f\u3000\ufeff",
+    *(
+        "'s",
+        "'ll",
+        "'re",
+        " a",
+        " '",
+        "  ",
+        "\n\n",
+        "  \n",
+        "don't",
+        "don’t",
+        "x<|endoftext|>",
+        "naïve été",
+        "Привет, мир",
+    ),
+]
+
+
+def assert_cuts_where_the_library_cuts(tokenizer: Tokenizer, text: str) -> None:
+    """Every word of ours starts where one of the library's starts; then joining the ids of the words is exact."""
+    words = wordcache.FIND_WORDS(text)
+    theirs = {start for _, (start, _) in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)}
+    assert "".join(words) == text
+    assert set(np.cumsum([0, *map(len, words)])[:-1].tolist()) <= theirs, (words, sorted(theirs))
+
+
+@hypothesis.given(text=st.lists(st.sampled_from(AWKWARD), max_size=14).map("".join) | st.text(max_size=30))
+@hypothesis.settings(max_examples=1000, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+def test_the_word_cache_gives_the_ids_of_the_library_for_any_text(tokenizer: Tokenizer, text: str) -> None:
+    assert_cuts_where_the_library_cuts(tokenizer, text)
+    assert tokenizer.word_cache is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wordcache, "SLICE_CHARACTERS", 10)
+        (ids,) = tokenizer.encode_to_arrays([text])
+    assert ids.tolist() == tokenizer.encode(text)
+
+
+def test_every_character_the_word_cache_splits_has_the_class_the_library_gives_it(tokenizer: Tokenizer) -> None:
+    known = [char for char in map(chr, range(0x10000)) if re.match(f"[{wordcache.KNOWN}]", char)]
+    assert len(known) > 400
+    for char in known:
+        assert_cuts_where_the_library_cuts(tokenizer, f"a{char}a 1{char}1.{char}.  {char}  {char}{char} a\n{char}")
+
+
+def test_the_word_cache_stays_within_its_bounds(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wordcache, "LARGEST_CACHE", 50)
+    cache = wordcache.WordCache(tokenizer.backend)
+    texts = [*make_documents(30), "x" * 1000]
+    assert [cache.encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
+    assert len(cache) == 50 and max(map(len, cache)) <= wordcache.LONGEST_CACHED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}},
+        {"added_tokens": [{"id": 0, "content": "<|endoftext|>", "special": True}, {"id": 600, "content": "  "}]},
+    ],
+)
+def test_other_kinds_of_tokenizers_are_left_to_the_library(
+    change: dict[str, list[dict[str, object]]], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    if "added_tokens" in change:
+        change = {"added_tokens": [flags | token for token in change["added_tokens"]]}
+    other = load_tokenizer(copy_with(tokenizer_folder, tmp_path / "other", **change))
+    assert other.word_cache is None
+    texts = make_documents(3)
+    assert [ids.tolist() for ids in other.encode_to_arrays(texts)] == other.encode_batch(texts)
