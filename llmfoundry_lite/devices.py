@@ -36,3 +36,15 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def vendor() -> str:
+    """nvidia, amd or cpu: whose runtime this torch was built for, where there is a device to run on."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "amd" if torch.version.hip else "nvidia"
+
+
+def runtime() -> str | None:
+    """The CUDA or ROCm release torch was built for; None on CPUs."""
+    return (torch.version.hip or torch.version.cuda) if torch.cuda.is_available() else None

@@ -192,13 +192,11 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> None:
 WITHOUT_EFFECT = {
     "log_config": "the resolved configuration is always written to config.yaml",
     "save_overwrite": "a checkpoint is never overwritten",
-    "save_num_checkpoints_to_keep": "nothing is saved before save_interval is set",
     "spin_dataloaders": "no batch is ever replayed to find one's place",
     "save_filename": "checkpoints have fixed names",
     "save_latest_filename": "checkpoints have fixed names",
     "save_ignore_keys": "a checkpoint is always whole",
-    "load_ignore_keys": "nothing is loaded before load_path is set",
-    "load_strict_model_weights": "nothing is loaded before load_path is set",
+    "load_strict_model_weights": "weights are always checked strictly; load_ignore_keys names exceptions",
     "icl_subset_num_batches": "nothing is evaluated in context before icl_tasks is set",
     "icl_seq_len": "nothing is evaluated in context before icl_tasks is set",
     "flatten_metadata": "metadata is logged as it is",
@@ -229,11 +227,7 @@ WITHOUT_EFFECT = {
 """Accepted, ignored, and said so."""
 
 LEFT_OUT = {
-    "save_folder": "portable checkpoints are not in this version; remove it",
-    "save_interval": "portable checkpoints are not in this version; remove it",
     "save_weights_only": "use `llmfoundry-lite checkpoint export`",
-    "load_path": "portable checkpoints are not in this version; remove it",
-    "load_weights_only": "portable checkpoints are not in this version; remove it",
     "icl_tasks": "in-context evaluation is not in this version; remove it",
     "icl_tasks_str": "in-context evaluation is not in this version; remove it",
     "eval_gauntlet": "in-context evaluation is not in this version; remove it",
@@ -286,7 +280,6 @@ HARMLESS_VALUES = {
     "model.embedding_fraction": (1, 1.0),
     "train_subset_num_batches": (-1,),
     "save_weights_only": (False,),
-    "load_weights_only": (False,),
     "only_hf_checkpoint": (False,),
     "only_composer_checkpoint": (False,),
 }
@@ -324,8 +317,6 @@ def _drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -
             if _get(values, key)[0]:
                 _pop(values, key)
                 notes.append(f"{_source_of(key, layers)}: {key} has no effect: {reason}")
-    if values.get("autoresume") is False:
-        values.pop("autoresume")
     return notes
 
 
@@ -344,10 +335,6 @@ def _refuse_left_out_keys(values: dict[str, Any], layers: Sequence[Layer]) -> No
                 f"{_source_of(key, layers)}: {key}: auto is left out here; "
                 f"give a number (`--dry-run` estimates the memory it needs)"
             )
-    if values.get("autoresume"):
-        raise ConfigError(
-            f"{_source_of('autoresume', layers)}: autoresume: portable checkpoints are not in this version; remove it"
-        )
 
 
 def _check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:
@@ -368,6 +355,8 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
         )
     values["run_name"] = str(name)
     values["run_folder"] = str(values.get("run_folder") or "runs/{run_name}").replace("{run_name}", str(name))
+    if values.get("save_folder"):
+        values["save_folder"] = str(values["save_folder"]).replace("{run_name}", str(name))
 
 
 def _gather_extras(values: dict[str, Any]) -> dict[str, Any]:
@@ -580,6 +569,8 @@ PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb
 DURATIONS = {
     "max_duration": TIME_UNITS,
     "eval_interval": TIME_UNITS,
+    "save_interval": TIME_UNITS,
+    "stop_after": TIME_UNITS,
     "console_log_interval": ("ba", "ep"),
     "scheduler.t_warmup": (*TIME_UNITS, "dur"),
     "scheduler.t_max": (*TIME_UNITS, "dur"),

@@ -350,6 +350,26 @@ class TrainConfig:
     """stop, or skip: what to do with a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = 100
     """skip gives up after this many batches of one launch."""
+    save_folder: str | None = None
+    """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
+    save_interval: str | int = "1000ba"
+    """A span; the end of a launch always saves."""
+    save_num_checkpoints_to_keep: int = -1
+    """The newest so many; -1 keeps all."""
+    save_keep_every_batches: int | None = None
+    """Also keep every one whose batch is a multiple of this."""
+    autoresume: bool = False
+    """Carry on from the newest intact checkpoint of save_folder, if there is one."""
+    load_path: str | None = None
+    """A checkpoint, or a folder of them, to begin from; what autoresume finds goes before it."""
+    load_weights_only: bool = False
+    """Take the weights from load_path and begin at batch 1."""
+    load_ignore_keys: list[str] = field(default_factory=list)
+    """Patterns of tensors of load_path to leave as they were initialised, such as model/transformer.wpe.*"""
+    load_cast: bool = False
+    """Permit tensors of load_path in another dtype."""
+    stop_after: str | int | None = None
+    """End this launch (not the run) after this span, saved."""
     compile_config: dict[str, Any] | None = None
     """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
     dist_timeout: float = 600.0
@@ -362,6 +382,10 @@ class TrainConfig:
     python_log_level: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoint_folder(self) -> str:
+        return self.save_folder or f"{self.run_folder}/checkpoints"
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:

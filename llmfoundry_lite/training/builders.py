@@ -20,6 +20,7 @@ from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, elapsed
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
@@ -127,7 +128,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel) -> list[Callback]
         callbacks.append(DropoutSeed(config.seed))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(load_object(name, "callbacks")(**arguments))
-    return callbacks
+    return [*callbacks, Checkpointing(config, model, guard)]
 
 
 def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:

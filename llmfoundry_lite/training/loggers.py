@@ -29,6 +29,7 @@ class RunLog(LoggerDestination):
         self.mirrors = mirrors
         self.launch = 1 + last_launch(path)
         self.record: Record = {}
+        self.last: Record = {}
         self.file = path.open("a")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -46,11 +47,18 @@ class RunLog(LoggerDestination):
         stamp = state.timestamp
         clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
         record = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
-        self.record = {}
+        self.last, self.record = record, {}
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         for mirror in self.mirrors:
             mirror(record)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """What came after the last batch, such as how long its save took, belongs to it: it is written once more."""
+        if self.record:
+            self.file.write(json.dumps({**self.last, **self.record}) + "\n")
+            self.file.flush()
+            self.record = {}
 
     def post_close(self) -> None:
         self.file.close()

@@ -28,6 +28,7 @@ from llmfoundry_lite.training.builders import (
     build_train_data,
 )
 from llmfoundry_lite.training.callbacks import progress_of
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.loggers import RunLog
 
 
@@ -42,18 +43,21 @@ def train(config: TrainConfig) -> None:
     trainer = None
     try:
         trainer = build_trainer(config, run)
-        if config.eval_first and trainer.state.evaluators:
-            trainer.eval()
-            run.write_log(trainer)
-        trainer.fit()
-        if config.export_at_end:
+        is_done = progress_of(trainer.state, Duration.parse(config.max_duration)) >= 1
+        if not is_done:
+            if config.eval_first and trainer.state.evaluators and int(trainer.state.timestamp.batch) == 0:
+                trainer.eval()
+                run.write_log(trainer)
+            trainer.fit()
+        was_stopped = any(c.was_stopped for c in trainer.state.callbacks if isinstance(c, Checkpointing))
+        if config.export_at_end and not was_stopped:
             export(config, trainer, run.folder / "huggingface")
     except BaseException as error:
         run.finish(
             "failed", trainer, reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
         raise
-    run.finish("done", trainer)
+    run.finish("stopped" if was_stopped else "done", trainer)
     trainer.close()
 
 

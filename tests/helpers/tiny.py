@@ -69,7 +69,9 @@ def write_config(path: Path, config: dict[str, Any]) -> str:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Of each batch the last line, in order."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for _, record in sorted({record["batch"]: record for record in lines}.items())]
 
 
 def values(records: list[dict[str, Any]], key: str) -> list[Any]:

@@ -1,0 +1,278 @@
+"""When a run saves, what it saves besides tensors, and how it carries on: Composer's events <-> checkpoint package.
+
+State is restored at AFTER_LOAD (the model is sharded by then, seeds and data are not yet touched) and saved at
+BATCH_CHECKPOINT, after the batch's evaluation. No generator's state is saved: everything random is a function of
+seed and position.
+"""
+
+import datetime
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from composer.core import Callback, State, Timestamp
+from composer.loggers import Logger
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint import manifest as portable
+from llmfoundry_lite.checkpoint.exchange import agree, tell_all
+from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
+from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
+from llmfoundry_lite.checkpoint.places import open_place
+from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import check_structure
+from llmfoundry_lite.config.schema import Duration, FSDPConfig, ModelConfig, TrainConfig, as_dict
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.callbacks import elapsed
+from llmfoundry_lite.training.gradients import GradientStep
+
+COUNTS = ("iteration", "epoch", "batch", "sample", "token")
+COUNTS_WITHIN = (
+    *("epoch_in_iteration", "token_in_iteration"),
+    *("batch_in_epoch", "sample_in_epoch", "token_in_epoch"),
+)
+CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+
+
+class Checkpointing(Callback):
+    """Restores once, saves at every `save_interval` and at the end of a launch."""
+
+    def __init__(self, config: TrainConfig, model: LanguageModel, gradient_step: GradientStep):
+        self.config = config
+        self.model = model
+        self.gradient_step = gradient_step
+        self.store = CheckpointStore(config.checkpoint_folder)
+        self.interval = Duration.parse(config.save_interval)
+        self.end = Duration.parse(config.max_duration)
+        self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
+        self.segments: tuple[Segment, ...] = ()
+        self.was_stopped = False
+        self.last_saved_batch = -1
+
+    # -------------------------------------------------------------------------------------------------- restore
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        found_newest = self._check_folder()
+        self.saver: Saver = open_saver(self.store)
+        restored = self._restore(state, found_newest)
+        if restored is not None and restored.manifest is not None:
+            self._say(*restored.notes, f"carrying on from {restored.url}" + _differences(self, restored.manifest))
+            if not self.config.load_weights_only or found_newest:
+                self._restore_scalars(restored.manifest, state)
+                self.saver.parent_save_id = restored.manifest.save_id
+                self.segments = restored.manifest.segments
+        elif restored is not None:
+            self._say(*restored.notes, f"no checkpoint in {self.store.root.url} yet; starting at batch 1")
+        self.first_batch = int(state.timestamp.batch) + 1
+        self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
+        self.started_at = state.timestamp
+
+    def _check_folder(self) -> bool:
+        """Whether to carry on from this run's own folder. A run never quietly starts over on top of another."""
+        names = tell_all([c.name for c in self.store.candidates()] if dist.get_rank() == 0 else None)
+        if names and not self.config.autoresume:
+            raise CheckpointError(
+                f"{self.store.root.url} already holds {names[0]} of this run; carry on with autoresume=true, "
+                "or choose another run_name"
+            )
+        return bool(names)
+
+    def _restore(self, state: State, found_newest: bool) -> Restored | None:
+        optimizer = state.optimizers[0]
+        if found_newest:
+            restored = load_newest(self.store, self.model.model, optimizer, lease=self.saver.lease)
+            if restored.manifest is not None:
+                self._check_fit(restored.manifest)
+                return restored
+            raise CheckpointError(
+                f"{self.store.root.url}: no checkpoint is intact ({'; '.join(restored.notes)}); "
+                "move the folder away to start again from batch 1"
+            )
+        if self.config.load_path is None:
+            return Restored(None, "", []) if self.config.autoresume else None
+        options: dict[str, Any] = {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
+        wanted = None if self.config.load_weights_only else optimizer
+        url = str(self.config.load_path)
+        holds_manifest = tell_all(open_place(url).names() if dist.get_rank() == 0 else None)
+        if portable.MANIFEST in holds_manifest:
+            restored = Restored(load(url, self.model.model, wanted, **options), url, [])
+        else:
+            restored = load_newest(CheckpointStore(url), self.model.model, wanted, **options)
+            if restored.manifest is None:
+                raise CheckpointError(f"load_path: {url} holds no intact checkpoint; name a folder such as …/ba200")
+        assert restored.manifest is not None
+        if not self.config.load_weights_only:
+            self._check_fit(restored.manifest)
+        return restored
+
+    def _check_fit(self, manifest: Manifest) -> None:
+        """Refuse to carry on as another run: another model or tokenizer. Tensors and data check themselves."""
+        theirs, ours = manifest.config["model"], model_identity(self.config.model)
+        different = [key for key, value in ours.items() if model_identity_of(theirs).get(key) != value]
+        if different:
+            key = different[0]
+            raise CheckpointError(
+                f"model.{key} is {ours[key]!r} here and {model_identity_of(theirs).get(key)!r} in the checkpoint; "
+                "a run carries on with the model it began with (load_weights_only=true takes weights alone)"
+            )
+
+    def _restore_scalars(self, manifest: Manifest, state: State) -> None:
+        scalars = manifest.scalars
+        clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
+        counts = {name: scalars["timestamp"][name] for name in (*COUNTS, *COUNTS_WITHIN)}
+        state.timestamp = Timestamp(**counts, **clocks)
+        dataset = getattr(state.train_dataloader, "dataset", None)
+        if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
+            dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
+            # Without this the Trainer would skip the batches that the data set has skipped already.
+            state.dataset_resumption["train"] = True
+        if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
+            self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
+        for callback in self._users_callbacks(state):
+            saved = scalars["callbacks"].get(type(callback).__qualname__)
+            if saved:
+                callback.load_state_dict(saved)
+
+    # ----------------------------------------------------------------------------------------------------- save
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._log(self.saver.poll(), logger)
+        is_last = elapsed(state, self.end.unit) >= self.end.value
+        stops = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
+        before = elapsed(state, self.interval.unit, state.previous_timestamp) // self.interval.value
+        due = elapsed(state, self.interval.unit) // self.interval.value > before
+        if due or is_last or stops:
+            self._save(state, logger)
+        if stops and not is_last:
+            self.was_stopped = True
+            state.stop_training()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._finish(logger)
+
+    def _save(self, state: State, logger: Logger) -> None:
+        self._log(self.saver.save(self.model.model, state.optimizers[0], self._about(state)), logger)
+        self.last_saved_batch = int(state.timestamp.batch)
+
+    def _finish(self, logger: Logger) -> None:
+        self._log(self.saver.wait(), logger)
+
+    def _log(self, saved: Saved | None, logger: Logger) -> None:
+        if saved is None:
+            return
+        logger.log_metrics(
+            {
+                "checkpoint/stall_seconds": saved.stall_seconds,
+                "checkpoint/durable_seconds": saved.durable_seconds,
+                "checkpoint/bytes": saved.num_bytes,
+            }
+        )
+        self._say(f"saved {saved.name}")
+        error = None
+        if dist.get_rank() == 0 and self.config.save_num_checkpoints_to_keep > 0:
+            try:
+                self.store.prune(
+                    self.saver.lease,
+                    keep_newest=self.config.save_num_checkpoints_to_keep,
+                    keep_every_batches=self.config.save_keep_every_batches,
+                    verify=check_structure,
+                )
+            except CheckpointError as caught:
+                error = caught
+        agree(error)
+
+    def _about(self, state: State) -> About:
+        stamp = state.timestamp
+        scalars = {
+            "timestamp": {
+                **{name: int(getattr(stamp, name)) for name in (*COUNTS, *COUNTS_WITHIN)},
+                **{name: getattr(stamp, name).total_seconds() for name in CLOCKS},
+            },
+            "data": self._data_state(state),
+            "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
+            "seed": self.config.seed,
+            "callbacks": {type(c).__qualname__: c.state_dict() for c in self._users_callbacks(state)},
+        }
+        return About(
+            timestamp=portable.Timestamp(
+                epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
+            ),
+            run_name=self.config.run_name,
+            config=as_dict(self.config),
+            segments=(*self.segments, self._segment(state)),
+            scalars=scalars,
+        )
+
+    def _data_state(self, state: State) -> dict[str, Any] | None:
+        dataset = getattr(state.train_dataloader, "dataset", None)
+        if not hasattr(dataset, "state_dict"):
+            return None
+        return dataset.state_dict(int(state.timestamp.sample_in_epoch), True)  # type: ignore[union-attr]
+
+    def _segment(self, state: State) -> Segment:
+        """Where this launch's batches ran."""
+        config = self.config
+        seconds = (state.timestamp.total_wct - self.started_at.total_wct).total_seconds()
+        tokens = int(state.timestamp.token) - int(self.started_at.token)
+        return Segment(
+            first_batch=self.first_batch,
+            last_batch=int(state.timestamp.batch),
+            vendor=devices.vendor(),
+            device=devices.device_name(),
+            num_devices=dist.get_world_size(),
+            runtime=devices.runtime(),
+            torch=str(torch.__version__),
+            world_size=dist.get_world_size(),
+            sharding=(config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")).sharding_strategy,
+            device_train_microbatch_size=config.device_train_microbatch_size,
+            precision=f"{config.precision} {(config.fsdp_config or FSDPConfig()).mixed_precision}",
+            attention=config.model.attn_config.attn_impl,
+            tokens_per_second=tokens / seconds if seconds else None,
+        )
+
+    def _users_callbacks(self, state: State) -> list[Callback]:
+        wanted = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
+        return [c for c in state.callbacks if type(c).__name__ in wanted]
+
+    def _elapsed_in_launch(self, state: State) -> float:
+        assert self.stop_after is not None
+        return elapsed(state, self.stop_after.unit) - elapsed(state, self.stop_after.unit, self.started_at)
+
+    def _say(self, *lines: str) -> None:
+        if dist.get_rank() == 0:
+            for line in lines:
+                print(line, flush=True)
+
+
+def model_identity(model: ModelConfig) -> dict[str, Any]:
+    """What a model is, less how it is computed and how it was initialised."""
+    plain = replace(model, init_device="meta", loss_fn="auto")
+    return model_identity_of(asdict(plain))
+
+
+def model_identity_of(values: dict[str, Any]) -> dict[str, Any]:
+    left_out = {"init_device", "loss_fn", "init_config"}
+    identity = {key: value for key, value in values.items() if key not in left_out}
+    attention = {key: value for key, value in values["attn_config"].items() if key != "attn_impl"}
+    return {**identity, "attn_config": attention}
+
+
+def _differences(here: Checkpointing, manifest: Manifest) -> str:
+    """What is another way to compute than in the last segment; it may change digits, though not the mathematics."""
+    if not manifest.segments:
+        return ""
+    last, config = manifest.segments[-1], here.config
+    fsdp = config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+    pairs = {
+        "device": (last.device, devices.device_name()),
+        "devices": (last.num_devices, dist.get_world_size()),
+        "torch": (last.torch, str(torch.__version__)),
+        "sharding": (last.sharding, fsdp.sharding_strategy),
+        "precision": (last.precision, f"{config.precision} {fsdp.mixed_precision}"),
+        "attention": (last.attention, config.model.attn_config.attn_impl),
+    }
+    changed = [f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now]
+    return f" ({', '.join(changed)})" if changed else ""

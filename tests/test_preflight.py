@@ -1,0 +1,117 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llmfoundry_lite import preflight
+from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError
+from tests.helpers.launch import ROOT
+from tests.helpers.tiny import tiny_config, write_config, write_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = write_data(tmp_path_factory.mktemp("data"), num_train=60, num_val=9)
+    return folder
+
+
+def check(tmp_path, config, world_size=1, must_exist=True):
+    loaded = load_train_config([write_config(tmp_path / "run.yaml", config)]).config
+    return loaded, preflight.check(loaded, world_size, must_exist=must_exist)
+
+
+def write_summary(folder, tokenizer, max_seq_len=32):
+    recorded = {
+        "name": "trained here",
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    (folder / "summary.json").write_text(json.dumps({"max_seq_len": max_seq_len, "tokenizer": recorded}))
+
+
+def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
+    config, found = check(tmp_path, tiny_config(data))
+    assert found.num_samples == {"train": 60, "eval": 9}
+    assert found.not_checked == [
+        "tokenizer.name: tests/not-on-this-disk is neither a local folder nor in the Hub's cache"
+    ]
+    text = preflight.describe(config, 1, found)
+    assert "batch          8 samples x 32 tokens = 256 tokens" in text
+    assert "train data     60 samples, 4 of them left out of each epoch" in text
+
+
+def test_the_world_must_share_the_batch_evenly(tmp_path, data):
+    with pytest.raises(ConfigError, match="global_train_batch_size: 8 cannot be shared evenly by 3 devices"):
+        check(tmp_path, tiny_config(data), world_size=3)
+    with pytest.raises(
+        ConfigError, match="device_train_microbatch_size: 4 is more than the 2 samples each device gets"
+    ):
+        check(tmp_path, tiny_config(data, device_train_microbatch_size=4), world_size=4)
+
+
+def test_missing_data_stops_a_launch_and_is_noted_by_a_dry_run(tmp_path):
+    config = tiny_config(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"train_loader.dataset: .*index.json does not exist; make it with"):
+        check(tmp_path, config)
+    _, found = check(tmp_path, config, must_exist=False)
+    assert len([note for note in found.not_checked if "is not there" in note]) == 2
+
+
+def test_too_few_samples_for_one_batch(tmp_path, data):
+    with pytest.raises(DataError, match="60 samples do not make one batch of 64"):
+        check(tmp_path, tiny_config(data, global_train_batch_size=64))
+
+
+def test_an_index_that_is_none_is_named(tmp_path):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    (folder / "train/index.json").write_text("{")
+    with pytest.raises(DataError, match=r"train/index.json is not an MDS index"):
+        check(tmp_path, tiny_config(folder))
+
+
+def test_the_tokenizer_must_be_the_one_that_made_the_shards(tmp_path):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    theirs, ours = train_tokenizer(["one two three"] * 3, 260), train_tokenizer(["uno dos tres"] * 3, 262)
+    write_summary(folder, theirs)
+    ours.save(tmp_path / "tokenizer")
+    config = tiny_config(folder, model__vocab_size=300, tokenizer__name=str(tmp_path / "tokenizer"))
+    with pytest.raises(DataError, match="is not the tokenizer that made train_loader.dataset"):
+        check(tmp_path, config)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    tokenizer = train_tokenizer(["one two three"] * 3, 260)
+    write_summary(folder, tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"model.vocab_size: 96 is less than the 2\d\d of the tokenizer .*set it to 384"
+    ):
+        check(tmp_path, tiny_config(folder))
+    (folder / "summary.json").unlink()
+    tokenizer.save(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=r"model.vocab_size: 96 is less than the tokenizer's 2\d\d"):
+        check(tmp_path, tiny_config(folder, tokenizer__name=str(tmp_path / "tokenizer")))
+
+
+def test_samples_shorter_than_the_run_wants(tmp_path):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    write_summary(folder, train_tokenizer(["one"], 257), max_seq_len=16)
+    with pytest.raises(DataError, match="have 16 tokens, max_seq_len is 32"):
+        check(tmp_path, tiny_config(folder, model__vocab_size=300))
+
+
+def test_a_dry_run_needs_neither_torch_nor_a_process_group(tmp_path, data):
+    path = write_config(tmp_path / "run.yaml", tiny_config(data))
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', sys.argv[1], '--dry-run']\n"
+        "try: runpy.run_path('scripts/train.py', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'composer' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "d_model: 32" in result.stdout
+    assert "memory         about" in result.stdout
