@@ -82,7 +82,7 @@ def agree(error: Exception | None, group: Group = None) -> None:
         raise error
     name, text = reports[first]
     kind = DamagedCheckpointError if name == DamagedCheckpointError.__name__ else CheckpointError
-    raise kind(text if isinstance(error, CheckpointError) or name.endswith("CheckpointError") else f"{name}: {text}")
+    raise kind(text if name in (kind.__name__, CheckpointError.__name__) else f"rank {first}: {name}: {text}")
 
 
 def _device(group: Group) -> torch.device:

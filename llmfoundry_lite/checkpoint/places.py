@@ -23,6 +23,8 @@ MAX_VECTORS = 512
 """Of one readv or writev; the kernel takes 1024."""
 REMOTE_PART_BYTES = 16 << 20
 ATTEMPTS = 4
+WRITE: Callable[[int, Any, int], int] = os.pwritev
+"""(descriptor, pieces, offset) -> bytes taken; tests put failing disks here."""
 
 
 class Sink(Protocol):
@@ -197,7 +199,7 @@ class LocalSink:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        _transfer(os.pwritev, self._descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
+        _transfer(WRITE, self._descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
 
     def close(self) -> None:
         try:

@@ -125,26 +125,34 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 tensors[f"optim/{name}/{slot}"] = value.detach()
+            elif isinstance(value, torch.Tensor):
+                numbers.setdefault(name, {})[slot] = {"value": value, "dtype": DTYPE_NAMES[value.dtype]}
             elif value is not None:
-                numbers.setdefault(name, {})[slot] = _read_number(value)
+                numbers.setdefault(name, {})[slot] = {"value": value}
     groups = [
         {
             "params": [names[id(parameter)] for parameter in group["params"]],
-            "options": {
-                key: _read_number(value)["value"]
-                for key, value in group.items()
-                if key != "params" and key not in IMPLEMENTATION_OPTIONS
-            },
+            "options": {k: v for k, v in group.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)},
         }
         for group in optimizer.param_groups
     ]
+    _fetch([number for slots in numbers.values() for number in slots.values()])
+    for group in groups:
+        options = group["options"]
+        options.update({key: local_part(v).item() for key, v in options.items() if isinstance(v, torch.Tensor)})
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
 
 
-def _read_number(value: Any) -> dict[str, Any]:
-    if isinstance(value, torch.Tensor):
-        return {"value": local_part(value).item(), "dtype": DTYPE_NAMES[value.dtype]}
-    return {"value": value}
+def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
+    """Values that are tensors become Python's; with one transfer for all of a kind, not one for each parameter."""
+    kinds: dict[Any, list[dict[str, Any]]] = {}
+    for number in numbers:
+        if isinstance(number["value"], torch.Tensor):
+            kinds.setdefault((number["value"].device, number["dtype"]), []).append(number)
+    for same in kinds.values():
+        values = torch.stack([local_part(number["value"]) for number in same]).tolist()
+        for number, value in zip(same, values, strict=True):
+            number["value"] = value
 
 
 def optimizer_targets(

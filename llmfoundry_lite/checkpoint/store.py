@@ -213,6 +213,7 @@ class CheckpointStore:
         assert manifest.lease_epoch == lease.epoch
         raw = encode(manifest)
         with _os_errors(f"{place.url}: not published"):
+            self.check(lease)
             self._check_files_are_here(manifest)
             self.on_phase("before manifest")
             if isinstance(self.root, LocalPlace):
@@ -265,9 +266,13 @@ class CheckpointStore:
                 raise _Fenced(f"{self.root.url}/{name}: saved there by a later launch; this one may not replace it")
 
     def abandon(self, save_id: str) -> None:
-        """Remove a draft that will not be published."""
+        """Remove a draft that will not be published; not if its manifest has arrived after all (an answer got lost)."""
         place, _ = self.draft(save_id)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
+            if not self.root.is_local:
+                committed = self.root.child(_committed_name(save_id))
+                if MANIFEST in committed.names() and read_checkpoint(committed).manifest.save_id == save_id:
+                    return
             place.remove_all()
 
     # ------------------------------------------------------------------------------------------------------- read

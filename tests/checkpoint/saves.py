@@ -1,0 +1,56 @@
+"""Small saves without torch, for tests of files, stores and crashes."""
+
+from pathlib import Path
+
+import numpy as np
+
+from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.shards import Entry, build_header, write_shard
+from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease
+
+ROWS = 50_000
+"""Of int64: a few blocks of 64 KiB in each of the two files."""
+BLOCK_BYTES = 1 << 16
+
+
+def values_of(batch: int) -> np.ndarray:
+    return np.arange(2 * ROWS, dtype=np.int64) + batch
+
+
+def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | None = None) -> Manifest:
+    """Two shards with half a tensor each."""
+    save_id = store.new_save_id(lease, batch)
+    place, prefix = store.draft(save_id)
+    files, slices = [], []
+    for rank, half in enumerate(np.split(values_of(batch), 2)):
+        offset = (rank * ROWS,)
+        header, ((begin, end),) = build_header([Entry(f"model/w@{offset[0]}", "I64", (ROWS,), 8 * ROWS)], {})
+        name = f"shard-{rank:05d}.safetensors"
+        pieces = [header, half.view(np.uint8)]
+        record = write_shard(place, name, pieces, block_bytes=BLOCK_BYTES, num_threads=2, on_phase=store.on_phase)
+        files.append(
+            FileRecord(
+                prefix + name,
+                *[getattr(record, f) for f in ("num_bytes", "algorithm", "block_bytes")],
+                record.block_hashes,
+            )
+        )
+        slices.append(Slice(rank, begin, end, offset, (ROWS,)))
+    return Manifest(
+        save_id=save_id,
+        parent_save_id=parent,
+        lease_epoch=lease.epoch,
+        timestamp=Timestamp(batch=batch),
+        tensors={"model/w": TensorRecord("I64", (2 * ROWS,), tuple(slices))},
+        files=tuple(files),
+    )
+
+
+def save(store: CheckpointStore, lease: Lease, batch: int) -> Checkpoint:
+    return store.publish(write_draft(store, lease, batch), lease)
+
+
+def flip(path: Path, place: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)

@@ -1,0 +1,98 @@
+"""Killed at any moment of a save or a removal, what is found afterwards is exactly what was committed."""
+
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from llmfoundry_lite.checkpoint.shards import Want, read_wanted
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from tests.checkpoint.saves import ROWS, save, values_of
+
+PHASES = ["half a shard", "shard synced", "before manifest", "before rename", "after rename", "mid-prune"]
+
+
+def run_until_killed(folder, phase, batches):
+    """A child process that saves, keeps two, and kills itself at the second `phase` it comes to."""
+    child = os.fork()
+    if child == 0:
+        try:
+            count = 0
+
+            def kill(now):
+                nonlocal count
+                count += now == phase
+                if count == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            store = CheckpointStore(folder, on_phase=kill)
+            lease = store.acquire()
+            for batch in batches:
+                save(store, lease, batch)
+                store.prune(lease, keep_newest=2)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def read_values(checkpoint):
+    record = checkpoint.manifest.tensors["model/w"]
+    halves = []
+    for part in record.slices:
+        target = np.empty(part.end - part.begin, np.uint8)
+        want = Want(part.begin, part.end, target, "model/w")
+        read_wanted(checkpoint.place, checkpoint.manifest.files[part.file], [want])
+        halves.append(target.view(np.int64))
+    return np.concatenate(halves)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_at_any_phase_a_committed_state_is_found_and_the_run_goes_on(tmp_path, phase):
+    for launch in range(3):
+        start = 10 * launch
+        assert run_until_killed(tmp_path, phase, range(start + 1, start + 9)), f"never came to {phase}"
+        found = CheckpointStore(tmp_path).newest_intact(verify_checkpoint)
+        assert not found.notes, "a crash damages nothing that was committed"
+        if found.checkpoint is None:
+            continue
+        assert found.checkpoint.manifest.lease_epoch in (launch, launch + 1)
+        assert np.array_equal(read_values(found.checkpoint), values_of(found.checkpoint.manifest.timestamp.batch))
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 99)
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba99"
+    left = [name for name in os.listdir(tmp_path) if not name.startswith("ba")]
+    assert sorted(left) == [".leases", "latest.json"], "nothing half done is left"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_killed_between_replacing_and_renaming_the_replaced_save_comes_back(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    child = os.fork()
+    if child == 0:
+        rename, count = os.rename, 0
+
+        def stop_after_one(old, new):
+            nonlocal count
+            if count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            rename(old, new)
+
+        os.rename = stop_after_one
+        save(store, lease, 1)
+        os._exit(1)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "ba1").exists()
+    CheckpointStore(tmp_path).acquire()
+    found = CheckpointStore(tmp_path).newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert ROWS and np.array_equal(read_values(found.checkpoint), values_of(1))

@@ -1,0 +1,172 @@
+"""A manifest that decodes can be relied on; one that lies is refused with the item it lies about."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmfoundry_lite.checkpoint import manifest as manifests
+from llmfoundry_lite.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    Segment,
+    Slice,
+    TensorRecord,
+    Timestamp,
+    decode,
+    encode,
+)
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+
+
+def file_record(name="shard-00000.safetensors", num_bytes=10_000):
+    return FileRecord(name, num_bytes, "xxh3_128", 4096, "0" * 32 * -(-num_bytes // 4096))
+
+
+def tensor_record(*slices, shape=(4, 3)):
+    return TensorRecord(
+        "F32", shape, slices or (Slice(0, 4096, 4096 + 24, (0, 0), (2, 3)), Slice(1, 8, 32, (2, 0), (2, 3)))
+    )
+
+
+def sound(**changes):
+    return Manifest(
+        **{
+            "save_id": "e1-ba3-0123456789ab",
+            "timestamp": Timestamp(batch=3, sample=24),
+            "lease_epoch": 1,
+            "segments": (Segment(first_batch=1, last_batch=3, vendor="nvidia", details={"clock": (1, 2.5)}),),
+            "scalars": {"lr": 0.1, "order": (1, float("inf"))},
+            "optimizer": {"class": "AdamW", "groups": [], "state": {}},
+            "config": {"seed": 17},
+            "fingerprints": {"model": "ab"},
+            "aliases": {"model/head": "model/embed"},
+            "tensors": {"model/embed": tensor_record()},
+            "files": (file_record(), file_record("e1-ba3/shard-00001.safetensors")),
+            **changes,
+        }
+    )
+
+
+def unchecked(**changes):
+    """The JSON a liar would write, checksum and all."""
+    content = json.loads(encode(sound()))["manifest"]
+    content.update(changes)
+    inside = json.dumps(content).encode()
+    return manifests._envelope(inside) + inside + b"}\n"
+
+
+def test_a_manifest_comes_back_as_it_was():
+    assert decode(encode(sound()), "m") == sound()
+
+
+def test_it_is_json_that_other_tools_can_read():
+    content = json.loads(encode(sound()))["manifest"]
+    assert (content["version"], content["timestamp"]["batch"]) == (1, 3)
+
+
+@given(st.data())
+def test_any_changed_byte_is_noticed(data):
+    raw = bytearray(encode(sound()))
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamagedCheckpointError, match=r"^m: the checksum"):
+        decode(bytes(raw), "m")
+
+
+@given(st.integers(0, 10_000))
+def test_any_cut_is_noticed(length):
+    raw = encode(sound())
+    with pytest.raises(DamagedCheckpointError):
+        decode(raw[: min(length, len(raw) - 1)], "m")
+
+
+TENSOR = {"dtype": "F32", "shape": [4, 3], "slices": [[0, 4096, 4120, [0, 0], [2, 3]], [1, 8, 32, [2, 0], [2, 3]]]}
+
+
+def liar(**changes):
+    return {"tensors": {"model/embed": {**TENSOR, **changes}}}
+
+
+def slices(*rows):
+    return liar(slices=list(rows))
+
+
+def files(**changes):
+    return {"files": [{**dataclasses.asdict(file_record()), **changes}, dataclasses.asdict(sound().files[1])]}
+
+
+FIRST, SECOND = TENSOR["slices"]
+LIES = {
+    "absolute path": (files(name="/etc/passwd.safetensors"), "leads out"),
+    "parent path": (files(name="../../x.safetensors"), "leads out"),
+    "backslash": (files(name="..\\x.safetensors"), "leads out"),
+    "another kind of file": (files(name="weights.pkl"), "expected a .safetensors"),
+    "same file twice": (files(name="e1-ba3/shard-00001.safetensors"), "listed twice"),
+    "negative size": (files(num_bytes=-1), "whole number"),
+    "a size that its hashes deny": (files(num_bytes=10**15), "block hashes for another size"),
+    "unknown hash": (files(algorithm="crc"), "hash algorithm"),
+    "tiny blocks": (files(block_bytes=1), "blocks of 1"),
+    "slice outside the file": (slices([0, 9_990, 10_014, [0, 0], [2, 3]], SECOND), "not inside"),
+    "slice outside the tensor": (slices(FIRST, [1, 8, 32, [3, 0], [2, 3]]), "reaches out"),
+    "slice of another size": (slices([0, 4096, 4100, [0, 0], [2, 3]], SECOND), "4 bytes for a slice"),
+    "slice in no file": (slices([7, 4096, 4120, [0, 0], [2, 3]], SECOND), "file number 7"),
+    "slice of another rank": (slices([0, 4096, 4120, [0], [2]], SECOND), "slice at"),
+    "empty slice": (slices(FIRST, [1, 8, 8, [2, 0], [0, 3]]), "reaches out"),
+    "missing slice": (slices(FIRST), "6 of its 12 values"),
+    "slice twice": (slices(FIRST, FIRST, SECOND), "overlap|share bytes"),
+    "overlap": (slices(FIRST, [1, 8, 32, [1, 0], [2, 3]]), "overlap"),
+    "same bytes for two": (slices(FIRST, [0, 4100, 4124, [2, 0], [2, 3]]), "share bytes"),
+    "unknown dtype": (liar(dtype="object"), "unknown dtype"),
+    "huge shape": (liar(shape=[2**62, 2**62]), "values are there"),
+    "float in a shape": (liar(shape=[4.0, 3]), "list of whole numbers"),
+    "bool as a number": ({"lease_epoch": True}, "whole number"),
+    "alias of nothing": ({"aliases": {"model/head": "model/nothing"}}, "alias"),
+    "unknown item": ({"hook": "os.system"}, "not part of the format"),
+    "wrong type": ({"tensors": []}, "expected an object"),
+    "wrong scalars": ({"scalars": {"a": {"$code": 1}}}, "not a value this format knows"),
+    "wrong segment": ({"segments": [{"first_batch": 1}]}, "no span"),
+    "negative batch": ({"timestamp": {"epoch": 0, "batch": -1, "sample": 0, "token": 0}}, "whole number"),
+    "another format": ({"format": "zip"}, "format"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), LIES.values(), ids=LIES)
+def test_lies_are_refused_by_name(changes, words):
+    with pytest.raises(DamagedCheckpointError, match=f"^m.*({words})"):
+        decode(unchecked(**changes), "m")
+
+
+def test_a_missing_item_is_named():
+    content = json.loads(encode(sound()))["manifest"]
+    del content["segments"]
+    inside = json.dumps(content).encode()
+    with pytest.raises(DamagedCheckpointError, match="m: no 'segments'"):
+        decode(manifests._envelope(inside) + inside + b"}\n", "m")
+
+
+def test_a_newer_format_is_not_damage():
+    with pytest.raises(CheckpointError, match="format version 2, this release reads 1") as caught:
+        decode(unchecked(version=2), "m")
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_a_list_of_a_billion_is_refused_before_it_is_built():
+    inside = b'{"format":[' + b"0," * 11_000_000 + b"0]}"
+    with pytest.raises(DamagedCheckpointError, match="more than 10,000,000 values"):
+        decode(manifests._envelope(inside) + inside + b"}\n", "m")
+
+
+def test_deep_nesting_is_refused():
+    inside = b'{"format":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"
+    with pytest.raises(DamagedCheckpointError, match="nested too deeply"):
+        decode(manifests._envelope(inside) + inside + b"}\n", "m")
+
+
+def test_what_would_not_be_read_is_not_written():
+    with pytest.raises(CheckpointError, match="6 of its 12 values"):
+        encode(sound(tensors={"model/embed": tensor_record(Slice(0, 4096, 4120, (0, 0), (2, 3)))}))
+    with pytest.raises(CheckpointError, match="scalars"):
+        encode(sound(scalars={"x": {1, 2}}))

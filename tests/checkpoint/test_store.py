@@ -1,0 +1,373 @@
+"""One writer, atomic publishing, careful removal: on a local disk and on an object store."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+import fsspec
+import pytest
+
+from llmfoundry_lite.checkpoint import store as stores
+from llmfoundry_lite.checkpoint.places import open_place
+from llmfoundry_lite.checkpoint.store import CheckpointStore, describe_this_process, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.saves import flip, save, write_draft
+
+
+@pytest.fixture(params=["local", "remote"])
+def url(request, tmp_path):
+    return str(tmp_path / "checkpoints") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+
+
+def names(store):
+    return [candidate.name for candidate in store.candidates()]
+
+
+def test_what_is_published_can_be_found_and_verified(url):
+    store = CheckpointStore(url)
+    save(store, store.acquire(), 3)
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None
+    assert (found.checkpoint.name, found.notes) == ("ba3", [])
+    checkpoint = open_checkpoint(f"{url}/ba3")
+    verify_checkpoint(checkpoint)
+    assert describe(checkpoint.manifest).num_parameters == 100_000
+
+
+def test_a_draft_is_not_a_checkpoint(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    write_draft(store, lease, 3)
+    assert names(store) == []
+    assert store.newest_intact().checkpoint is None
+
+
+def test_the_same_batch_may_be_saved_again(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    save(store, lease, 3)
+    second = save(store, lease, 3)
+    assert [c.checkpoint.manifest.save_id for c in store.candidates()] == [second.manifest.save_id]
+    verify_checkpoint(open_checkpoint(f"{url}/ba3"))
+
+
+def test_a_folder_copied_elsewhere_is_still_a_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path / "a")
+    save(store, store.acquire(), 3)
+    os.rename(tmp_path / "a" / "ba3", tmp_path / "copy")
+    verify_checkpoint(open_checkpoint(tmp_path / "copy"))
+
+
+def test_opening_the_folder_above_says_which_one_was_meant(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    save(store, lease, 9)
+    save(store, lease, 10)
+    with pytest.raises(CheckpointError, match=r"no manifest.json here, so no checkpoint; did you mean .*/ba10"):
+        open_checkpoint(url)
+
+
+# -------------------------------------------------------------------------------------------------------- one writer
+
+
+def test_the_last_to_acquire_is_the_writer(url):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    draft = write_draft(store, old, 3)
+    new = CheckpointStore(url).acquire()
+    assert new.epoch == old.epoch + 1
+    with pytest.raises(CheckpointError, match=r"another launch of this run .* saves here now"):
+        store.publish(draft, old)
+    with pytest.raises(CheckpointError, match="another launch"):
+        store.prune(old, keep_newest=1)
+    assert names(store) == []
+
+
+def test_a_zombie_that_slips_through_loses_to_the_new_writer(url, monkeypatch):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    save(store, old, 200)
+    zombie = write_draft(store, old, 400)
+
+    new_store = CheckpointStore(url)
+    new = stores.Lease(old.epoch + 1, {})
+    new_store._leases.put(stores._lease_name(new.epoch), b"{}", only_if_new=True)
+    monkeypatch.setattr(store, "check", lambda lease: None)  # it looked just before
+    store.publish(zombie, old)
+    assert names(store) == ["ba400", "ba200"], "nothing newer yet: a sound state of the same run"
+
+    save(new_store, new, 300)
+    assert names(store) == ["ba300", "ba400", "ba200"]
+    save(new_store, new, 400)
+    assert names(store) == ["ba400", "ba300", "ba200"], "and its ba400 gives way"
+    zombie = write_draft(store, old, 400)
+    with pytest.raises(CheckpointError, match="saved there by a later launch"):
+        store.publish(zombie, old)
+
+
+def test_a_run_restarted_from_an_older_save_goes_its_own_way(url):
+    store = CheckpointStore(url)
+    first = store.acquire()
+    for batch in (200, 400, 600):
+        save(store, first, batch)
+    second = store.acquire()
+    save(store, second, 300)
+    assert names(store) == ["ba300", "ba600", "ba400", "ba200"]
+
+
+def test_a_writer_alive_on_this_machine_is_not_pushed_aside(tmp_path):
+    code = (
+        "import sys; from llmfoundry_lite.checkpoint.store import CheckpointStore; "
+        f"CheckpointStore({str(tmp_path)!r}).acquire(); print('ready', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"ready\n"
+        with pytest.raises(CheckpointError, match=f"process {other.pid} on this machine is saving here; stop it"):
+            CheckpointStore(tmp_path).acquire()
+    finally:
+        other.kill()
+        other.communicate()
+    assert CheckpointStore(tmp_path).acquire().epoch == 2
+
+
+def test_a_reused_process_id_is_not_the_writer():
+    mine = describe_this_process()
+    owner = mine | {"pid": os.getppid(), "started": mine["started"] + 1}
+    assert not stores.is_running_elsewhere(owner)
+
+
+def test_leases_of_many_launches_do_not_pile_up(url):
+    store = CheckpointStore(url)
+    assert [store.acquire().epoch for _ in range(12)] == list(range(1, 13))
+    assert len(store._leases.names()) <= 8
+
+
+def test_the_epoch_outlives_a_lost_lease_file(url):
+    store = CheckpointStore(url)
+    for _ in range(3):
+        lease = store.acquire()
+    save(store, lease, 1)
+    store._leases.remove_all()
+    assert store.acquire().epoch == 4
+
+
+def test_acquiring_clears_away_what_dead_writers_left(url):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    save(store, old, 1)
+    write_draft(store, old, 2)
+    save(store, store.acquire(), 3)
+    left = [name for name in store.root.names() if name.startswith(".tmp")]
+    inside = [name for name in store.root.child("ba2").names() if name.startswith("e1")]
+    assert not left and not inside
+    assert names(store) == ["ba3", "ba1"]
+
+
+def test_a_clock_set_back_changes_nothing(url, monkeypatch, tmp_path):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    save(store, lease, 1)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 86_400)
+    save(store, store.acquire(), 2)
+    for folder in tmp_path.glob("checkpoints/ba2"):
+        os.utime(folder, (now - 86_400, now - 86_400))
+    assert names(store) == ["ba2", "ba1"]
+
+
+# -------------------------------------------------------------------------------------------- damage and the way back
+
+
+def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2, 3):
+        save(store, lease, batch)
+    flip(tmp_path / "ba3" / "shard-00001.safetensors", 300_000)
+    flip(tmp_path / "ba2" / "manifest.json", 700)
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert len(found.notes) == 2 and all("\n" not in note for note in found.notes)
+    assert any("shard-00001.safetensors: bytes" in note and "model/w" in note for note in found.notes)
+    assert any("manifest.json: the checksum" in note for note in found.notes)
+    assert names(store) == ["ba1"]
+    assert len([name for name in os.listdir(tmp_path) if name.startswith(".damaged-ba")]) == 2
+
+
+def test_readers_without_the_lease_move_nothing(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, store.acquire(), 1)
+    flip(tmp_path / "ba1" / "shard-00000.safetensors", 300_000)
+    before = sorted(os.listdir(tmp_path))
+    assert CheckpointStore(tmp_path).newest_intact(verify_checkpoint).checkpoint is None
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_all_damaged_finds_nothing_and_says_so(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+        store.root.child(f"ba{batch}").put("manifest.json", b"{}")
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert found.checkpoint is None
+    assert [("ba2" in a, "ba1" in b) for a, b in [found.notes]] == [(True, True)]
+
+
+@pytest.mark.parametrize("damage", ["header", "truncated", "deleted", "swapped", "other save", "no manifest"])
+def test_every_damage_to_files_is_found_by_name(tmp_path, damage):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    save(store, lease, 2)
+    folder, one, two = tmp_path / "ba2", "shard-00000.safetensors", "shard-00001.safetensors"
+    if damage == "header":
+        flip(folder / one, 20)
+    elif damage == "truncated":
+        os.truncate(folder / one, 100)
+    elif damage == "deleted":
+        (folder / one).unlink()
+    elif damage == "swapped":
+        for old, new in ((one, "x"), (two, one), ("x", two)):
+            os.rename(folder / old, folder / new)
+    elif damage == "other save":
+        (folder / one).write_bytes((tmp_path / "ba1" / one).read_bytes())
+    else:
+        (folder / "manifest.json").unlink()
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert ("manifest.json: missing" if damage == "no manifest" else f"ba2/{one}: ") in found.notes[0]
+
+
+def test_a_checkpoint_under_another_name_is_not_taken_for_that(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, store.acquire(), 1)
+    os.rename(tmp_path / "ba1", tmp_path / "ba9")
+    assert "holds the manifest of e1-ba1" in store.newest_intact().notes[0]
+
+
+def test_a_newer_format_stops_the_search(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest.VERSION", 2)
+    save(store, lease, 2)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="install a newer one"):
+        store.newest_intact()
+
+
+@pytest.mark.parametrize("hint", [b"", b'{"name": "ba77"}', b"\xff\xfe", b'{"name": "../../etc", "save_id": 3}'])
+def test_the_hint_is_never_trusted(url, hint):
+    store = CheckpointStore(url)
+    save(store, store.acquire(), 1)
+    store.root.put("latest.json", hint)
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+
+
+def test_the_hint_names_the_newest(url):
+    store = CheckpointStore(url)
+    save(store, store.acquire(), 4)
+    assert json.loads(store.root.read("latest.json", 1000))["name"] == "ba4"
+
+
+# ---------------------------------------------------------------------------------------------------------- retention
+
+
+def test_old_ones_go_and_those_to_keep_stay(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    for batch in range(1, 9):
+        save(store, lease, batch)
+    assert store.prune(lease, keep_newest=2, keep_every_batches=4, dry_run=True) == ["ba1", "ba2", "ba3", "ba5", "ba6"]
+    assert len(names(store)) == 8
+    store.prune(lease, keep_newest=2, keep_every_batches=4)
+    assert names(store) == ["ba8", "ba7", "ba4"]
+    assert not store.root.child("ba1").names()
+
+
+def test_the_last_verified_one_is_never_removed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2, 3, 4):
+        save(store, lease, batch)
+    for batch in (3, 4):
+        flip(tmp_path / f"ba{batch}" / "shard-00001.safetensors", 300_000)
+    assert store.prune(lease, keep_newest=2, verify=verify_checkpoint) == ["ba1"]
+    assert names(store) == ["ba4", "ba3", "ba2"]
+    flip(tmp_path / "ba2" / "shard-00001.safetensors", 300_000)
+    assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == []
+
+
+def test_removal_takes_the_commit_first(url):
+    store = CheckpointStore(url)
+    save(store, store.acquire(), 1)
+    seen = []
+    store.on_phase = lambda phase: seen.append(names(store)) if phase == "mid-prune" else None
+    store.remove("ba1")
+    assert seen == [[]]
+
+
+# -------------------------------------------------------------------------------------------------------- other edges
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CheckpointError, match="file/checkpoints: no lease can be taken: Not a directory"):
+        CheckpointStore(blocked / "checkpoints").acquire()
+
+
+def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    draft = write_draft(store, lease, 1)
+    place, _ = store.draft(draft.save_id)
+    place.remove("shard-00001.safetensors")
+    with pytest.raises(
+        CheckpointError, match="not to be seen from rank 0; save_folder must be on a disk that all nodes"
+    ):
+        store.publish(draft, lease)
+    store.abandon(draft.save_id)
+    assert names(store) == [] and not place.names()
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    def refuse(url):
+        raise ImportError("Install s3fs")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
+    with pytest.raises(CheckpointError, match=r"pip install 'llmfoundry-lite\[s3\]'"):
+        open_place("s3://bucket/run")
+
+
+def test_login_nodes_need_no_torch(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, store.acquire(), 1)
+    code = (
+        "import sys, time; began = time.monotonic(); "
+        "from llmfoundry_lite.checkpoint.store import CheckpointStore; "
+        "from llmfoundry_lite.checkpoint.verify import verify_checkpoint; "
+        f"found = CheckpointStore({str(tmp_path)!r}).newest_intact(verify_checkpoint); "
+        "assert found.checkpoint.name == 'ba1'; assert 'torch' not in sys.modules and 'fsspec' not in sys.modules; "
+        "print(time.monotonic() - began)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.0
+
+
+def test_structure_alone_reads_little_and_finds_what_is_missing(url):
+    store = CheckpointStore(url)
+    save(store, store.acquire(), 1)
+    checkpoint = open_checkpoint(f"{url}/ba1")
+    check_structure(checkpoint)
+    checkpoint.place.remove(checkpoint.manifest.files[1].name)
+    with pytest.raises(DamagedCheckpointError, match=r"shard-00001.safetensors: missing"):
+        check_structure(checkpoint)
