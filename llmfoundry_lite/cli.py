@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite.cli_checkpoint import checkpoint
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError
 
 EXIT_INTERRUPTED = 130
@@ -29,6 +30,7 @@ app = typer.Typer(
 data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
 bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
 
 

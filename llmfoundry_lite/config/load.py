@@ -63,6 +63,11 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     return Invocation(config, dry_run=bool(flags), notes=notes)
 
 
+def build_block(cls: type, values: dict[str, Any], key: str) -> Any:
+    """A block that was resolved before, from the configuration a checkpoint or a run directory keeps."""
+    return _build(cls, values, key, ())
+
+
 def check_world_size(config: TrainConfig, world_size: int) -> None:
     """Check what depends on the number of devices. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
