@@ -1,0 +1,409 @@
+"""One process: what a model and its optimizer hold comes back exactly, or nothing changes and the reason is said."""
+
+import io
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from llmfoundry_lite.checkpoint import shards
+from llmfoundry_lite.checkpoint.format import Saver, open_saver
+from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.checkpoint.whole import consolidate, diff, diff_scalars, load_full_tensors
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.training.optimizers import Lion
+from tests.checkpoint.ranks import about, build, save_now, step, whole_state
+from tests.checkpoint.saves import flip
+
+
+def train(num_steps=2, optimizer="adamw", seed=0):
+    model, opt = build("plain", optimizer, seed)
+    for i in range(num_steps):
+        step(model, opt, i)
+    return model, opt
+
+
+def save(folder, model, optimizer, batch=2):
+    save_now(open_saver(CheckpointStore(folder)), model, optimizer, batch)
+    return f"{folder}/ba{batch}"
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_training_goes_on_bit_for_bit(tmp_path, optimizer, num_steps):
+    model, opt = train(num_steps, optimizer)
+    url = save(tmp_path, model, opt)
+    fresh, fresh_opt = build("plain", optimizer, seed=5)
+    load(url, fresh, fresh_opt)
+    assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
+    assert [step(fresh, fresh_opt, i) for i in range(3)] == [step(model, opt, i) for i in range(3)]
+    assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
+
+
+def test_restoring_replaces_state_that_was_there(tmp_path):
+    model, opt = train(0)
+    url = save(tmp_path, model, opt)
+    other, other_opt = train(3, seed=3)
+    load(url, other, other_opt)
+    assert not other_opt.state, "saved before the first step: no moments, and no dummy ones either"
+    assert_same(whole_state(other, other_opt), whole_state(model, opt))
+
+
+def test_groups_and_hyperparameters_come_back_but_not_how_a_step_is_computed(tmp_path):
+    model, opt = train()
+    opt.param_groups[0]["lr"], opt.param_groups[1]["initial_lr"] = 0.125, 0.5
+    url = save(tmp_path, model, opt)
+    fresh, _ = build("plain", seed=5)
+    parameters = [p for p in fresh.parameters() if p.requires_grad]
+    other = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=9.0, foreach=True)
+    load(url, fresh, other)
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["weight_decay"]) == (0.125, 0.3)
+    assert other.param_groups[1]["initial_lr"] == 0.5
+    assert (other.param_groups[0]["foreach"], other.param_groups[0]["fused"]) == (True, None)
+    assert step(fresh, other, 9) == step(model, opt, 9)
+
+
+def test_gradients_at_hand_do_not_disturb_a_save(tmp_path):
+    model, opt = train()
+    before = whole_state(model, opt)
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    url = save(tmp_path, model, opt)
+    fresh, fresh_opt = build("plain", seed=5)
+    load(url, fresh, fresh_opt)
+    assert_same(whole_state(fresh, fresh_opt), before)
+
+
+def test_a_save_is_of_its_moment_though_training_goes_on(tmp_path):
+    model, opt = train()
+    saver = open_saver(CheckpointStore(tmp_path))
+    expected = whole_state(model, opt)
+    saver.save(model, opt, about(2))
+    for i in range(3):
+        step(model, opt, i)
+    saver.wait()
+    fresh, fresh_opt = build("plain", seed=5)
+    load(f"{tmp_path}/ba2", fresh, fresh_opt)
+    assert_same(whole_state(fresh, fresh_opt), expected)
+
+
+def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
+    model, opt = train()
+    saver = open_saver(CheckpointStore(tmp_path), parent_save_id="e0-ba0-abc")
+    save_now(saver, model, opt, 2)
+    address = saver._buffer.data_ptr()
+    saver.save(model, opt, about(3))
+    earlier = saver.save(model, opt, about(4))
+    assert earlier is not None and earlier.name == "ba3"
+    saver.wait()
+    assert saver._buffer.data_ptr() == address
+    manifests = [open_checkpoint(tmp_path / name).manifest for name in ("ba2", "ba3", "ba4")]
+    ids = ["e0-ba0-abc", *(m.save_id for m in manifests)]
+    assert [m.parent_save_id for m in manifests] == ids[:-1]
+
+
+def test_polling_publishes_when_the_writing_is_done(tmp_path, monkeypatch):
+    go = threading.Event()
+    write = shards.write_shard
+
+    def write_slowly(*args, **kwargs):
+        go.wait(10)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.format.write_shard", write_slowly)
+    model, opt = train()
+    saver = open_saver(CheckpointStore(tmp_path))
+    saver.save(model, opt, about(2))
+    assert saver.is_saving and saver.poll() is None
+    go.set()
+    saved = None
+    for _ in range(1000):
+        saved = saved or saver.poll()
+    saved = saved or saver.wait()
+    assert saved is not None and not saver.is_saving
+    assert saved.num_bytes == open_checkpoint(tmp_path / "ba2").manifest.num_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------- strictness
+
+
+def wider():
+    model = build("plain")[0]
+    model.embed = nn.Embedding(12, 6)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def with_one_more():
+    model = build("plain")[0]
+    model.extra = nn.Parameter(torch.zeros(3))
+    return model
+
+
+def untied():
+    model = build("plain")[0]
+    model.head.weight = nn.Parameter(torch.zeros(11, 6))
+    return model
+
+
+def in_bf16():
+    return build("plain")[0].to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (wider, r"model/embed.weight is \[11, 6\], this run needs \[12, 6\]"),
+        (with_one_more, "this run has model/extra, which the checkpoint lacks"),
+        (untied, "this run has model/head.weight, which the checkpoint lacks"),
+        (in_bf16, "model/gain is F32, this run keeps BF16; cast=True converts"),
+    ],
+)
+def test_another_model_is_refused_by_name_and_left_alone(tmp_path, other, words):
+    url = save(tmp_path, *train())
+    model = other()
+    before = whole_state(model, None)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load(url, model)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert_same(whole_state(model, None), before)
+
+
+def test_keys_can_be_left_out_and_dtypes_cast(tmp_path):
+    trained, opt = train()
+    url = save(tmp_path, trained, opt)
+    model = with_one_more()
+    load(url, model, ignore_keys=["model/extra"])
+    assert torch.equal(model.embed.weight, trained.embed.weight)
+    model = in_bf16()
+    load(url, model, cast=True)
+    assert torch.equal(model.embed.weight, trained.embed.weight.bfloat16())
+
+
+def test_another_optimizer_or_other_groups_are_refused(tmp_path):
+    url = save(tmp_path, *train())
+    model = build("plain")[0]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(CheckpointError, match=r"holds the state of AdamW, this run uses Lion; load_weights_only"):
+        load(url, model, Lion(parameters, lr=0.1))
+    with pytest.raises(CheckpointError, match=r"parameters form other groups there \(2\) than here \(1\)"):
+        load(url, model, torch.optim.AdamW(parameters))
+    with pytest.raises(CheckpointError, match=r"optimizer: the checkpoint has .*, which this run lacks"):
+        load(url, model, torch.optim.AdamW(parameters[:2]))
+    weights_only = save(tmp_path / "w", model, None)
+    with pytest.raises(CheckpointError, match="holds no optimizer state; load_weights_only: true"):
+        load(weights_only, model, torch.optim.AdamW(parameters))
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    model, _ = train()
+    _, opt = train()
+    with pytest.raises(CheckpointError, match="is not a parameter of the model; build the optimizer from"):
+        save(tmp_path, model, opt)
+
+
+# -------------------------------------------------------------------------------------------------- damage and failure
+
+
+def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_path):
+    model, opt = train()
+    store = CheckpointStore(tmp_path)
+    saver = open_saver(store)
+    for batch in (2, 3, 4):
+        save_now(saver, model, opt, batch)
+    shard = tmp_path / "ba4" / "shard-00000.safetensors"
+    flip(shard, shard.stat().st_size - 1)
+    (tmp_path / "ba3" / "shard-00000.safetensors").unlink()
+    fresh, fresh_opt = build("plain", seed=5)
+    before = whole_state(fresh, fresh_opt)
+    with pytest.raises(DamagedCheckpointError, match=r"ba4/shard-00000.safetensors: bytes .* \(in (model|optim)/"):
+        load(tmp_path / "ba4", fresh, fresh_opt)
+    assert_same(whole_state(fresh, fresh_opt), before)
+    restored = load_newest(store, fresh, fresh_opt, lease=saver.lease)
+    assert restored.manifest is not None and restored.manifest.timestamp.batch == 2
+    assert [("ba4" in a, "ba3" in b) for a, b in [restored.notes]] == [(True, True)]
+    assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
+    assert [c.name for c in store.candidates()] == ["ba2"]
+
+
+def test_without_a_lease_damaged_ones_are_passed_over_where_they_lie(tmp_path):
+    model, opt = train()
+    store = CheckpointStore(tmp_path)
+    saver = open_saver(store)
+    for batch in (2, 3):
+        save_now(saver, model, opt, batch)
+        shard = tmp_path / f"ba{batch}" / "shard-00000.safetensors"
+        flip(shard, shard.stat().st_size - 1)
+    restored = load_newest(store, model, opt)
+    assert restored.manifest is None and len(restored.notes) == 2
+    assert [c.name for c in store.candidates()] == ["ba3", "ba2"]
+
+
+def test_a_save_that_does_not_fit_is_not_passed_over(tmp_path):
+    save(tmp_path, *train())
+    with pytest.raises(CheckpointError, match="this run needs"):
+        load_newest(CheckpointStore(tmp_path), wider())
+
+
+def test_nothing_saved_is_not_an_error(tmp_path):
+    assert load_newest(CheckpointStore(tmp_path / "none"), build("plain")[0]).manifest is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_a_poisoned_state_is_never_published(tmp_path, value, where):
+    model, opt = train()
+    url = save(tmp_path, model, opt)
+    target = model.gain.data if where == "model" else opt.state[model.gain]["exp_avg"]
+    target[1] = value
+    saver = open_saver(CheckpointStore(tmp_path))
+    saver.save(model, opt, about(3))
+    with pytest.raises(CheckpointError, match=r"not saved: non-finite values in (model/gain|optim/gain/exp_avg)"):
+        saver.wait()
+    assert [c.name for c in CheckpointStore(tmp_path).candidates()] == ["ba2"]
+    verify_checkpoint(open_checkpoint(url))
+    target[1] = 0.5
+    save_now(saver, model, opt, 4)
+
+
+def test_a_failure_in_the_background_is_raised_with_its_cause_and_leaves_nothing(tmp_path, monkeypatch):
+    model, opt = train()
+    saver = open_saver(CheckpointStore(tmp_path))
+    save_now(saver, model, opt, 2)
+
+    def no_space(descriptor, pieces, offset):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.places.WRITE", no_space)
+    saver.save(model, opt, about(3))
+    with pytest.raises(CheckpointError, match=r"shard-00000.safetensors: not written: No space left on device"):
+        saver.wait()
+    monkeypatch.undo()
+    assert sorted(p.name for p in Path(tmp_path).iterdir()) == [".leases", "ba2", "latest.json"]
+    save_now(saver, model, opt, 4)
+
+
+def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
+    model, opt = train()
+    saver = open_saver(CheckpointStore(tmp_path))
+
+    def broken(*args, **kwargs):
+        raise KeyError("oops")
+
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.format.write_shard", broken)
+    saver.save(model, opt, about(3))
+    with pytest.raises(KeyError, match="oops"):
+        saver.wait()
+
+
+def test_a_writer_that_was_replaced_hears_of_it(tmp_path):
+    model, opt = train()
+    old, new = open_saver(CheckpointStore(tmp_path)), None
+    old.save(model, opt, about(2))
+    new = open_saver(CheckpointStore(tmp_path))
+    with pytest.raises(CheckpointError, match=r"another launch|No such file"):
+        old.wait()
+    save_now(new, model, opt, 3)
+    assert [c.name for c in CheckpointStore(tmp_path).candidates()] == ["ba3"]
+
+
+# ------------------------------------------------------------------------------------------------------- no pickle
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path("exploded").touch, ())
+
+
+def test_a_pickle_in_the_folder_is_never_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, opt = train()
+    url = save(tmp_path, model, opt)
+    for name in (".metadata", "__0_0.distcp", "model.pt", "shard-00001.safetensors"):
+        (Path(url) / name).write_bytes(pickle.dumps(Bomb()))
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (torch, "save")):
+        monkeypatch.setattr(module, name, forbidden)
+    monkeypatch.setattr(pickle, "dumps", forbidden)
+    load(url, model, opt)
+    load_full_tensors(url)
+    verify_checkpoint(open_checkpoint(url))
+    save_now(open_saver(CheckpointStore(tmp_path)), model, opt, 3)
+    assert not Path("exploded").exists()
+
+
+def test_a_pickle_in_place_of_a_shard_is_damage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, opt = train()
+    url = save(tmp_path, model, opt)
+    stream = io.BytesIO()
+    torch.save(Bomb(), stream)
+    (Path(url) / "shard-00000.safetensors").write_bytes(stream.getvalue())
+    with pytest.raises(DamagedCheckpointError, match=r"shard-00000.safetensors"):
+        load(url, model, opt)
+    assert not Path("exploded").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- tools
+
+
+def test_diff_finds_the_largest_differences(tmp_path):
+    model, opt = train()
+    a = save(tmp_path / "a", model, opt)
+    with torch.no_grad():
+        model.gain[1] += 0.5
+        model.embed.weight[3, 2] *= 1.25
+    opt.param_groups[0]["lr"] = 0.5
+    b = save(tmp_path / "b", model, opt)
+    found = {d.name: d for d in diff(a, b) if d.num_different or d.note}
+    assert found.keys() == {"model/gain", "model/embed.weight"}
+    assert found["model/gain"].max_absolute == pytest.approx(0.5)
+    assert found["model/embed.weight"].max_relative == pytest.approx(0.2)
+    assert found["model/embed.weight"].num_different == 1
+    changed = diff_scalars(open_checkpoint(a).manifest, open_checkpoint(b).manifest)
+    assert changed == [("optimizer.groups[0].options.lr", 0.01, 0.5)]
+
+
+def test_diff_names_what_is_only_in_one_or_of_another_shape(tmp_path):
+    a, b = save(tmp_path / "a", *train()), save(tmp_path / "b", wider(), None)
+    notes = {d.name: d.note for d in diff(a, b) if d.note}
+    assert notes["model/embed.weight"] == "shape [11, 6] and [12, 6]"
+    assert notes["optim/gain/exp_avg"].startswith("only in ")
+
+
+def test_a_nan_is_a_difference_unless_both_have_it(tmp_path):
+    from llmfoundry_lite.checkpoint.whole import compare
+
+    nan = float("nan")
+    same = compare("t", "", torch.tensor([nan, 1.0]), torch.tensor([nan, 1.0]))
+    other = compare("t", "", torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0]))
+    assert same.num_different == 0
+    assert other.num_different == 1 and str(other.max_absolute) == "nan"
+
+
+def test_consolidated_weights_are_one_plain_file(tmp_path):
+    model, opt = train()
+    url = save(tmp_path, model, opt)
+    weights = load_file(consolidate(url, tmp_path / "out" / "weights.safetensors"))
+    assert_same(weights, {k: v for k, v in model.state_dict().items() if k != "head.weight"})
+    everything = load_file(consolidate(url, tmp_path / "all.safetensors", everything=True))
+    expected = {k: v for k, v in whole_state(model, opt).items() if not k.startswith("number/")}
+    assert_same(everything, expected)
+
+
+def test_a_saver_needs_a_lease_on_rank_0(tmp_path):
+    with pytest.raises(AssertionError, match="under a lease"):
+        Saver(CheckpointStore(tmp_path), None).save(*train(), about(1))
