@@ -10,7 +10,7 @@ are called directly.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,6 +38,12 @@ from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease,
 from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
+Check = Callable[[Manifest], None]
+
+
+def accept(manifest: Manifest) -> None:
+    """No objections."""
+
 
 class Restored(NamedTuple):
     manifest: Manifest | None
@@ -55,13 +61,15 @@ def load(
     cast: bool = False,
     ignore_keys: Sequence[str] = (),
     verify: bool = True,
+    check: Check = accept,
     num_threads: int = 4,
     group: Group = None,
 ) -> Manifest:
     """Restore weights, and with `optimizer` its whole state, from one checkpoint folder.
 
     Without `optimizer` only weights are asked for. `ignore_keys` are patterns (`model/transformer.wpe.*`) of tensors to
-    leave as they are. `cast` permits another dtype. Raises CheckpointError on all ranks, and then nothing has changed.
+    leave as they are. `cast` permits another dtype. `check` is shown the manifest first and may raise CheckpointError.
+    Raises CheckpointError on all ranks, and then nothing has changed.
     """
     checkpoint, error = None, None
     if exchange.rank_and_size(group)[0] == 0:
@@ -70,7 +78,7 @@ def load(
         except CheckpointError as caught:
             error = caught
     exchange.agree(error, group)
-    return _load_together(checkpoint, model, optimizer, cast, ignore_keys, verify, num_threads, group)
+    return _load_together(checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group)
 
 
 def load_newest(
@@ -82,6 +90,7 @@ def load_newest(
     cast: bool = False,
     ignore_keys: Sequence[str] = (),
     verify: bool = True,
+    check: Check = accept,
     num_threads: int = 4,
     group: Group = None,
 ) -> Restored:
@@ -106,7 +115,9 @@ def load_newest(
         if name is None:
             return Restored(None, store.root.url, exchange.tell_all(notes, group))
         try:
-            manifest = _load_together(checkpoint, model, optimizer, cast, ignore_keys, verify, num_threads, group)
+            manifest = _load_together(
+                checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group
+            )
             return Restored(manifest, store.root.child(name).url, exchange.tell_all(notes, group))
         except DamagedCheckpointError as damage:
             passed.add(name)
@@ -121,6 +132,7 @@ def _load_together(
     cast: bool,
     ignore_keys: Sequence[str],
     verify: bool,
+    check: Check,
     num_threads: int,
     group: Group,
 ) -> Manifest:
@@ -132,6 +144,7 @@ def _load_together(
     error: Exception | None = None
     targets, staging = None, {}
     try:
+        check(manifest)
         targets = find_targets(checkpoint, model, optimizer, cast=cast, ignore=ignore_keys)
         staging = read_tensors(checkpoint, targets.tensors, verify=verify, num_threads=num_threads)
     except Exception as caught:

@@ -190,6 +190,19 @@ def test_keys_can_be_left_out_and_dtypes_cast(tmp_path):
     assert torch.equal(model.embed.weight, trained.embed.weight.bfloat16())
 
 
+def test_the_caller_may_object_before_anything_changes(tmp_path):
+    url = save(tmp_path, *train())
+
+    def object_to(manifest):
+        raise CheckpointError(f"made by {manifest.run_name}")
+
+    model, opt = train(seed=5)
+    before = whole_state(model, opt)
+    with pytest.raises(CheckpointError, match="made by tiny"):
+        load(url, model, opt, check=object_to)
+    assert_same(whole_state(model, opt), before)
+
+
 def test_another_optimizer_or_other_groups_are_refused(tmp_path):
     url = save(tmp_path, *train())
     model = build("plain")[0]
