@@ -8,11 +8,11 @@ Shapes: b = samples in the batch of one rank, t = max_seq_len.
 """
 
 import json
+import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from threading import Lock
-from time import time_ns
+from threading import Lock, Thread
+from time import sleep, time_ns
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +74,7 @@ def build_text_loader(
         dataset,
         batch_size=dataset.device_batch_size,
         collate_fn=collate,
+        worker_init_fn=_leave_with_the_rank,
         num_workers=num_workers,
         pin_memory=pin_memory,
         # torch refuses these three without workers, but a YAML may turn workers off with one override.
@@ -171,6 +172,26 @@ def format_digest(digest: int) -> str:
     return f"{digest % 2**64:016x}"
 
 
+def _leave_with_the_rank(worker: int) -> None:
+    """End a DataLoader worker soon after its rank was killed.
+
+    torch's workers look for their parent only between two batches; one that waits at StreamingDataset's barrier, for
+    others that were killed as well, would wait, and hold on to its shared memory, for ever.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    # A process of the fork server is not a child of the rank; one of `fork` may hold the pipe by which another would
+    # see the rank end.
+    is_child = multiprocessing.get_start_method() != "forkserver"
+
+    def watch() -> None:
+        while rank.is_alive() and (os.getppid() == rank.pid or not is_child):
+            sleep(1)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
 class TextLoader(DataLoader):
     """torch's DataLoader, except that an error of a worker arrives as the one line it was raised with."""
 
@@ -178,7 +199,10 @@ class TextLoader(DataLoader):
         try:
             yield from super().__iter__()
         except DataError as error:
-            # torch wraps it as "Caught DataError in DataLoader worker process 0.\nOriginal Traceback …DataError: line".
+            # torch wraps it as "Caught DataError in DataLoader worker process 0.\nOriginal Traceback …DataError: line",
+            # and its traceback is part of a reference cycle, which keeps the iterator alive until the garbage
+            # collector takes its queues apart before its workers: two processes that wait 5 s each.
+            error.with_traceback(None)
             raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
 
 
@@ -219,7 +243,7 @@ class TextDataset(StreamingDataset):
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.token_dtype = np.dtype(token_encoding_type)
-        self._background_error: BaseException | None = None
+        self._background_error: Exception | None = None
         self._verified_shards: set[int] = set()
         # [epoch, sample_in_epoch] to begin with. Shared with the DataLoader's workers, persistent ones included, and
         # anonymous: StreamingDataset's own block is found by its name, and when that is gone (unlinked by the
@@ -355,7 +379,16 @@ class TextDataset(StreamingDataset):
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
         # StreamingDataset passes over NO_SAMPLE, and ends early, without an error, when one of its threads fails.
-        yield from super().__iter__()  # pyright: ignore[reportReturnType]
+        iterator = None
+        try:
+            for row_t in super().__iter__():
+                iterator = self._iterator
+                yield row_t  # pyright: ignore[reportReturnType]
+        finally:
+            # Its threads would go on polling when the reader stops before the end, and it keeps every past iterator.
+            if iterator:
+                iterator.non_blocking_exit()
+                iterator.sample_ids.forget()  # pyright: ignore[reportAttributeAccessIssue]
         if self._background_error:
             raise self._background_error
         for _ in range(self._num_padding_rows):
@@ -367,14 +400,18 @@ class TextDataset(StreamingDataset):
         """Row [t] of a sample; downloads its shard if need be."""
         try:
             sample = super().get_item(sample_id, retry)
-            self._verify_shard(sample_id)
-            return torch.from_numpy(self._row_of(sample))
+        except DataError:
+            raise
         except Exception as error:
             if self._background_error:
                 raise self._background_error from None
-            shard_id, sample_in_shard = self.spanner[sample_id]
             self._verify_shard(sample_id)  # a damaged file explains whatever went wrong
-            raise DataError(f"{self._path(shard_id)}, sample {sample_in_shard}: {_one_line(error)}") from error
+            raise DataError(f"{self._place(sample_id)}: {_one_line(error)}") from error
+        self._verify_shard(sample_id)
+        try:
+            return torch.from_numpy(self._row_of(sample))
+        except Exception as error:
+            raise DataError(f"{self._place(sample_id)}: {_one_line(error)}") from error
 
     def _row_of(self, sample: dict[str, Any]) -> NDArray[np.int64]:
         if "tokens" not in sample:
@@ -435,6 +472,10 @@ class TextDataset(StreamingDataset):
                 )
         self._verified_shards.add(shard_id)
 
+    def _place(self, sample_id: int) -> str:
+        shard_id, sample_in_shard = self.spanner[sample_id]
+        return f"{self._path(shard_id)}, sample {sample_in_shard}"
+
     def _path(self, shard_id: int) -> str:
         stream = self.streams[self.stream_per_shard[shard_id]]
         return os.path.join(_folder(stream), self.shards[shard_id].raw_data.basename)  # pyright: ignore
@@ -463,7 +504,7 @@ class TextDataset(StreamingDataset):
     # Failures of the threads that download ---------------------------------------------------------------------------
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Download a shard. After a failure the shard is up for download again, instead of in preparation for ever."""
+        """Download a shard. A failure is met by everybody who needs the shard; nobody is left waiting for ever."""
         # Asked once for every sample, by a thread that competes with the reader; StreamingDataset takes a file lock
         # each time (0.2 ms). Should the shard be evicted this very moment, get_item downloads it again.
         if not blocking and shard_id in self._verified_shards and self._shard_states[shard_id] == _ShardState.LOCAL:
@@ -472,9 +513,10 @@ class TextDataset(StreamingDataset):
         try:
             super().prepare_shard(shard_id, blocking)
         except Exception as error:
-            # Other workers wait as long as the shard is being prepared, and the DataLoader waits for those workers.
+            # Threads of other workers wait until the shard is there, and the DataLoader waits for those workers. So say
+            # it is: they go to read it, find no file, and try the download themselves, with the same error to show.
             if self._shard_states[shard_id] == _ShardState.PREPARING:
-                self._shard_states[shard_id] = _ShardState.REMOTE
+                self._shard_states[shard_id] = _ShardState.LOCAL
             if self._cache_filelock.is_locked:
                 self._cache_filelock.release(force=True)
             stream = self.streams[self.stream_per_shard[shard_id]]
@@ -482,11 +524,24 @@ class TextDataset(StreamingDataset):
                 os.remove(self._path(shard_id))  # or the next run would take it for a good one
             raise DataError(f"cannot get {self._path(shard_id)} from {stream.remote}: {_one_line(error)}") from error
 
-    def on_exception(self, future: Future) -> None:
-        """Remember what a thread failed of, for `__iter__` to raise (StreamingDataset's version only logs it)."""
-        if error := future.exception():
-            self._background_error = error
-            self._event.set()
+    # StreamingDataset only logs what its two threads fail of, and then waits for ever for both to report their exit.
+
+    def _prepare_thread(self, it: Any) -> None:
+        try:
+            super()._prepare_thread(it)
+        except Exception as error:
+            self._end_iteration(it, error)
+
+    def _ready_thread(self, it: Any) -> None:
+        try:
+            super()._ready_thread(it)
+        except Exception as error:
+            self._end_iteration(it, error)
+
+    def _end_iteration(self, it: Any, error: Exception) -> None:
+        self._background_error = error  # for `__iter__` to raise
+        self._event.set()
+        it.on_exit()
 
 
 class _WorkerSampleIds:
@@ -519,6 +574,11 @@ class _WorkerSampleIds:
                 if len(self._pieces) > self._NUM_PIECES_KEPT:
                     del self._pieces[min(self._pieces)]
             return int(self._pieces[piece][index_in_piece])
+
+    def forget(self) -> None:
+        """Free the memory. (Whoever still asks gets the same answers, worked out anew.)"""
+        with self._lock:
+            self._pieces.clear()
 
 
 def _build_streams(described: Mapping[str, Mapping[str, Any]]) -> list[Stream]:
