@@ -1,0 +1,85 @@
+"""A local S3 server in a process of its own, and a proxy before it that drops connections."""
+
+import os
+import random
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+
+from tests.helpers.launch import free_port
+
+
+@contextmanager
+def s3_server():
+    """The server's port, once it answers."""
+    port = free_port()
+    environment = {**os.environ, "MOTO_PORT": str(port), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).read()
+                break
+            time.sleep(0.1)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+class DroppingProxy(socketserver.ThreadingTCPServer):
+    """Passes bytes both ways; some connections, chosen by a seeded die, are cut in the middle of the traffic."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, target: int, drop_rate: float, seed: int = 0):
+        super().__init__(("127.0.0.1", 0), _Connection)
+        self.target = target
+        self.drop_rate = drop_rate
+        self.random = random.Random(seed)
+        self.num_dropped = 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.server_address[1]
+
+    def handle_error(self, request, client_address):
+        pass
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    server: DroppingProxy
+
+    def handle(self) -> None:
+        budget = self.server.random.randint(0, 300_000) if self.server.random.random() < self.server.drop_rate else None
+        with socket.create_connection(("127.0.0.1", self.server.target)) as other:
+            there = threading.Thread(target=self._pump, args=(self.request, other, budget), daemon=True)
+            there.start()
+            self._pump(other, self.request, None)
+            there.join()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, budget: int | None) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if budget is not None:
+                    budget -= len(data)
+                    if budget < 0:
+                        self.server.num_dropped += 1
+                        break
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,160 @@
+"""Several ranks: what one of them finds, all of them do; and what one of them fails, none of them publishes."""
+
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmfoundry_lite.checkpoint import places
+from llmfoundry_lite.checkpoint.format import open_saver
+from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.ranks import about, build, save_now, start, step, whole_state
+from tests.checkpoint.saves import flip
+from tests.helpers.launch import launch
+
+pytestmark = pytest.mark.multiprocess
+
+
+def raised_by(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def faults(folder):
+    """All in one launch: starting ranks is what takes the time."""
+    start()
+    rank = dist.get_rank()
+    model, opt = build("FULL_SHARD")
+    step(model, opt, 0)
+    with torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.int64))  # evaluation leaves the root's parameters whole
+    store = CheckpointStore(folder)
+    saver = open_saver(store)
+    for batch in (1, 2):
+        save_now(saver, model, opt, batch)
+    at_two = whole_state(model, opt)
+
+    # One rank's disk fails: nobody publishes, everybody hears why, and the next save is sound.
+    write = places.WRITE
+    if rank == 1:
+
+        def full(descriptor, pieces, offset):
+            raise OSError(28, "No space left on device")
+
+        places.WRITE = full
+    saver.save(model, opt, about(3))
+    assert "shard-00001.safetensors: not written: No space left" in raised_by(CheckpointError, saver.wait)
+    places.WRITE = write
+    dist.barrier()
+    assert sorted(name for name in os.listdir(folder) if name.startswith((".tmp", "ba"))) == ["ba1", "ba2"]
+
+    # One rank has drifted: its steps are others.
+    if rank == 1:
+        next(iter(opt.state.values()))["step"] += 1
+    saver.save(model, opt, about(3))
+    assert "rank 1 has other optimizer groups or steps" in raised_by(CheckpointError, saver.wait)
+    if rank == 1:
+        next(iter(opt.state.values()))["step"] -= 1
+
+    # One rank has non-finite weights.
+    if rank == 1:
+        poisoned = model.embed.weight.to_local()
+        kept = poisoned.clone()
+        poisoned.data.fill_(float("nan"))
+    saver.save(model, opt, about(3))
+    assert "not saved: non-finite values in model/embed.weight" in raised_by(CheckpointError, saver.wait)
+    if rank == 1:
+        poisoned.data.copy_(kept)
+    save_now(saver, model, opt, 3)
+
+    # Damage in what only one rank reads: no rank touches its model, and all go back together.
+    dist.barrier()
+    if rank == 0:
+        shard = Path(folder) / "ba3" / "shard-00001.safetensors"
+        flip(shard, shard.stat().st_size - 1)
+    dist.barrier()
+    other, other_opt = build("FULL_SHARD", seed=4)
+    before = whole_state(other, other_opt)
+    words = raised_by(DamagedCheckpointError, lambda: load(f"{folder}/ba3", other, other_opt))
+    assert "ba3/shard-00001.safetensors: bytes" in words
+    assert same(whole_state(other, other_opt), before)
+    restored = load_newest(store, other, other_opt, lease=saver.lease)
+    assert restored.manifest.timestamp.batch == 2 and len(restored.notes) == 1
+    assert same(whole_state(other, other_opt), at_two)
+    dist.barrier()
+    assert not (Path(folder) / "ba3").exists()
+
+    # A save restored by object collectives or pickles would trip here.
+    def forbidden(*args, **kwargs):
+        raise AssertionError("pickled")
+
+    for module, names in (
+        (pickle, ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")),
+        (torch, ("save", "load")),
+    ):
+        for name in names:
+            setattr(module, name, forbidden)
+    dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = forbidden
+    saver.save(model, opt, about(4))
+    while saver.poll() is None:
+        pass
+    load(f"{folder}/ba4", other, other_opt)
+
+
+def test_what_one_rank_finds_all_ranks_do(tmp_path):
+    launch(faults, (str(tmp_path / "checkpoints"),), tmp_path, 2).check()
+
+
+def train_until_killed(folder, phase, victim):
+    """Saves after each step; the victim dies in its second save."""
+    start()
+    model, opt = build("FULL_SHARD")
+    count = 0
+
+    def kill(now):
+        nonlocal count
+        count += now == phase
+        if count == 2 and victim in (dist.get_rank(), "all"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store = CheckpointStore(folder, on_phase=kill)
+    saver = open_saver(store)
+    restored = load_newest(store, model, opt, lease=saver.lease)
+    first = restored.manifest.timestamp.batch if restored.manifest else 0
+    for batch in range(first + 1, first + 4):
+        step(model, opt, batch)
+        save_now(saver, model, opt, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, "all"])
+@pytest.mark.parametrize(
+    "phase", ["planned", "half a shard", "shard synced", "before manifest", "before rename", "after rename"]
+)
+def test_a_killed_rank_costs_at_most_the_save_in_flight(tmp_path, phase, victim):
+    if victim == 1 and phase.startswith(("before", "after")):
+        pytest.skip("rank 0 publishes")
+    folder = tmp_path / "checkpoints"
+    done = launch(train_until_killed, (str(folder), phase, victim), tmp_path, 2, timeout_seconds=60)
+    assert -signal.SIGKILL in done.exit_codes
+    found = CheckpointStore(folder).newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and not found.notes
+    batch = found.checkpoint.manifest.timestamp.batch
+    assert batch == (2 if phase == "after rename" else 1)
+    launch(train_until_killed, (str(folder), "never", None), tmp_path, 3).check()
+    assert next(c.name for c in CheckpointStore(folder).candidates()) == f"ba{batch + 3}"
+    assert not [name for name in os.listdir(folder) if name.startswith(".tmp")]
