@@ -176,7 +176,7 @@ def assert_cuts_where_the_library_cuts(tokenizer: Tokenizer, text: str) -> None:
 
 
 @hypothesis.given(text=st.lists(st.sampled_from(AWKWARD), max_size=14).map("".join) | st.text(max_size=30))
-@hypothesis.settings(max_examples=1000, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=1000, deadline=None)
 def test_the_word_cache_gives_the_ids_of_the_library_for_any_text(tokenizer: Tokenizer, text: str) -> None:
     assert_cuts_where_the_library_cuts(tokenizer, text)
     assert tokenizer.word_cache is not None
