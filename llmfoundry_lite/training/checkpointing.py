@@ -6,13 +6,13 @@ seed and position.
 """
 
 import datetime
-from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
+from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint import manifest as portable
@@ -23,7 +23,8 @@ from llmfoundry_lite.checkpoint.places import open_place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_structure
-from llmfoundry_lite.config.schema import Duration, FSDPConfig, ModelConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import Duration, FSDPConfig, TrainConfig, as_dict
+from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import elapsed
@@ -48,6 +49,9 @@ class Checkpointing(Callback):
         self.interval = Duration.parse(config.save_interval)
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
+        tokenizer = config.tokenizer.name
+        is_here = is_local_or_cached(tokenizer)
+        self.fingerprints = {"tokenizer": load_tokenizer(tokenizer).fingerprint} if is_here else {}
         self.segments: tuple[Segment, ...] = ()
         self.was_stopped = False
         self.last_saved_batch = -1
@@ -83,47 +87,51 @@ class Checkpointing(Callback):
     def _restore(self, state: State, found_newest: bool) -> Restored | None:
         optimizer = state.optimizers[0]
         if found_newest:
-            restored = load_newest(self.store, self.model.model, optimizer, lease=self.saver.lease)
-            if restored.manifest is not None:
-                self._check_fit(restored.manifest)
-                return restored
-            raise CheckpointError(
-                f"{self.store.root.url}: no checkpoint is intact ({'; '.join(restored.notes)}); "
-                "move the folder away to start again from batch 1"
+            restored = load_newest(
+                self.store, self.model.model, optimizer, lease=self.saver.lease, check=self._check_fit
             )
+            if restored.manifest is None:
+                raise CheckpointError(
+                    f"{self.store.root.url}: no checkpoint is intact ({'; '.join(restored.notes)}); "
+                    "move the folder away to start again from batch 1"
+                )
+            return restored
         if self.config.load_path is None:
             return Restored(None, "", []) if self.config.autoresume else None
+        return self._load_path(self.config.load_path, None if self.config.load_weights_only else optimizer)
+
+    def _load_path(self, url: str, optimizer: Optimizer | None) -> Restored:
+        """`url` is one checkpoint, or a folder of them, whose newest intact one is meant."""
         options: dict[str, Any] = {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
-        wanted = None if self.config.load_weights_only else optimizer
-        url = str(self.config.load_path)
-        holds_manifest = tell_all(open_place(url).names() if dist.get_rank() == 0 else None)
-        if portable.MANIFEST in holds_manifest:
-            restored = Restored(load(url, self.model.model, wanted, **options), url, [])
-        else:
-            restored = load_newest(CheckpointStore(url), self.model.model, wanted, **options)
-            if restored.manifest is None:
-                raise CheckpointError(f"load_path: {url} holds no intact checkpoint; name a folder such as …/ba200")
-        assert restored.manifest is not None
         if not self.config.load_weights_only:
-            self._check_fit(restored.manifest)
+            options["check"] = self._check_fit
+        if portable.MANIFEST in tell_all(open_place(url).names() if dist.get_rank() == 0 else None):
+            return Restored(load(url, self.model.model, optimizer, **options), url, [])
+        restored = load_newest(CheckpointStore(url), self.model.model, optimizer, **options)
+        if restored.manifest is None:
+            raise CheckpointError(f"load_path: {url} holds no intact checkpoint; name a folder such as …/ba200")
         return restored
 
     def _check_fit(self, manifest: Manifest) -> None:
-        """Refuse to carry on as another run: another model or tokenizer. Tensors and data check themselves."""
-        theirs, ours = manifest.config["model"], model_identity(self.config.model)
-        different = [key for key, value in ours.items() if model_identity_of(theirs).get(key) != value]
-        if different:
-            key = different[0]
-            raise CheckpointError(
-                f"model.{key} is {ours[key]!r} here and {model_identity_of(theirs).get(key)!r} in the checkpoint; "
-                "a run carries on with the model it began with (load_weights_only=true takes weights alone)"
-            )
+        """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
+        ours, theirs = model_identity(as_dict(self.config)["model"]), model_identity(manifest.config["model"])
+        pairs = {f"model.{key}": (value, theirs.get(key)) for key, value in ours.items()}
+        batch_size = "global_train_batch_size"
+        pairs[batch_size] = (self.config.global_train_batch_size, manifest.config[batch_size])
+        if {"tokenizer"} <= self.fingerprints.keys() & manifest.fingerprints.keys():
+            pairs["tokenizer"] = (self.fingerprints["tokenizer"], manifest.fingerprints["tokenizer"])
+        for key, (here, there) in pairs.items():
+            if here != there:
+                raise CheckpointError(
+                    f"{key} is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was "
+                    "(load_weights_only=true begins a new one with its weights)"
+                )
 
     def _restore_scalars(self, manifest: Manifest, state: State) -> None:
         scalars = manifest.scalars
         clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
         counts = {name: scalars["timestamp"][name] for name in (*COUNTS, *COUNTS_WITHIN)}
-        state.timestamp = Timestamp(**counts, **clocks)
+        state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
         dataset = getattr(state.train_dataloader, "dataset", None)
         if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
@@ -201,6 +209,7 @@ class Checkpointing(Callback):
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
             ),
             run_name=self.config.run_name,
+            fingerprints=self.fingerprints,
             config=as_dict(self.config),
             segments=(*self.segments, self._segment(state)),
             scalars=scalars,
@@ -247,13 +256,8 @@ class Checkpointing(Callback):
                 print(line, flush=True)
 
 
-def model_identity(model: ModelConfig) -> dict[str, Any]:
+def model_identity(values: dict[str, Any]) -> dict[str, Any]:
     """What a model is, less how it is computed and how it was initialised."""
-    plain = replace(model, init_device="meta", loss_fn="auto")
-    return model_identity_of(asdict(plain))
-
-
-def model_identity_of(values: dict[str, Any]) -> dict[str, Any]:
     left_out = {"init_device", "loss_fn", "init_config"}
     identity = {key: value for key, value in values.items() if key not in left_out}
     attention = {key: value for key, value in values["attn_config"].items() if key != "attn_impl"}
