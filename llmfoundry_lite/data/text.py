@@ -10,12 +10,14 @@ Shapes: b = samples in the batch of one rank, t = max_seq_len.
 import json
 import multiprocessing
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock, Thread
 from time import sleep, time_ns
 from typing import Any, Protocol
 
 import numpy as np
+import streaming.base.dataset
 import torch
 import xxhash
 from numpy.typing import NDArray
@@ -579,6 +581,26 @@ class _WorkerSampleIds:
         """Free the memory. (Whoever still asks gets the same answers, worked out anew.)"""
         with self._lock:
             self._pieces.clear()
+
+
+class _ShardBounds:
+    """Sample id -> (shard, sample in shard), by bisection.
+
+    StreamingDataset's Spanner does the same by way of an array of all samples: for C4 (170 M samples in 42,000 shards),
+    4 s and 1.4 GB in every rank.
+    """
+
+    def __init__(self, shard_sizes: NDArray[np.int64]) -> None:
+        self._bounds = [0, *np.cumsum(shard_sizes).tolist()]
+
+    def __getitem__(self, sample_id: int) -> tuple[int, int]:
+        if not 0 <= sample_id < self._bounds[-1]:
+            raise IndexError(f"sample {sample_id} of {self._bounds[-1]}")
+        shard = bisect_right(self._bounds, sample_id) - 1
+        return shard, int(sample_id) - self._bounds[shard]
+
+
+streaming.base.dataset.Spanner = _ShardBounds  # made in the middle of StreamingDataset's constructor
 
 
 def _build_streams(described: Mapping[str, Mapping[str, Any]]) -> list[Stream]:

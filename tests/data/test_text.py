@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter, Stream
+from streaming.base.spanner import Spanner
 
 from llmfoundry_lite.data import text
 from llmfoundry_lite.data.text import (
@@ -186,6 +187,15 @@ def test_two_real_ranks_with_workers_read_what_one_rank_reads(shards, tmp_path):
         assert together == expected_numbers(dataset, epoch)[first_batch:]
     together = [a + b for a, b in zip(*(rank["evaluation"] for rank in ranks), strict=True)]
     assert flat(together) == [*range(100), *[PAD_TOKEN] * 8]
+
+
+def test_samples_are_found_in_the_shards_where_streamingdataset_finds_them():
+    sizes = np.array([3, 1, 0, 2000, 1, 1, 5])
+    ours, theirs = text._ShardBounds(sizes), Spanner(sizes.copy())
+    assert [ours[sample] for sample in range(2011)] == [theirs[sample] for sample in range(2011)]
+    for outside in (-1, 2011):
+        with pytest.raises(IndexError):
+            ours[outside]
 
 
 # Evaluation ---------------------------------------------------------------------------------------------------------
