@@ -25,7 +25,7 @@ from torch import nn
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "124m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368},
     "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
 }
@@ -157,33 +157,32 @@ class BareGPT(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, n_layers: int, vocab_size: int, seq_len: int):
         super().__init__()
-        self.n_heads = n_heads
         self.embed = nn.Embedding(vocab_size, d_model)
         self.position = nn.Embedding(seq_len, d_model)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm_1": nn.LayerNorm(d_model, bias=False),
-                    "qkv": nn.Linear(d_model, 3 * d_model, bias=False),
-                    "out": nn.Linear(d_model, d_model, bias=False),
-                    "norm_2": nn.LayerNorm(d_model, bias=False),
-                    "up": nn.Linear(d_model, 4 * d_model, bias=False),
-                    "down": nn.Linear(4 * d_model, d_model, bias=False),
-                }
-            )
-            for _ in range(n_layers)
-        )
+        self.blocks = nn.ModuleList(BareBlock(d_model, n_heads) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.position.weight[: tokens.size(1)]
         for block in self.blocks:
-            heads = block["qkv"](block["norm_1"](x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
-            x = x + block["out"](attended.transpose(1, 2).flatten(-2))
-            x = x + block["down"](F.gelu(block["up"](block["norm_2"](x))))
+            x = block(x)
         return self.norm(x) @ self.embed.weight.T
+
+
+class BareBlock(nn.Module):
+    def __init__(self, d_model: int, n_heads: int):
+        super().__init__()
+        self.n_heads = n_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(d_model, bias=False), nn.LayerNorm(d_model, bias=False)
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model, bias=False), nn.Linear(d_model, d_model, bias=False)
+        self.up, self.down = nn.Linear(d_model, 4 * d_model, bias=False), nn.Linear(4 * d_model, d_model, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 if __name__ == "__main__":
