@@ -38,6 +38,7 @@ test-slow: install
 
 gpu-check: install
 	pytest -m gpu
+	llmfoundry-lite bench train --seq-len 2048 --batch-size 8 --num-steps 10 --num-rounds 1
 
 lint: install
 	ruff format --check $(SOURCES)

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import nn
 
 from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.devices import device_type, peak_memory_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -84,8 +85,6 @@ def _measure_in_a_process(settings: dict[str, Any]) -> dict[str, Any]:
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """One variant in this process: {step_seconds, peak_bytes}. The first two steps are left out."""
-    from llmfoundry_lite.devices import peak_memory_bytes
-
     kind, dtype = settings["variant"].split()
     steps = (measure_bare if kind == "bare" else measure_trainer)(settings, dtype)
     return {"step_seconds": steps[2:], "peak_bytes": peak_memory_bytes()}
@@ -128,15 +127,15 @@ def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
 
 def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
     """Seconds of each step of the plainest loop one would write by hand, bf16 under autocast."""
-    seq_len, shape = settings["seq_len"], SHAPES[settings["shape"]]
+    seq_len, shape, device = settings["seq_len"], SHAPES[settings["shape"]], device_type()
     num_steps, batch_size = settings["num_steps"] + 2, settings["batch_size"]
-    model = BareGPT(seq_len=seq_len, **shape)
+    model = BareGPT(seq_len=seq_len, **shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     tokens = torch.from_numpy(random_tokens(num_steps * batch_size, seq_len, shape["vocab_size"]))
     seconds = []
-    for batch in tokens.split(batch_size):
+    for batch in tokens.to(device).split(batch_size):
         started = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bf16"):
             logits = model(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -144,6 +143,8 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return seconds
 

@@ -1,0 +1,71 @@
+"""What only a GPU can show. `make gpu-check` runs these; elsewhere they are skipped."""
+
+import pytest
+import torch
+
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+CPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def run(tmp_path, config, name, env=None, **changes):
+    path = write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name, **changes})
+    train([path], tmp_path, env=env).check()
+    return read_metrics(tmp_path / "runs" / name)
+
+
+def losses(records):
+    return values(records, "loss/train/total")
+
+
+@pytest.mark.parametrize(
+    ("precision", "mixed_precision", "band"),
+    [
+        *(("fp32", "DEFAULT", 1e-3), ("amp_bf16", "PURE", 0.06), ("amp_bf16", "DEFAULT", 0.05)),
+        *(("amp_bf16", "FULL", 0.03), ("amp_fp16", "DEFAULT", 0.02)),
+    ],
+)
+def test_a_gpu_computes_the_run_a_cpu_computes(tmp_path, data, precision, mixed_precision, band):
+    config = tiny_config(data, max_duration="30ba", eval_interval="30ba")
+    reference = run(tmp_path, config, "cpu", CPU)
+    low = {"precision": precision, "fsdp_config": {"mixed_precision": mixed_precision}}
+    records = run(tmp_path, config, "gpu", **low)
+    assert values(records, "data/digest") == values(reference, "data/digest")
+    assert losses(records) == pytest.approx(losses(reference), abs=band)
+    assert values(records, "eval/loss") == pytest.approx(values(reference, "eval/loss"), abs=band)
+
+
+def test_a_run_moves_from_cpu_to_gpu_and_back(tmp_path, data):
+    config = tiny_config(data, autoresume=True, max_duration="30ba")
+    whole = run(tmp_path, config, "whole", CPU)
+    for env in (CPU, None, CPU):
+        records = run(tmp_path, config, "moved", env, stop_after="10ba")
+    assert values(records, "data/digest") == values(whole, "data/digest")
+    assert losses(records) == pytest.approx(losses(whole), abs=2e-3)
+
+
+def test_compiled_blocks_compute_the_same_losses(tmp_path, data):
+    config = tiny_config(data, max_duration="10ba")
+    assert losses(run(tmp_path, config, "compiled", compile_config={})) == pytest.approx(
+        losses(run(tmp_path, config, "eager")), abs=1e-3
+    )
+
+
+def test_a_known_gpu_reports_its_mfu(tmp_path, data):
+    from llmfoundry_lite.devices import accelerator
+
+    records = run(tmp_path, tiny_config(data, precision="amp_bf16"), "mfu")
+    known = accelerator() is not None
+    assert all(("throughput/device/mfu" in record) == known for record in records)
