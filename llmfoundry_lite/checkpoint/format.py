@@ -393,18 +393,20 @@ class Saver:
 
     def _write(self, planner: StagedPlanner, found: state.State, save_id: str) -> dict[str, Any]:
         """In the background: this rank's file. Returns what rank 0 needs for the manifest."""
-        poisoned = [key for key, tensor in planner.staged.items() if not _is_finite(tensor)]
-        if poisoned:
-            raise CheckpointError(f"not saved: non-finite values in {describe_some(poisoned)}; older checkpoints stand")
         place, prefix = self.store.draft(save_id)
         name = file_name(self.rank)
         writer = ShardWriter(place, name, save_id, self.num_threads, self.store.on_phase)
         try:
-            writer.write_data(planner.plan, planner)
+            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
+                poisoned = beside.submit(_non_finite, planner.staged)
+                writer.write_data(planner.plan, planner)
         except OSError as error:
             raise CheckpointError(f"{place.url}/{name}: not written: {error.strerror or error}") from error
         except EOFError as error:
             raise CheckpointError(f"not written: {error}") from error
+        if poisoned.result():
+            names = describe_some(poisoned.result())
+            raise CheckpointError(f"not saved: non-finite values in {names}; older checkpoints stand")
         assert writer.record is not None
         record = asdict(writer.record) | {"name": prefix + name}
         return {"file": record, "numbers": _digest([found.optimizer, found.aliases])}
@@ -456,6 +458,10 @@ def _error_of(task: Future[Any]) -> Exception | None:
     if error is not None and not isinstance(error, Exception):
         raise error
     return error
+
+
+def _non_finite(tensors: Tensors) -> list[str]:
+    return [key for key, tensor in tensors.items() if not _is_finite(tensor)]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -12,18 +12,28 @@ from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from tests.checkpoint.ranks import load_and_continue, train_and_save
 from tests.helpers.launch import launch
 
-SAVED = [(2, "FULL_SHARD", "adamw"), (3, "SHARD_GRAD_OP", "lion"), (4, "HYBRID_SHARD", "adamw")]
-LOADED = [(1, "plain"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (4, "NO_SHARD")]
+EVERYWHERE = [(1, "plain"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (4, "NO_SHARD"), (4, "HYBRID_SHARD")]
+CHANGES = [
+    (2, "FULL_SHARD", "adamw", [(1, "plain"), (3, "FULL_SHARD")]),
+    (4, "HYBRID_SHARD", "lion", [(2, "SHARD_GRAD_OP")]),
+    *(
+        pytest.param(num_ranks, sharding, optimizer, EVERYWHERE, marks=pytest.mark.slow)
+        for num_ranks, sharding, optimizer in [
+            *((1, "FULL_SHARD", "adamw"), (2, "NO_SHARD", "adamw"), (3, "SHARD_GRAD_OP", "lion")),
+            *((3, "FULL_SHARD", "adamw"), (4, "HYBRID_SHARD", "adamw"), (4, "FULL_SHARD", "adamw")),
+        ]
+    ),
+]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("num_ranks", "sharding", "optimizer"), SAVED)
-def test_a_save_is_restored_bit_for_bit_on_other_ranks_and_shardings(tmp_path, num_ranks, sharding, optimizer):
+@pytest.mark.parametrize(("num_ranks", "sharding", "optimizer", "others"), CHANGES)
+def test_a_save_is_restored_bit_for_bit_on_other_ranks_and_shardings(tmp_path, num_ranks, sharding, optimizer, others):
     folder = tmp_path / "checkpoints"
     launch(train_and_save, (str(folder), sharding, optimizer), tmp_path, num_ranks).check()
     verify_checkpoint(open_checkpoint(folder / "ba3"))
     saved = load_file(folder / "saved.safetensors")
-    for number, (other_ranks, other_sharding) in enumerate(LOADED):
+    for number, (other_ranks, other_sharding) in enumerate(others):
         out = tmp_path / f"out{number}"
         out.mkdir()
         arguments = (str(folder), "ba3", other_sharding, optimizer, str(out))
