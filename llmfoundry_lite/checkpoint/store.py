@@ -26,14 +26,13 @@ import contextlib
 import json
 import os
 import re
-import socket
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.codec import parse_json, write_json
+from llmfoundry_lite.checkpoint.codec import write_json
+from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
@@ -44,10 +43,7 @@ REPLACED = ".replaced-"
 DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
-LEASES = ".leases"
 HINT = "latest.json"
-KEPT_LEASES = 8
-MAX_SMALL_FILE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +73,6 @@ class Search(NamedTuple):
     """A line for each checkpoint that was passed over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    epoch: int
-    owner: dict[str, Any]
-
-
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
     """One checkpoint folder. Raises CheckpointError if there is none, DamagedCheckpointError if it cannot be read."""
     return read_checkpoint(open_place(url))
@@ -105,6 +95,7 @@ class CheckpointStore:
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
         self.root = open_place(url)
+        self.leases = Leases(self.root)
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
@@ -115,57 +106,17 @@ class CheckpointStore:
 
         Raises CheckpointError if the present writer still runs on this machine.
         """
-        holder = self.holder()
-        if holder is not None and is_running_elsewhere(holder.owner):
-            raise CheckpointError(
-                f"{self.root.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or give "
-                "this run another save_folder"
-            )
-        owner = describe_this_process()
         with _os_errors(f"{self.root.url}: no lease can be taken"):
-            while True:
-                lease = Lease(max([self._highest_lease(), *self._committed_epochs()]) + 1, owner)
-                try:
-                    self._leases.put(_lease_name(lease.epoch), write_json(owner), only_if_new=True)
-                    break
-                except FileExistsError:
-                    continue
-            for name in self._leases.names():
-                epoch = _lease_epoch(name)
-                if epoch is not None and epoch <= lease.epoch - KEPT_LEASES:
-                    self._leases.remove(name)
+            lease = self.leases.acquire(at_least=max(self._committed_epochs(), default=0) + 1)
             self._clear_remains(lease)
         return lease
 
     def check(self, lease: Lease) -> None:
         """Raises CheckpointError when another writer has taken over."""
-        highest = self._highest_lease()
-        if highest > lease.epoch:
-            owner = self._lease_owner(highest)
-            raise CheckpointError(
-                f"{self.root.url}: another launch of this run ({owner.get('host', 'host unknown')}, process "
-                f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
-            )
-
-    def holder(self) -> Lease | None:
-        epoch = self._highest_lease()
-        return Lease(epoch, self._lease_owner(epoch)) if epoch else None
-
-    @property
-    def _leases(self) -> Place:
-        return self.root.child(LEASES)
-
-    def _highest_lease(self) -> int:
-        return max((epoch for name in self._leases.names() if (epoch := _lease_epoch(name)) is not None), default=0)
+        self.leases.check(lease)
 
     def _committed_epochs(self) -> list[int]:
         return [found.checkpoint.manifest.lease_epoch for found in self.candidates() if found.checkpoint]
-
-    def _lease_owner(self, epoch: int) -> dict[str, Any]:
-        with contextlib.suppress(OSError, DamagedCheckpointError):
-            owner = parse_json(self._leases.read(_lease_name(epoch), MAX_SMALL_FILE), LEASES)
-            return owner if isinstance(owner, dict) else {}
-        return {}
 
     def _clear_remains(self, lease: Lease) -> None:
         """Drafts, replaced and half-deleted saves of earlier leases; a save replaced by nothing is put back."""
@@ -392,33 +343,6 @@ class _Fenced(Exception):
     pass
 
 
-def describe_this_process() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "boot": _boot_id(), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
-
-
-def is_running_elsewhere(owner: dict[str, Any]) -> bool:
-    """Whether a lease's owner is another process that certainly still runs: on this very boot of this machine."""
-    pid, boot = owner.get("pid"), owner.get("boot")
-    if type(pid) is not int or boot is None or boot != _boot_id() or pid == os.getpid():
-        return False
-    started = _start_ticks(pid)
-    return started is not None and started == owner.get("started")
-
-
-def _boot_id() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return None
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When a process began, so that a reused pid is not taken for it; None if it does not run (or is a zombie)."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    return None
-
-
 @contextlib.contextmanager
 def _os_errors(what: str) -> Any:
     try:
@@ -452,11 +376,3 @@ def _candidate_order(candidate: Candidate) -> tuple[int, int]:
     if candidate.checkpoint is None:
         return 1 << 62, _batch(candidate.name)
     return candidate.checkpoint.manifest.order
-
-
-def _lease_name(epoch: int) -> str:
-    return f"{epoch:08d}.json"
-
-
-def _lease_epoch(name: str) -> int | None:
-    return int(name[:-5]) if re.fullmatch(r"\d+\.json", name) else None

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmfoundry_lite.checkpoint import exchange, format
-from llmfoundry_lite.checkpoint.format import StagedPlanner, agree_on_plans, as_bytes, file_name, layout, tensor_records
+from llmfoundry_lite.checkpoint import exchange
+from llmfoundry_lite.checkpoint.format import as_bytes
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.places import LocalPlace
+from llmfoundry_lite.checkpoint.planning import StagedPlanner, agree_on_plans, box_of, file_name, layout, tensor_records
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.shards import write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, local_part
@@ -38,7 +39,7 @@ def rank_of(rank, world_size):
         dist.destroy_process_group()
 
 
-def box_of(tensor, mesh, placements):
+def part_of(tensor, mesh, placements):
     """This rank's part of a whole tensor, cut as torch.chunk cuts, dimension after dimension."""
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -57,7 +58,7 @@ def distribute(whole, layouts, mesh_shape):
         if placements is None:
             tensors[name] = tensor.clone()
             continue
-        local = box_of(tensor, mesh, placements)
+        local = part_of(tensor, mesh, placements)
         stride = tensor.stride()
         tensors[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
     return tensors
@@ -70,7 +71,7 @@ def save_simulated(folder, whole, layouts, mesh_shape):
     for rank in range(world_size):
         with rank_of(rank, world_size):
             plan = StagedPlanner(distribute(whole, layouts, mesh_shape), rank == 0).create_local_plan()
-            boxes.append([format._box(item) for item in plan.items])
+            boxes.append([box_of(item) for item in plan.items])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "gather_json", lambda mine, group: boxes)
         plans = agree_on_plans(StagedPlanner({}, True), None)

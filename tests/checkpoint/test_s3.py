@@ -87,7 +87,7 @@ def test_the_lease_is_claimed_by_one(connect):
     with pytest.raises(CheckpointError, match="another launch"):
         first.publish(draft, old)
     with pytest.raises(FileExistsError):
-        second._leases.put("00000002.json", b"{}", only_if_new=True)
+        second.leases.place.put("00000002.json", b"{}", only_if_new=True)
 
 
 def test_large_shards_go_in_parts(connect, monkeypatch):

@@ -10,9 +10,10 @@ import uuid
 import fsspec
 import pytest
 
-from llmfoundry_lite.checkpoint import store as stores
+from llmfoundry_lite.checkpoint import lease as leases
+from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.places import open_place
-from llmfoundry_lite.checkpoint.store import CheckpointStore, describe_this_process, open_checkpoint
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.saves import flip, save, write_draft
@@ -94,8 +95,8 @@ def test_a_zombie_that_slips_through_loses_to_the_new_writer(url, monkeypatch):
     zombie = write_draft(store, old, 400)
 
     new_store = CheckpointStore(url)
-    new = stores.Lease(old.epoch + 1, {})
-    new_store._leases.put(stores._lease_name(new.epoch), b"{}", only_if_new=True)
+    new = leases.Lease(old.epoch + 1, {})
+    new_store.leases.place.put(leases._name(new.epoch), b"{}", only_if_new=True)
     monkeypatch.setattr(store, "check", lambda lease: None)  # it looked just before
     store.publish(zombie, old)
     assert names(store) == ["ba400", "ba200"], "nothing newer yet: a sound state of the same run"
@@ -138,13 +139,13 @@ def test_a_writer_alive_on_this_machine_is_not_pushed_aside(tmp_path):
 def test_a_reused_process_id_is_not_the_writer():
     mine = describe_this_process()
     owner = mine | {"pid": os.getppid(), "started": mine["started"] + 1}
-    assert not stores.is_running_elsewhere(owner)
+    assert not leases.is_running_elsewhere(owner)
 
 
 def test_leases_of_many_launches_do_not_pile_up(url):
     store = CheckpointStore(url)
     assert [store.acquire().epoch for _ in range(12)] == list(range(1, 13))
-    assert len(store._leases.names()) <= 8
+    assert len(store.leases.place.names()) <= 8
 
 
 def test_the_epoch_outlives_a_lost_lease_file(url):
@@ -152,7 +153,7 @@ def test_the_epoch_outlives_a_lost_lease_file(url):
     for _ in range(3):
         lease = store.acquire()
     save(store, lease, 1)
-    store._leases.remove_all()
+    store.leases.place.remove_all()
     assert store.acquire().epoch == 4
 
 

@@ -1,0 +1,114 @@
+"""Who may write into a run's folder: numbered claims, the highest of which holds. No torch.
+
+A claim is the creation of `.leases/<number>.json`, which must not exist yet; the number alone counts, its content tells
+people whose it is. See `store` for what a lease can and cannot prevent.
+"""
+
+import contextlib
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.checkpoint.codec import parse_json, write_json
+from llmfoundry_lite.checkpoint.places import Place
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+
+FOLDER = ".leases"
+KEPT = 8
+"""A listing may miss a file created while it is read; with several left it still finds a high number."""
+MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    epoch: int
+    owner: dict[str, Any]
+    """Host, boot, pid and when that process began; empty if it cannot be read."""
+
+
+class Leases:
+    def __init__(self, root: Place):
+        self.url = root.url
+        self.place = root.child(FOLDER)
+
+    def acquire(self, *, at_least: int) -> Lease:
+        """The next number. Raises CheckpointError if the holder still runs on this machine, OSError of the disk."""
+        holder = self.holder()
+        if holder is not None and is_running_elsewhere(holder.owner):
+            raise CheckpointError(
+                f"{self.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or "
+                "give this run another save_folder"
+            )
+        owner = describe_this_process()
+        while True:
+            epoch = max(self.highest() + 1, at_least)
+            try:
+                self.place.put(_name(epoch), write_json(owner), only_if_new=True)
+                break
+            except FileExistsError:
+                continue
+        for name in self.place.names():
+            old = _epoch(name)
+            if old is not None and old <= epoch - KEPT:
+                self.place.remove(name)
+        return Lease(epoch, owner)
+
+    def check(self, lease: Lease) -> None:
+        """Raises CheckpointError when there is a higher number."""
+        holder = self.holder()
+        if holder is not None and holder.epoch > lease.epoch:
+            raise CheckpointError(
+                f"{self.url}: another launch of this run ({holder.owner.get('host', 'host unknown')}, process "
+                f"{holder.owner.get('pid', 'unknown')}) saves here now; this one may not any more"
+            )
+
+    def holder(self) -> Lease | None:
+        epoch = self.highest()
+        return Lease(epoch, self._owner(epoch)) if epoch else None
+
+    def highest(self) -> int:
+        return max((epoch for name in self.place.names() if (epoch := _epoch(name)) is not None), default=0)
+
+    def _owner(self, epoch: int) -> dict[str, Any]:
+        with contextlib.suppress(OSError, DamagedCheckpointError):
+            owner = parse_json(self.place.read(_name(epoch), MAX_BYTES), FOLDER)
+            return owner if isinstance(owner, dict) else {}
+        return {}
+
+
+def describe_this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "boot": _boot_id(), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
+
+
+def is_running_elsewhere(owner: dict[str, Any]) -> bool:
+    """Whether a lease's owner is another process that certainly still runs: on this very boot of this machine."""
+    pid, boot = owner.get("pid"), owner.get("boot")
+    if type(pid) is not int or boot is None or boot != _boot_id() or pid == os.getpid():
+        return False
+    started = _start_ticks(pid)
+    return started is not None and started == owner.get("started")
+
+
+def _boot_id() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process began, so that a reused pid is not taken for it; None if it does not run (or is a zombie)."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    return None
+
+
+def _name(epoch: int) -> str:
+    return f"{epoch:08d}.json"
+
+
+def _epoch(name: str) -> int | None:
+    return int(name[:-5]) if re.fullmatch(r"\d+\.json", name) else None
