@@ -159,7 +159,7 @@ def export(
 
 def model_config(config: dict[str, Any]) -> Any:
     """The model of a resolved configuration, as a manifest keeps it."""
-    from llmfoundry_lite.config.load import build_block
+    from llmfoundry_lite.config.build import build_block
     from llmfoundry_lite.config.schema import ModelConfig
 
     return build_block(ModelConfig, config["model"], "model")

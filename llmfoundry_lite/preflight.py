@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from llmfoundry_lite.config.load import check_world_size
+from llmfoundry_lite.config.check import check_world_size
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError

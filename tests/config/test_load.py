@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.load import Invocation, check_world_size, load_train_config
+from llmfoundry_lite.config.check import check_world_size
+from llmfoundry_lite.config.load import Invocation, load_train_config
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters

@@ -1,0 +1,343 @@
+"""What the configuration alone can tell to be wrong: choices, ranges, spans, and blocks that do not go together."""
+
+import difflib
+import math
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.schema import TIME_UNITS, Duration, LoaderConfig, ModelConfig, TrainConfig
+from llmfoundry_lite.errors import ConfigError
+
+Refuse = typing.Callable[[str, str], typing.NoReturn]
+"""(key, what is wrong with it) -> ConfigError, with the file that has the key."""
+
+CHOICES = {
+    "model.name": ("mpt_causal_lm",),
+    "model.norm_type": ("low_precision_layernorm", "layernorm"),
+    "model.loss_fn": ("auto", "fused_crossentropy", "torch_crossentropy"),
+    "model.init_device": ("meta", "cpu", "mixed"),
+    "model.attn_config.attn_type": ("multihead_attention",),
+    "model.attn_config.attn_impl": ("auto", "sdpa", "torch", "flash"),
+    "model.ffn_config.ffn_type": ("mptmlp",),
+    "model.init_config.name": (
+        *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+        *("small_init_", "neox_init_", "baseline_", "default_"),
+    ),
+    "model.init_config.fan_mode": ("fan_in", "fan_out"),
+    "model.init_config.init_nonlinearity": ("relu", "leaky_relu", "linear", "tanh", "sigmoid", "selu"),
+    "train_loader.name": ("text", "python:"),
+    "eval_loader.name": ("text", "python:"),
+    "optimizer.name": ("decoupled_adamw", "adamw", "lion", "decoupled_lionw", "python:"),
+    "scheduler.name": (
+        *("constant_with_warmup", "cosine_with_warmup"),
+        *("linear_decay_with_warmup", "inv_sqrt_with_warmup"),
+    ),
+    "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
+    "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+    "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
+    "precision": ("fp32", "amp_bf16", "amp_fp16"),
+    "on_non_finite": ("stop", "skip"),
+    "python_log_level": ("debug", "info", "warning", "error", "critical"),
+}
+
+POSITIVE = (
+    *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
+    *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
+    *("model.attn_config.alibi_bias_max", "max_seq_len", "global_train_batch_size", "device_eval_batch_size"),
+    *("device_train_microbatch_size", "optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches"),
+    *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
+    *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
+    *("fsdp_config.data_parallel_shard_degree", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"),
+)
+
+NON_NEGATIVE = (
+    *("seed", "optimizer.weight_decay", "model.init_config.emb_init_std", "model.init_config.init_gain"),
+    *("scheduler.alpha_i", "scheduler.alpha_f", "scheduler.alpha_f_decay", "scheduler.alpha_f_cooldown"),
+    *("train_loader.num_workers", "train_loader.timeout", "train_loader.dataset.shuffle_seed"),
+    *("eval_loader.num_workers", "eval_loader.timeout", "eval_loader.dataset.shuffle_seed"),
+)
+
+PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb_pdrop")
+
+DURATIONS = {
+    "max_duration": TIME_UNITS,
+    "eval_interval": TIME_UNITS,
+    "save_interval": TIME_UNITS,
+    "stop_after": TIME_UNITS,
+    "console_log_interval": ("ba", "ep"),
+    "scheduler.t_warmup": (*TIME_UNITS, "dur"),
+    "scheduler.t_max": (*TIME_UNITS, "dur"),
+    "scheduler.t_scale": (*TIME_UNITS, "dur"),
+    "scheduler.t_cooldown": (*TIME_UNITS, "dur"),
+}
+
+MAY_BE_ZERO = ("scheduler.t_warmup", "scheduler.t_cooldown")
+
+ALTERNATIVES = {
+    "model.name": "LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
+    "model.ffn_config.ffn_type": "mixture of experts, GLU and TransformerEngine layers are left out; use mptmlp",
+    "model.attn_config.attn_type": "grouped-query attention is left out; use multihead_attention",
+    "train_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
+    "eval_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
+    "precision": "expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+}
+"""Said when one of these has a value outside its list."""
+
+SYNONYMS = {
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "amp": "amp_fp16",
+    "float32": "fp32",
+    "adam": "adamw",
+    "decoupled_lion": "decoupled_lionw",
+    "mpt": "mpt_causal_lm",
+    "triton": "flash",
+}
+"""Other libraries' words for our values."""
+
+
+def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
+    """Check everything that the configuration alone can tell. Raises ConfigError."""
+
+    def refuse(key: str, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{source_of(key, layers)}: {key}: {message}")
+
+    for key in CHOICES:
+        value = _attribute(config, key)
+        if value is not None:
+            _check_choice(key, value, layers)
+    for key in POSITIVE:
+        value = _attribute(config, key)
+        if value is not None and not value > 0:
+            refuse(key, f"{value!r} given, expected a number above 0")
+    for key in NON_NEGATIVE:
+        value = _attribute(config, key)
+        if value is not None and value < 0:
+            refuse(key, f"{value!r} given, expected 0 or more")
+    for key in PROBABILITIES:
+        value = _attribute(config, key)
+        if not 0 <= value < 1:
+            refuse(key, f"{value!r} given, expected a probability, 0 <= p < 1")
+    for key in DURATIONS:
+        value = _attribute(config, key)
+        if value is not None and not (key == "eval_interval" and value == 0):
+            _check_duration(key, value, refuse)
+
+    _check_model(config.model, refuse)
+    if config.max_seq_len > config.model.max_seq_len:
+        refuse("max_seq_len", f"{config.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}")
+    for block in ("train_loader", "eval_loader"):
+        loader = getattr(config, block)
+        if loader is not None and loader.name == "text":
+            _check_loader(loader, block, config, refuse)
+    model_max_length = config.tokenizer.kwargs.get("model_max_length")
+    if isinstance(model_max_length, int) and model_max_length < config.max_seq_len:
+        refuse(
+            "tokenizer.kwargs.model_max_length", f"{model_max_length} is less than max_seq_len, {config.max_seq_len}"
+        )
+    if config.eval_subset_num_batches < -1 or config.eval_subset_num_batches == 0:
+        refuse("eval_subset_num_batches", f"{config.eval_subset_num_batches} given, expected -1 (all) or a count")
+    for beta in config.optimizer.betas or ():
+        if not 0 <= beta < 1:
+            refuse("optimizer.betas", f"{beta} given, expected 0 <= beta < 1")
+    microbatch, batch = config.device_train_microbatch_size, config.global_train_batch_size
+    if microbatch is not None and microbatch > batch:
+        refuse("device_train_microbatch_size", f"{microbatch} is more than global_train_batch_size, {batch}")
+    fsdp = config.fsdp_config
+    if fsdp and fsdp.data_parallel_shard_degree is not None and fsdp.sharding_strategy != "HYBRID_SHARD":
+        refuse(
+            "fsdp_config.data_parallel_shard_degree",
+            f"only HYBRID_SHARD uses it, and sharding_strategy is {fsdp.sharding_strategy}; change that or remove this",
+        )
+    for path in config.callbacks.extra:
+        _check_import_path("callbacks", path, layers)
+    warmup, end = Duration.parse(config.scheduler.t_warmup), Duration.parse(config.scheduler.t_max)
+    if warmup.unit == end.unit and warmup.value > end.value:
+        refuse("scheduler.t_warmup", f"{warmup} is more than t_max, {end}; the warm-up is part of the schedule")
+
+
+def check_world_size(config: TrainConfig, world_size: int) -> None:
+    """Check what depends on the number of devices. Raises ConfigError."""
+    batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
+    if batch % world_size:
+        divisors = [str(n) for n in range(1, min(batch, 4 * world_size) + 1) if batch % n == 0]
+        raise ConfigError(
+            f"global_train_batch_size: {batch} cannot be shared evenly by {world_size} devices; "
+            f"start with a number of devices that divides it ({', '.join(divisors)}) or change the batch size"
+        )
+    if microbatch is not None and microbatch > batch // world_size:
+        raise ConfigError(
+            f"device_train_microbatch_size: {microbatch} is more than the {batch // world_size} samples "
+            f"each device gets ({batch} / {world_size} devices); set it to {batch // world_size} or less"
+        )
+
+
+def check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """A block of a kind we do not have is refused as such, before its keys are found unknown one by one."""
+    for key in ALTERNATIVES:
+        found, value = get(values, key)
+        if found and value is not None:
+            _check_choice(key, value, layers)
+
+
+def _check_duration(key: str, value: str | int, refuse: Refuse) -> None:
+    try:
+        duration = Duration.parse(value, DURATIONS[key])
+    except ValueError as error:
+        refuse(key, f"{value!r} given, expected {error}")
+    if duration.value == 0 and key not in MAY_BE_ZERO:
+        never = ", or 0 to never evaluate" if key == "eval_interval" else ""
+        refuse(key, f"{value!r} given, expected more than 0{never}")
+
+
+def find_surprises(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
+    """What is allowed, and perhaps not meant."""
+    notes = []
+    for key in ("max_duration", "eval_interval"):
+        value = _attribute(config, key)
+        given = any(get(layer.values, key)[0] for layer in layers)
+        if given and isinstance(value, int) and value > 0:
+            notes.append(f"{source_of(key, layers)}: {key}: {value} counts epochs; {value} batches are {value}ba")
+    run = Duration.parse(config.max_duration)
+    for key, meaning in (("t_warmup", "the learning rate never reaches lr"), ("t_max", "the schedule does not end")):
+        span = Duration.parse(getattr(config.scheduler, key))
+        if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
+            key = f"scheduler.{key}"
+            notes.append(f"{source_of(key, layers)}: {key}: {span} is longer than the run, {run}: {meaning}")
+    return notes
+
+
+def _check_choice(key: str, value: Any, layers: Sequence[Layer]) -> None:
+    choices = CHOICES[key]
+    if value in choices:
+        return
+    if "python:" in choices and str(value).startswith("python:"):
+        _check_import_path(key, value, layers)
+        return
+    hint = ALTERNATIVES.get(key) or f"expected {_or(choices)}"
+    nearest = _nearest_choice(str(value), choices, cutoff=0.85 if key in ALTERNATIVES else 0.75)
+    if nearest:
+        hint = f"did you mean {nearest}?" + ("" if key in ALTERNATIVES else f" ({hint})")
+    hint = hint.replace("python:", "python:package.module:Thing")
+    raise ConfigError(f"{source_of(key, layers)}: {key}: {value!r} is not known; {hint}")
+
+
+def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
+    if SYNONYMS.get(value.lower()) in choices:
+        return SYNONYMS[value.lower()]
+    begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def _or(options: Sequence[str]) -> str:
+    *others, last = options
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _check_import_path(key: str, value: str, layers: Sequence[Layer]) -> None:
+    if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
+        raise ConfigError(
+            f"{source_of(key, layers)}: {key}: {value!r} given, expected an import path, python:package.module:Thing"
+        )
+
+
+def _check_model(model: ModelConfig, refuse: Refuse) -> None:
+    if model.d_model % model.n_heads:
+        near = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
+        nearest = min(near, key=lambda n: abs(n - model.n_heads))
+        refuse(
+            "model.n_heads",
+            f"{model.n_heads} does not divide d_model, {model.d_model}; the nearest that does is {nearest}",
+        )
+    if not model.tie_word_embeddings:
+        refuse(
+            "model.tie_word_embeddings", "false is left out here: input and output embeddings are one matrix; remove it"
+        )
+    ffn_dim = model.d_model * model.expansion_ratio
+    if ffn_dim != int(ffn_dim):
+        refuse(
+            "model.expansion_ratio",
+            f"{model.expansion_ratio} x d_model, {model.d_model}, is no whole number; "
+            f"the nearest that gives one is {round(ffn_dim) / model.d_model}",
+        )
+    if isinstance(model.logit_scale, str) and model.logit_scale != "inv_sqrt_d_model":
+        refuse("model.logit_scale", f"{model.logit_scale!r} given, expected a number or inv_sqrt_d_model")
+    if model.logit_scale == 0:
+        refuse(
+            "model.logit_scale", "0 given, which makes every token as likely as any other; remove it or give a number"
+        )
+    init = model.init_config
+    if init.name == "baseline_" and init.init_std is None:
+        refuse("model.init_config.init_std", "missing; baseline_ draws weights from N(0, init_std)")
+    divide = init.init_div_is_residual
+    is_text = isinstance(divide, str) and not divide.replace(".", "", 1).isdigit()
+    if is_text or (not isinstance(divide, bool) and not float(divide) > 0):
+        refuse("model.init_config.init_div_is_residual", f"{divide!r} given, expected true, false or a number above 0")
+    for key in ("emb_init_std", "emb_init_uniform_lim"):
+        if init.name == "default_" and getattr(init, key) is not None:
+            refuse(
+                f"model.init_config.{key}", "default_ draws embeddings from N(0, 1); remove it or use another scheme"
+            )
+    limit = init.emb_init_uniform_lim
+    is_pair = isinstance(limit, list) and len(limit) == 2 and all(map(_is_number, limit)) and limit[0] <= limit[1]
+    if not (limit is None or _is_number(limit) or is_pair):
+        refuse(
+            "model.init_config.emb_init_uniform_lim",
+            f"{limit!r} given, expected a number, or the lower and the upper limit in a list",
+        )
+
+
+def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse: Refuse) -> None:
+    dataset = loader.dataset
+    if dataset.streams and (dataset.local or dataset.remote):
+        refuse(
+            f"{block}.dataset", "both streams and local/remote given; put each folder under streams, or use no streams"
+        )
+    if not dataset.streams and not dataset.local:
+        refuse(
+            f"{block}.dataset.local", "missing; expected the folder of an MDS data set (a remote one is cached there)"
+        )
+    for name, stream in dataset.streams.items():
+        if not stream.local:
+            refuse(
+                f"{block}.dataset.streams.{name}.local", "missing; expected the folder this stream is read or cached in"
+            )
+        given = {key: getattr(stream, key) for key in ("proportion", "repeat", "choose")}
+        given = {key: value for key, value in given.items() if value is not None}
+        if len(given) > 1:
+            refuse(f"{block}.dataset.streams.{name}", f"{' and '.join(given)} given, expected one of them at most")
+        for key, value in given.items():
+            if not value > 0:
+                refuse(f"{block}.dataset.streams.{name}.{key}", f"{value!r} given, expected a number above 0")
+    if len({stream.proportion is None for stream in dataset.streams.values()}) == 2:
+        refuse(f"{block}.dataset.streams", "some streams have a proportion and some do not; give it to all or to none")
+    if dataset.max_seq_len is not None and dataset.max_seq_len > config.model.max_seq_len:
+        refuse(
+            f"{block}.dataset.max_seq_len",
+            f"{dataset.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}",
+        )
+    for key, units, example in (("epoch_size", "kmb", "100k"), ("cache_limit", "kmgt", "100gb")):
+        value = getattr(dataset, key)
+        is_text = isinstance(value, str) and re.fullmatch(rf"[0-9][0-9_.]*[{units}]?b?", value.lower())
+        if not (value is None or is_text or (isinstance(value, int) and value > 0)):
+            refuse(f"{block}.dataset.{key}", f"{value!r} given, expected a number above 0, such as {example}")
+
+
+def describe_duration(key: str) -> str:
+    return f"a number with a unit, {_or(DURATIONS[key])}, such as 100ba"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _attribute(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part, None)
+    return config

@@ -1,0 +1,130 @@
+"""LLM Foundry's words that we know and do without: ignored with a note, or refused with what to use instead."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmfoundry_lite.config.layers import Layer, get, pop, source_of
+from llmfoundry_lite.errors import ConfigError
+
+WITHOUT_EFFECT = {
+    "log_config": "the resolved configuration is always written to config.yaml",
+    "save_overwrite": "a checkpoint is never overwritten",
+    "spin_dataloaders": "no batch is ever replayed to find one's place",
+    "save_filename": "checkpoints have fixed names",
+    "save_latest_filename": "checkpoints have fixed names",
+    "save_ignore_keys": "a checkpoint is always whole",
+    "load_strict_model_weights": "weights are always checked strictly; load_ignore_keys names exceptions",
+    "icl_subset_num_batches": "nothing is evaluated in context before icl_tasks is set",
+    "icl_seq_len": "nothing is evaluated in context before icl_tasks is set",
+    "flatten_metadata": "metadata is logged as it is",
+    "n_gpus": "the launcher knows",
+    "model.use_cache": "training keeps no cache",
+    "model.use_pad_tok_in_ffn": "samples have no padding",
+    "model.verbose": "`--dry-run` shows the model",
+    "model.init_config.verbose": "`--dry-run` shows the model",
+    "model.attn_config.fused_qkv": "q, k and v are one matrix",
+    "model.attn_config.rope_theta": "there is no rope",
+    "model.attn_config.rope_impl": "there is no rope",
+    "model.attn_config.rope_dail_config": "there is no rope",
+    "model.attn_config.rope_hf_config": "there is no rope",
+    "fsdp_config.limit_all_gathers": "FSDP2 always does",
+    "fsdp_config.use_orig_params": "FSDP2 always does",
+    "fsdp_config.sync_module_states": "every rank makes the same weights",
+    "fsdp_config.state_dict_type": "state is always saved sharded and loads anywhere",
+    "fsdp_config.backward_prefetch": "FSDP2 always prefetches",
+    "fsdp_config.forward_prefetch": "FSDP2 always prefetches",
+    "fsdp_config.verbose": "`--dry-run` shows the sharding",
+    "fsdp_config.flatten_parameters": "FSDP2 keeps parameters apart",
+    "fsdp_config.load_monolith_rank0_only": "weights are read by the ranks that need them",
+    "*.dataset.num_canonical_nodes": "sample order does not depend on nodes",
+    "*.dataset.shuffle_algo": "there is one order, for every world size",
+    "*.dataset.partition_algo": "there is one order, for every world size",
+    "*.dataset.batching_method": "streams are mixed in proportion in every batch",
+}
+"""Accepted, ignored, and said so."""
+
+LEFT_OUT = {
+    "save_weights_only": "use `llmfoundry-lite checkpoint export`",
+    "icl_tasks": "in-context evaluation is not in this version; remove it",
+    "icl_tasks_str": "in-context evaluation is not in this version; remove it",
+    "eval_gauntlet": "in-context evaluation is not in this version; remove it",
+    "eval_gauntlet_str": "in-context evaluation is not in this version; remove it",
+    "tp_config": "use fsdp_config",
+    "code_paths": "put the folder on PYTHONPATH and name the object: python:package.module:Thing",
+    "profiler": "run torch's profiler from a callback: callbacks: {python:package.module:Thing: {}}",
+    "device_train_grad_accum": "use device_train_microbatch_size",
+    "device_train_batch_size": "use global_train_batch_size",
+    "expandable_segments": "set PYTORCH_CUDA_ALLOC_CONF in the environment",
+    "max_split_size_mb": "set PYTORCH_CUDA_ALLOC_CONF in the environment",
+    "cuda_load_lazy": "set CUDA_MODULE_LOADING in the environment",
+    "train_subset_num_batches": "use max_duration",
+    "only_hf_checkpoint": "use export_at_end",
+    "only_composer_checkpoint": "use export_at_end",
+    "model.block_overrides": "every block has the same shape here",
+    "model.fc_type": "layers are torch's; remove it",
+    "model.attn_config.rope": "use learned_pos_emb or alibi",
+    "model.attn_config.attn_uses_sequence_id": "documents in a sample see each other; remove it",
+    "model.attn_config.sliding_window_size": "attention is full; remove it",
+    "model.attn_config.kv_n_heads": "use attn_type: multihead_attention",
+    "model.attn_config.qk_gn": "use qk_ln",
+    "model.attn_config.nope": "use learned_pos_emb: false",
+    "model.attn_config.kv_dim": "k and v are as wide as d_model; remove it",
+    "model.attn_config.attn_logit_softcapping": "use qk_ln or clip_qkv",
+    "model.attn_config.attn_temperature_tuning": "use softmax_scale",
+    "model.head_dim": "it is d_model / n_heads; remove it",
+    "model.attention_bias": "use no_bias",
+    "model.final_logit_softcapping": "use logit_scale",
+    "model.embedding_fraction": "use model.init_config.emb_init_std, or remove it",
+    "eval_loaders": "use eval_loader",
+    "algorithms.alibi": "use model.attn_config.alibi: true",
+    "algorithms.gated_linear_units": "use model.ffn_config.ffn_type: mptmlp",
+    "algorithms.low_precision_layernorm": "use model.norm_type: low_precision_layernorm",
+    "callbacks.hf_checkpointer": "use export_at_end",
+    "callbacks.nan_monitor": "use on_non_finite",
+    "callbacks.system_metrics_monitor": "memory and throughput are always logged; remove it",
+    "callbacks.optimizer_monitor": "the gradient norm is always logged; remove it",
+    "train_loader.dataset.packing_ratio": "fine-tuning loaders are left out; pack with `llmfoundry-lite data prepare`",
+}
+"""Refused by name, with what to use instead, unless the value says what we do anyway."""
+
+HARMLESS_VALUES = {
+    "model.fc_type": ("torch", {"name": "torch"}),
+    "model.attn_config.rope": (False,),
+    "model.attn_config.attn_uses_sequence_id": (False,),
+    "model.attn_config.sliding_window_size": (-1,),
+    "model.attn_config.qk_gn": (False,),
+    "model.attn_config.nope": (False,),
+    "model.embedding_fraction": (1, 1.0),
+    "train_subset_num_batches": (-1,),
+    "save_weights_only": (False,),
+    "only_hf_checkpoint": (False,),
+    "only_composer_checkpoint": (False,),
+}
+
+
+def drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
+    notes = []
+    for pattern, reason in WITHOUT_EFFECT.items():
+        blocks = ("train_loader", "eval_loader") if pattern.startswith("*.") else ("*",)
+        for key in (pattern.replace("*", block) for block in blocks):
+            if get(values, key)[0]:
+                pop(values, key)
+                notes.append(f"{source_of(key, layers)}: {key} has no effect: {reason}")
+    return notes
+
+
+def refuse_left_out_keys(values: dict[str, Any], layers: Sequence[Layer]) -> None:
+    for key, instead in LEFT_OUT.items():
+        found, value = get(values, key)
+        if not found:
+            continue
+        if value is None or value in HARMLESS_VALUES.get(key, ()):
+            pop(values, key)
+            continue
+        raise ConfigError(f"{source_of(key, layers)}: {key}: LLM Foundry's option is left out here; {instead}")
+    for key in ("device_train_microbatch_size", "device_eval_batch_size"):
+        if values.get(key) == "auto":
+            raise ConfigError(
+                f"{source_of(key, layers)}: {key}: auto is left out here; "
+                f"give a number (`--dry-run` estimates the memory it needs)"
+            )

@@ -1,0 +1,173 @@
+"""What was given: YAML files and `key=value` arguments as layers, laid over each other.
+
+Owns reading, precedence (files in order < arguments), `${…}`, what a hardware overlay may set, and where a key came
+from, so that every message can name the file.
+"""
+
+import difflib
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from llmfoundry_lite.errors import ConfigError
+
+
+class Layer(NamedTuple):
+    source: str
+    """A file's name, or `command line`."""
+    values: dict[str, Any]
+
+
+def read_layers(arguments: Sequence[str]) -> list[Layer]:
+    """Files first, then the `key=value` arguments as one last layer."""
+    layers: list[Layer] = []
+    dotlist: list[str] = []
+    for argument in arguments:
+        if re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument):
+            dotlist.append(argument)
+        elif argument.endswith((".yaml", ".yml")):
+            layers.append(_read_file(argument))
+        else:
+            raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value")
+    if not layers:
+        raise ConfigError("command line: no YAML file given; try yamls/pretrain/mpt-quickstart.yaml")
+    for layer in layers:
+        _check_overlay(layer, is_first=layer is layers[0])
+    for argument in dotlist:
+        try:
+            OmegaConf.from_dotlist([argument])
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"command line: cannot read {argument}: {one_line(error)}") from None
+    if dotlist:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(dotlist))
+        layers.append(Layer("command line", typing.cast(dict[str, Any], values)))
+        if "overlay" in layers[-1].values:
+            raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
+    return layers
+
+
+def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Lay later layers over earlier ones and resolve `${…}`."""
+    try:
+        merged = OmegaConf.merge(*(OmegaConf.create(layer.values) for layer in layers))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or ""
+        where = f"{source_of(key, layers)}: {key or 'configuration'}"
+        missing = re.search(r"Interpolation key '(.+)' not found", str(error))
+        if missing:
+            raise ConfigError(f"{where}: ${{{missing[1]}}} names nothing{_near_variable(missing[1], layers)}") from None
+        unset = re.search(r"Environment variable '(.+)' not found", str(error))
+        if unset:
+            raise ConfigError(f"{where}: the environment variable {unset[1]} is not set; export it") from None
+        raise ConfigError(f"{where}: {one_line(error)}") from None
+    return typing.cast(dict[str, Any], values)
+
+
+def _near_variable(name: str, layers: Sequence[Layer]) -> str:
+    known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean ${{{near[0]}}}?" if near else ""
+
+
+def _read_file(name: str) -> Layer:
+    if not Path(name).is_file():
+        names = [path.name for path in Path(name).parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
+        raise ConfigError(
+            f"{name}: no such file" + (f"; did you mean {Path(name).with_name(near[0])}?" if near else "")
+        )
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(name))
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not valid YAML: {one_line(error)}") from None
+    if not values:
+        raise ConfigError(f"{name}: the file is empty")
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{name}: expected `key: value` at the top level, found {type(values).__name__}")
+    return Layer(name, typing.cast(dict[str, Any], values))
+
+
+HARDWARE_KEYS = (
+    "device_train_microbatch_size",
+    "device_eval_batch_size",
+    "precision",
+    "fsdp_config",
+    "compile_config",
+    "dist_timeout",
+    "model.attn_config.attn_impl",
+    "model.init_device",
+    "train_loader.num_workers",
+    "train_loader.prefetch_factor",
+    "train_loader.pin_memory",
+    "eval_loader.num_workers",
+    "eval_loader.prefetch_factor",
+    "eval_loader.pin_memory",
+)
+"""What a hardware overlay may set: how the run is computed here, never what is computed."""
+
+
+def _check_overlay(layer: Layer, *, is_first: bool) -> None:
+    kind = layer.values.pop("overlay", None)
+    if kind is None:
+        return
+    if kind != "hardware":
+        raise ConfigError(f"{layer.source}: overlay: {kind!r} is not a kind of overlay; expected hardware")
+    if is_first:
+        raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
+    for key in leaf_keys(layer.values):
+        if not any(key == allowed or key.startswith(allowed + ".") for allowed in HARDWARE_KEYS):
+            raise ConfigError(
+                f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
+                f"set it in the run's YAML (an overlay may set {', '.join(HARDWARE_KEYS)})"
+            )
+
+
+# ---------------------------------------------------------------------------------- keys as dotted paths
+
+
+def source_of(key: str, layers: Sequence[Layer]) -> str:
+    """The last layer that has `key`, or the nearest block around it."""
+    parts = re.sub(r"\[\d+\]", "", key).split(".") if key else []
+    for length in range(len(parts), 0, -1):
+        for layer in reversed(layers):
+            if get(layer.values, ".".join(parts[:length]))[0]:
+                return layer.source
+    return layers[0].source if layers else "configuration"
+
+
+def get(values: Any, key: str) -> tuple[bool, Any]:
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False, None
+        values = values[part]
+    return True, values
+
+
+def pop(values: dict[str, Any], key: str) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        values = values[part]
+    values.pop(last)
+
+
+def leaf_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            keys += leaf_keys(value, f"{prefix}{key}.")
+        else:
+            keys.append(prefix + key)
+    return keys
+
+
+def one_line(error: BaseException) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split("full_key")[0].split())
