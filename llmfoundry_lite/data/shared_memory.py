@@ -9,16 +9,19 @@ What cannot be seen is a process in another PID namespace that shares this /dev/
 without `--pid=host`): give such containers a /dev/shm each.
 """
 
+import contextlib
 import logging
 import os
 import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
 
 from llmfoundry_lite.errors import DataError
@@ -63,6 +66,21 @@ def clean_stale_shared_memory() -> list[str]:
             except FileNotFoundError:
                 pass  # its owner, or somebody else's clean-up, was faster
     return sorted(removed)
+
+
+@contextmanager
+def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
+    """Hold the runs of this machine apart while they look for a free number and take it, which is two steps.
+
+    Whoever waits too long goes on: two runs that start together on two nodes could otherwise wait for each other.
+    """
+    lock = FileLock(Path(tempfile.gettempdir()) / f"llmfoundry_lite_start_{os.getuid()}.lock")
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=timeout_seconds)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def wait_for_folders(folders: Sequence[str], timeout_seconds: float = 15) -> None:

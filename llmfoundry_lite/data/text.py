@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from threading import Lock, Thread
 from time import sleep, time_ns
 from typing import Any, Protocol
@@ -30,8 +31,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, EpochOrder, SampleOrder, share_of_worker
-from llmfoundry_lite.data.shared_memory import clean_stale_shared_memory, wait_for_folders
+from llmfoundry_lite.data.shared_memory import clean_stale_shared_memory, one_start_at_a_time, wait_for_folders
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.launch import is_lost_peer
 
 PAD_TOKEN = -100
 """Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
@@ -254,24 +256,27 @@ class TextDataset(StreamingDataset):
 
         initialised_dist = maybe_init_dist()
         try:
-            if get_local_rank() == 0:
-                clean_stale_shared_memory()
-                wait_for_folders([_folder(stream) for stream in streams if stream.remote])
-            barrier()
-            super().__init__(
-                streams=streams,
-                batch_size=self.device_batch_size,
-                shuffle=shuffle,
-                shuffle_seed=shuffle_seed,
-                num_canonical_nodes=1,  # unused, but named, or StreamingDataset logs what it guesses
-                shuffle_block_size=window_samples,
-                epoch_size=epoch_size,
-                predownload=predownload,
-                cache_limit=cache_limit,
-            )
+            with one_start_at_a_time() if get_local_rank() == 0 else nullcontext():
+                if get_local_rank() == 0:
+                    clean_stale_shared_memory()
+                    wait_for_folders([_folder(stream) for stream in streams if stream.remote])
+                barrier()
+                super().__init__(
+                    streams=streams,
+                    batch_size=self.device_batch_size,
+                    shuffle=shuffle,
+                    shuffle_seed=shuffle_seed,
+                    num_canonical_nodes=1,  # unused, but named, or StreamingDataset logs what it guesses
+                    shuffle_block_size=window_samples,
+                    epoch_size=epoch_size,
+                    predownload=predownload,
+                    cache_limit=cache_limit,
+                )
         except DataError:
             raise
-        except Exception as error:
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            if is_lost_peer(error):
+                raise
             folders = ", ".join(stream.remote or _folder(stream) for stream in streams)
             raise DataError(f"cannot open the data set {folders}: {_one_line(error)}") from error
         finally:
