@@ -18,7 +18,7 @@ from llmfoundry_lite.errors import CheckpointError
 Buffer = Any
 """Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
+EXTRAS = {"s3": "s3", "s3a": "s3"}
 MAX_VECTORS = 512
 """Of one readv or writev; the kernel takes 1024."""
 REMOTE_PART_BYTES = 16 << 20
