@@ -78,7 +78,7 @@ def test_the_tokenizer_must_be_the_one_that_made_the_shards(tmp_path):
     write_summary(folder, theirs)
     ours.save(tmp_path / "tokenizer")
     config = tiny_config(folder, model__vocab_size=300, tokenizer__name=str(tmp_path / "tokenizer"))
-    with pytest.raises(DataError, match="is not the tokenizer that made train_loader.dataset"):
+    with pytest.raises(DataError, match=r"is not the tokenizer that made train_loader\.dataset"):
         check(tmp_path, config)
 
 

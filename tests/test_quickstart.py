@@ -1,4 +1,4 @@
-"""The README's path through the real programs, made small: prepare, `composer`, report, and `transformers` at the end."""
+"""The README's path through the real programs, made small: prepare, `composer`, report, then `transformers`."""
 
 import json
 import subprocess
