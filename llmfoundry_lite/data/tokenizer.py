@@ -33,6 +33,9 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
+VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
+"""Where a tokenizer's ids come from, in the layouts we and `transformers` read."""
+
 
 def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     """Load a tokenizer from a local folder in Hugging Face layout, or from the Hub by name.
@@ -42,6 +45,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     """
     name = str(name_or_folder)
     if Path(name).is_dir():
+        check_there_is_a_vocabulary(Path(name))
         files = {file: path for file in FILES if (path := Path(name) / file).is_file()}
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
@@ -170,6 +174,11 @@ def build_tokenizer(
     backend.no_truncation()
     # Or else a document that merely quotes "<|endoftext|>" would end there.
     backend.encode_special_tokens = True
+    if set(backend.get_vocab(with_added_tokens=False).values()) <= backend.get_added_tokens_decoder().keys():
+        raise DataError(
+            f"tokenizer {name} has no ids but those of special and added tokens, so no text can be spelled with it; "
+            "is its vocabulary file missing?"
+        )
     eos_token = token_text(config.get("eos_token")) or token_text(special_tokens.get("eos_token"))
     if eos_token is None and is_special(backend, END_OF_TEXT):
         eos_token = END_OF_TEXT
@@ -188,6 +197,16 @@ def build_tokenizer(
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         backend=backend,
         config=config,
+    )
+
+
+def check_there_is_a_vocabulary(folder: Path) -> None:
+    """Refuse a folder without one: for its `config.json` alone, `transformers` 5 makes up an empty tokenizer."""
+    if any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
+        return
+    raise DataError(
+        f"tokenizer folder {folder} holds no vocabulary, expected one of {', '.join(VOCABULARY_FILES)}; copy the "
+        "tokenizer's files there, or give another folder or a Hub name"
     )
 
 

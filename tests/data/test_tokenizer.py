@@ -113,6 +113,17 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_folder_of_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(DataError, match=rf"{tmp_path} holds no vocabulary, expected one of tokenizer.json, vocab.jso"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match=rf"{tmp_path} has no ids but those of special and added tokens"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_missing_folder_is_not_mistaken_for_a_hub_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist; give a folder with a tokenizer.json"):
         load_tokenizer(tmp_path / "nowhere")
