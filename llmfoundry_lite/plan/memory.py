@@ -13,6 +13,7 @@ from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, TrainConfig
 from llmfoundry_lite.models.flops import count_parameters
 
 FP32_BYTES = 4
+MIB = 1 << 20
 GIB = 1 << 30
 LOGITS_CHUNK_BYTES = 1 << 26
 """Of fp32 logits that the loss holds at a time."""
@@ -27,7 +28,7 @@ class MemoryEstimate:
     parameters_bytes: int
     """This device's share, fp32."""
     gradients_bytes: int
-    """Its share, fp32, and what is not yet reduced."""
+    """Its share, fp32."""
     optimizer_bytes: int
     """Its share, fp32."""
     unsharded_bytes: int
@@ -42,8 +43,11 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __str__(self) -> str:
-        parts = (f"{f.name.removesuffix('_bytes')} {getattr(self, f.name) / GIB:.2f}" for f in dataclasses.fields(self))
-        return f"about {self.total_bytes / GIB:.2f} GiB per device: {', '.join(parts)}"
+        unit, unit_bytes = ("GiB", GIB) if self.total_bytes >= GIB else ("MiB", MIB)
+        parts = [
+            f"{f.name.removesuffix('_bytes')} {getattr(self, f.name) / unit_bytes:.2f}" for f in dataclasses.fields(self)
+        ]
+        return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
 def estimate_training_memory(
@@ -81,14 +85,12 @@ def estimate_memory(
     reshard_after_forward: bool = True,
     activation_checkpointing: bool = False,
     activation_cpu_offload: bool = False,
-    accumulates_unsharded_gradients: bool = False,
     num_optimizer_slots: int = 2,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> MemoryEstimate:
     """Bytes at the end of a microbatch's forward pass, when one device holds the most.
 
-    `shard_degree` devices share one copy of parameters, gradients and optimizer state. `microbatch_size` is in
-    samples. `accumulates_unsharded_gradients`: gradients are reduced after the last microbatch only.
+    `shard_degree` devices share one copy of parameters, gradients and optimizer state. `microbatch_size`: samples.
     """
     has_autocast = precision != "fp32" and mixed_precision == "FULL"
     compute_bytes = FP32_BYTES if precision == "fp32" else 2
@@ -111,7 +113,7 @@ def estimate_memory(
     num_tokens = microbatch_size * seq_len
     return MemoryEstimate(
         parameters_bytes=share_bytes,
-        gradients_bytes=share_bytes + accumulates_unsharded_gradients * num_parameters * reduction_bytes,
+        gradients_bytes=share_bytes,
         optimizer_bytes=num_optimizer_slots * share_bytes,
         unsharded_bytes=unsharded_bytes,
         activations_bytes=_activations_bytes(

@@ -71,7 +71,6 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
         ({"mixed_precision": "PURE"}, {}),
         ({"num_optimizer_slots": 1}, {}),
         ({"logits_chunk_bytes": 1 << 25}, {}),
-        ({}, {"accumulates_unsharded_gradients": True}),
         ({"model": replace(SEVEN_BILLION, n_layers=31)}, {}),
         ({"model": replace(SEVEN_BILLION, vocab_size=32768)}, {}),
         ({}, {"model": replace(SEVEN_BILLION, norm_type="layernorm")}),
@@ -142,6 +141,11 @@ def test_activations_are_within_five_percent_of_what_autograd_keeps(config, prec
 def test_the_estimate_reads_as_one_line():
     text = str(estimate_memory(SEVEN_BILLION, seq_len=2048, microbatch_size=4, shard_degree=8))
     assert text.startswith("about ") and " GiB per device: parameters 3.10, " in text and "\n" not in text
+
+
+def test_less_than_a_gibibyte_is_told_in_mebibytes():
+    text = str(estimate_memory(SMALL, seq_len=64, microbatch_size=2))
+    assert " MiB per device: parameters 0.8" in text and "about 0.00" not in text
 
 
 def test_the_estimate_needs_no_torch():
