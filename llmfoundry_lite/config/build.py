@@ -72,7 +72,7 @@ def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
         return origin(_convert(parameters[0], item, f"{key}[{i}]", layers) for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is int and isinstance(value, float) and value == int(value):
+    if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

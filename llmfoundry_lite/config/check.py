@@ -1,10 +1,11 @@
 """What the configuration alone can tell to be wrong: choices, ranges, spans, and blocks that do not go together."""
 
+import dataclasses
 import difflib
 import math
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.layers import Layer, get, source_of
@@ -13,6 +14,12 @@ from llmfoundry_lite.errors import ConfigError
 
 Refuse = typing.Callable[[str, str], typing.NoReturn]
 """(key, what is wrong with it) -> ConfigError, with the file that has the key."""
+
+HASHES = (
+    *("md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512"),
+    *("blake2b", "blake2s", "xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"),
+)
+"""What streaming.base.hashing finds in hashlib and xxhash."""
 
 CHOICES = {
     "model.name": ("mpt_causal_lm",),
@@ -30,6 +37,8 @@ CHOICES = {
     "model.init_config.init_nonlinearity": ("relu", "leaky_relu", "linear", "tanh", "sigmoid", "selu"),
     "train_loader.name": ("text", "python:"),
     "eval_loader.name": ("text", "python:"),
+    "train_loader.dataset.validate_hash": HASHES,
+    "eval_loader.dataset.validate_hash": HASHES,
     "optimizer.name": ("decoupled_adamw", "adamw", "lion", "decoupled_lionw", "python:"),
     "scheduler.name": (
         *("constant_with_warmup", "cosine_with_warmup"),
@@ -51,6 +60,9 @@ POSITIVE = (
     *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
     *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
     *("fsdp_config.data_parallel_shard_degree", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"),
+    *("train_loader.dataset.shuffle_block_size", "eval_loader.dataset.shuffle_block_size", "save_keep_every_batches"),
+    *("train_loader.dataset.predownload", "eval_loader.dataset.predownload"),
+    *("train_loader.dataset.download_timeout", "eval_loader.dataset.download_timeout"),
 )
 
 NON_NEGATIVE = (
@@ -58,7 +70,16 @@ NON_NEGATIVE = (
     *("scheduler.alpha_i", "scheduler.alpha_f", "scheduler.alpha_f_decay", "scheduler.alpha_f_cooldown"),
     *("train_loader.num_workers", "train_loader.timeout", "train_loader.dataset.shuffle_seed"),
     *("eval_loader.num_workers", "eval_loader.timeout", "eval_loader.dataset.shuffle_seed"),
+    *("train_loader.dataset.download_retry", "eval_loader.dataset.download_retry"),
 )
+
+NOT_EMPTY = {
+    "load_path": "a checkpoint or a folder of them; remove the line to begin from nothing",
+    "save_folder": "a folder or a URL; remove the line for <run_folder>/checkpoints",
+    "tokenizer.name": "a local folder or a name on the Hub",
+    "loggers.tensorboard.log_dir": "a folder; remove the line for <run_folder>/tensorboard",
+}
+"""Text that stands for something, and what it stands for."""
 
 PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb_pdrop")
 
@@ -107,6 +128,13 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     def refuse(key: str, message: str) -> typing.NoReturn:
         raise ConfigError(f"{source_of(key, layers)}: {key}: {message}")
 
+    for key, value in _numbers(config):
+        if not math.isfinite(value):
+            refuse(key, f"{value!r} given, expected a finite number")
+    for key, expected in NOT_EMPTY.items():
+        value = _attribute(config, key)
+        if value is not None and not value.strip():
+            refuse(key, f"{value!r} given, expected {expected}")
     for key in CHOICES:
         value = _attribute(config, key)
         if value is not None:
@@ -142,6 +170,9 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         )
     if config.eval_subset_num_batches < -1 or config.eval_subset_num_batches == 0:
         refuse("eval_subset_num_batches", f"{config.eval_subset_num_batches} given, expected -1 (all) or a count")
+    num_kept = config.save_num_checkpoints_to_keep
+    if num_kept < -1 or num_kept == 0:
+        refuse("save_num_checkpoints_to_keep", f"{num_kept} given, expected -1 (all) or a count above 0")
     for beta in config.optimizer.betas or ():
         if not 0 <= beta < 1:
             refuse("optimizer.betas", f"{beta} given, expected 0 <= beta < 1")
@@ -156,6 +187,7 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         )
     for path in config.callbacks.extra:
         _check_import_path("callbacks", path, layers)
+    _check_schedule_units(config, layers, refuse)
     warmup, end = Duration.parse(config.scheduler.t_warmup), Duration.parse(config.scheduler.t_max)
     if warmup.unit == end.unit and warmup.value > end.value:
         refuse("scheduler.t_warmup", f"{warmup} is more than t_max, {end}; the warm-up is part of the schedule")
@@ -193,6 +225,32 @@ def _check_duration(key: str, value: str | int, refuse: Refuse) -> None:
     if duration.value == 0 and key not in MAY_BE_ZERO:
         never = ", or 0 to never evaluate" if key == "eval_interval" else ""
         refuse(key, f"{value!r} given, expected more than 0{never}")
+
+
+def _check_schedule_units(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
+    """The schedule counts in the unit of max_duration alone, so that the learning rate depends on nothing else."""
+    schedule, run = config.scheduler, Duration.parse(config.max_duration)
+    epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
+    is_inverse_root = schedule.name == "inv_sqrt_with_warmup"
+    for name in ("t_warmup", "t_max", "t_scale", "t_cooldown") if is_inverse_root else ("t_warmup", "t_max"):
+        key, span = f"scheduler.{name}", Duration.parse(getattr(schedule, name))
+        if span.value == 0 or span.unit in ("dur", run.unit):
+            continue
+        if name == "t_scale" and span == Duration(1, "ba") and not any(get(layer.values, key)[0] for layer in layers):
+            refuse(key, f"missing; expected a span in {run.unit}, the unit of max_duration, or in dur{epochs}")
+        equivalent = _convert_span(span, run.unit, config)
+        hint = f"that is {equivalent}" if equivalent else "a share of the run is written 0.1dur"
+        refuse(key, f"{span} given, expected a span in {run.unit}, the unit of max_duration, or in dur; {hint}{epochs}")
+
+
+def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | None:
+    """Exactly, or not at all: how many samples an epoch has, the configuration does not tell."""
+    seq_len = config.train_loader.dataset.max_seq_len or config.max_seq_len
+    num_tokens = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
+    if span.unit not in num_tokens or unit not in num_tokens:
+        return None
+    value, rest = divmod(int(span.value) * num_tokens[span.unit], num_tokens[unit])
+    return None if rest else Duration(value, unit)
 
 
 def find_surprises(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
@@ -335,6 +393,22 @@ def describe_duration(key: str) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """(key, number) of every number of a block; what is passed on to others' code is theirs to judge."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if dataclasses.is_dataclass(item):
+                yield from _numbers(item, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{key}[{index}]")
+    elif _is_number(value):
+        yield key, value
 
 
 def _attribute(config: Any, key: str) -> Any:

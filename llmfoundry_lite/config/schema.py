@@ -4,6 +4,7 @@
 them. They are frozen: what was validated once, before any device was touched, stays true.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,8 @@ class Duration:
             *others, last = units
             raise ValueError(f"a number with a unit, {', '.join(others)} or {last}, such as 100{units[0]}")
         value = float(match[1].replace("_", ""))
+        if not math.isfinite(value):
+            raise ValueError("a finite number")
         if match[2] != "dur" and value != int(value):
             raise ValueError(f"a whole number of {match[2]}")
         return cls(value if match[2] == "dur" else int(value), match[2])
@@ -184,7 +187,8 @@ class TextDatasetConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoaderConfig:
     name: str = "text"
-    """text, or python:package.module:function, which is called with this block and must return a DataLoader."""
+    """text, or python:package.module:function, which is called with device_batch_size, num_workers, drop_last and the
+    block's other keys, and must return a DataLoader of {"input_ids": int64 [device_batch_size, tokens]}."""
     dataset: TextDatasetConfig = field(default_factory=TextDatasetConfig)
     drop_last: bool = True
     """Evaluation never drops a sample, whatever this says."""
@@ -382,6 +386,10 @@ class TrainConfig:
     python_log_level: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sharding(self) -> FSDPConfig:
+        return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
 
     @property
     def checkpoint_folder(self) -> str:

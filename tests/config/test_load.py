@@ -93,7 +93,32 @@ WRONG = {
     "eval_interval=0ba": "'0ba' given, expected more than 0, or 0 to never evaluate",
     "eval_interval=-1": "-1 given, expected a number with a unit, ba, ep, sp or tok, such as 100ba",
     "scheduler.t_max=0ba": "'0ba' given, expected more than 0",
+    "scheduler.t_max=1e999ba": "'1e999ba' given, expected a finite number",
+    "scheduler.t_warmup=80sp": "80sp given, expected a span in ba, the unit of max_duration, or in dur; that is 10ba",
+    "scheduler.t_warmup=10240tok": (
+        "10240tok given, expected a span in ba, the unit of max_duration, or in dur; that is 10ba"
+    ),
+    "scheduler.t_max=81sp": (
+        "81sp given, expected a span in ba, the unit of max_duration, or in dur; a share of the run is written 0.1dur"
+    ),
+    "scheduler.t_max=1": (
+        "1ep given, expected a span in ba, the unit of max_duration, or in dur; a share of the run is written 0.1dur"
+    ),
     # out of range
+    "optimizer.lr=.inf": "inf given, expected a finite number",
+    "model.logit_scale=.nan": "nan given, expected a finite number",
+    "model.d_model=.inf": "inf given, expected a whole number",
+    "save_num_checkpoints_to_keep=0": "0 given, expected -1 (all) or a count above 0",
+    "save_num_checkpoints_to_keep=-5": "-5 given, expected -1 (all) or a count above 0",
+    "save_keep_every_batches=0": "0 given, expected a number above 0",
+    "train_loader.dataset.shuffle_block_size=0": "0 given, expected a number above 0",
+    "train_loader.dataset.predownload=-1": "-1 given, expected a number above 0",
+    "train_loader.dataset.download_retry=-3": "-3 given, expected 0 or more",
+    "train_loader.dataset.validate_hash=sha-256": (
+        "'sha-256' is not known; did you mean sha256? (expected md5, sha1, sha224, sha256, sha384, sha512, sha3_224, "
+        "sha3_256, sha3_384, sha3_512, blake2b, blake2s, xxh32, xxh64, xxh128, xxh3_64 or xxh3_128)"
+    ),
+    "load_path=''": "'' given, expected a checkpoint or a folder of them; remove the line to begin from nothing",
     "model.n_layers=0": "0 given, expected a number above 0",
     "model.resid_pdrop=1.5": "1.5 given, expected a probability, 0 <= p < 1",
     "optimizer.lr=-1": "-1.0 given, expected a number above 0",
@@ -366,7 +391,6 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
             "model.attn_config.rope_dail_config={type: original}",
             "model.attn_config.rope_dail_config has no effect: there is no rope",
         ),
-        ("max_duration=10", "max_duration: 10 counts epochs; 10 batches are 10ba"),
         ("eval_interval=500", "eval_interval: 500 counts epochs; 500 batches are 500ba"),
         (
             "scheduler.t_warmup=200ba",
@@ -377,6 +401,28 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
 )
 def test_what_has_no_effect_or_may_not_be_meant_is_noted(argument, note):
     assert load(argument).notes == [f"command line: {note}"]
+
+
+def test_a_bare_integer_counts_epochs_and_is_noted():
+    note = "command line: max_duration: 10 counts epochs; 10 batches are 10ba"
+    assert load("max_duration=10", "scheduler.t_warmup=0.1dur").notes == [note]
+    assert refusal("run.yaml", "max_duration=10") == (
+        "run.yaml: scheduler.t_warmup: 10ba given, expected a span in ep, the unit of max_duration, or in dur; "
+        "a share of the run is written 0.1dur; max_duration: 10 counts epochs"
+    )
+
+
+def test_the_schedule_is_counted_in_the_unit_of_the_run():
+    load("max_duration=2000tok", "scheduler.t_warmup=0ba")  # nothing is nothing in any unit, and t_scale is not used
+    inverse_root = ("scheduler.name=inv_sqrt_with_warmup", "scheduler.t_warmup=0ba", "max_duration=800sp")
+    assert refusal("run.yaml", *inverse_root) == (
+        "command line: scheduler.t_scale: missing; expected a span in sp, the unit of max_duration, or in dur"
+    )
+    assert refusal("run.yaml", *inverse_root, "scheduler.t_scale=1ba") == (
+        "command line: scheduler.t_scale: 1ba given, expected a span in sp, the unit of max_duration, or in dur; "
+        "that is 8sp"
+    )
+    assert load(*inverse_root, "scheduler.t_scale=8sp").config.scheduler.t_scale == "8sp"
 
 
 @pytest.mark.parametrize(
