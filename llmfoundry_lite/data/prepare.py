@@ -688,25 +688,37 @@ def find_finished(out: Path, record: dict[str, Any]) -> Summary | None:
 
 
 def open_partial(out: Path, record: dict[str, Any], notify: Callable[[str], None]) -> Path:
-    """The folder of work in progress, new or with what a killed launch of the same request left."""
+    """The folder of work in progress, new or with what a killed launch of the same request left.
+
+    Of another request, too, nothing stands in the way before its first unit is finished; and units made with
+    `on_error` stop are what skip makes of them, because no document in them was bad.
+    """
     partial = out / PARTIAL
     request_file = partial / "request.json"
     if request_file.is_file():
-        changed = difference(json.loads(request_file.read_text(encoding="utf-8")), record)
-        if changed:
+        stored = json.loads(request_file.read_text(encoding="utf-8"))
+        num_done = len(list((partial / "units").glob("*.npz")))
+        if stored.get("on_error") == "stop" and record["on_error"] == "skip":
+            stored["on_error"] = "skip"
+        changed = difference(stored, record)
+        if not changed:
+            write_atomically(request_file, json.dumps(record, indent=2).encode())
+            notify(f"carrying on in {partial}: {num_done} pieces of the input are tokenised already")
+            return partial
+        if num_done:
             raise DataError(
                 f"{partial} holds an unfinished preparation of something else: {changed}; "
                 "choose another --out, or pass --overwrite to discard it"
             )
-        num_done = len(list((partial / "units").glob("*.npz")))
-        notify(f"carrying on in {partial}: {num_done} pieces of the input are tokenised already")
-        return partial
+        notify(f"beginning anew in {partial}: {changed}, and no piece of the input was tokenised yet")
     present = [name for name in (*SPLITS, "tokenizer") if (out / name).exists()]
     if present:
         raise DataError(
             f"{out} already contains {', '.join(present)}, not written by this command; choose another --out"
         )
-    (partial / "units").mkdir(parents=True, exist_ok=True)
+    if partial.exists():
+        shutil.rmtree(partial)
+    (partial / "units").mkdir(parents=True)
     write_atomically(request_file, json.dumps(record, indent=2).encode())
     return partial
 

@@ -390,6 +390,40 @@ def test_unfinished_work_for_another_request_is_refused(small_request: Request, 
         prepare(replace(small_request, text_key="body"), tmp_path / "out")
 
 
+def test_a_mistake_in_the_first_piece_does_not_spoil_the_folder(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
+) -> None:
+    documents = make_documents(30)
+    path = write_jsonl(tmp_path / "in.jsonl", documents, key="body")
+    wrong = request(path, tokenizer_folder, val_fraction=0)
+    with pytest.raises(DataError, match="choose one with --text-key"):
+        prepare(wrong, tmp_path / "out", num_workers=1)
+    said: list[str] = []
+    summary = prepare(replace(wrong, text_key="body"), tmp_path / "out", num_workers=1, notify=said.append)
+    assert said[0].startswith(f"beginning anew in {tmp_path / 'out' / '.partial'}: text_key was 'text' and is 'body' n")
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+
+
+def test_on_error_skip_carries_on_where_stop_stopped(
+    small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match="--on-error skip"):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+    units = tmp_path / "out" / ".partial" / "units"
+    kept = len(list(units.iterdir()))
+    assert kept > 1
+    said: list[str] = []
+    skipping = replace(small_request, on_error="skip")
+    summary = prepare(skipping, tmp_path / "out", num_workers=1, notify=said.append)
+    assert said == [f"carrying on in {units.parent}: {kept} pieces of the input are tokenised already"]
+    assert summary.skipped["invalid_json"] == 1 and summary.request["on_error"] == "skip"
+    prepare(skipping, tmp_path / "expected", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
 def test_folders_that_are_not_ours_are_left_alone(small_request: Request, tmp_path: Path) -> None:
     precious = tmp_path / "out" / "train" / "precious"
     precious.parent.mkdir(parents=True)
