@@ -5,6 +5,7 @@ from, so that every message can name the file.
 """
 
 import difflib
+import json
 import re
 import typing
 from collections.abc import Sequence
@@ -30,11 +31,11 @@ def read_layers(arguments: Sequence[str]) -> list[Layer]:
     dotlist: list[str] = []
     for argument in arguments:
         if re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument):
-            dotlist.append(argument)
+            dotlist.append(_quote_run_name(argument))
         elif argument.endswith((".yaml", ".yml")):
             layers.append(_read_file(argument))
         else:
-            raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value")
+            raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{_spell(argument)}")
     if not layers:
         raise ConfigError("command line: no YAML file given; try yamls/pretrain/mpt-quickstart.yaml")
     for layer in layers:
@@ -50,6 +51,21 @@ def read_layers(arguments: Sequence[str]) -> list[Layer]:
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
     return layers
+
+
+def _quote_run_name(argument: str) -> str:
+    """`{run_name}/x` is a folder; YAML would read the beginning of a mapping."""
+    key, _, value = argument.partition("=")
+    return f"{key}={json.dumps(value)}" if value.startswith("{run_name}") else argument
+
+
+def _spell(argument: str) -> str:
+    """How to write a callback of one's own, whose name has dots in it that separate nothing."""
+    match = re.fullmatch(r"callbacks\.(python:\w+(?:\.\w+)*:\w+)(?:\.(\w+)=(.*)|=.*)", argument)
+    if match is None:
+        return ""
+    options = f"{match[2]}: {match[3]}" if match[2] else ""
+    return f"; write \"callbacks={{'{match[1]}': {{{options}}}}}\""
 
 
 def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:

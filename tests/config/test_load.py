@@ -287,6 +287,16 @@ def test_a_missing_file_names_its_neighbour():
         ([], "no YAML file given; try yamls/pretrain/mpt-quickstart.yaml"),
         (["run.yaml", "seed"], "'seed' is neither a .yaml file nor key=value"),
         (["run.yaml", "model..d_model=3"], "'model..d_model=3' is neither a .yaml file nor key=value"),
+        (
+            ["run.yaml", "callbacks.python:foo.bar:Baz=null"],
+            "'callbacks.python:foo.bar:Baz=null' is neither a .yaml file nor key=value; "
+            "write \"callbacks={'python:foo.bar:Baz': {}}\"",
+        ),
+        (
+            ["run.yaml", "callbacks.python:foo:Baz.every=3"],
+            "'callbacks.python:foo:Baz.every=3' is neither a .yaml file nor key=value; "
+            "write \"callbacks={'python:foo:Baz': {every: 3}}\"",
+        ),
         (["run.yaml", "--dry"], "unknown option --dry; expected YAML files, key=value pairs or --dry-run"),
         (
             ["run.yaml", "seed=1", "model=[1"],
@@ -348,6 +358,8 @@ def test_the_run_is_named_by_its_key_the_environment_or_its_file():
     config = load("run_name=7", RUN_NAME="from-env").config
     assert (config.run_name, config.run_folder) == ("7", "runs/7")
     assert load("run_name=a", "run_folder=/scratch/{run_name}/x").config.run_folder == "/scratch/a/x"
+    config = load("run_name=a", "run_folder={run_name}", "save_folder={run_name}/x").config
+    assert (config.run_folder, config.save_folder) == ("a", "a/x")
 
 
 @pytest.mark.parametrize(
