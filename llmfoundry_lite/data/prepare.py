@@ -57,6 +57,8 @@ PARTIAL = ".partial"
 SUMMARY_FILE = "summary.json"
 SHARD_HASH = "xxh3_64"
 """Of every shard, kept in its index.json: StreamingDataset finds damage when given `validate_hash`."""
+COMPRESSION_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
+"""What StreamingDataset knows, as of 0.13; importing it to ask takes seconds, and to fail must not."""
 
 ENCODE_BATCH_BYTES = 512 * 1024
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
@@ -102,8 +104,22 @@ class Request:
                 f"--size-limit {self.size_limit_bytes} bytes: expected at least {smallest} (one sample of "
                 f"{self.max_seq_len} tokens) and less than 4 GiB (what MDS can address)"
             )
+        check_compression(self.compression)
         if self.tokenizer.startswith(TRAIN_PREFIX) and not self.tokenizer.removeprefix(TRAIN_PREFIX).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer}: expected train:VOCAB_SIZE, for example train:4096")
+
+
+def check_compression(compression: str | None) -> None:
+    if compression is None:
+        return
+    names = set(COMPRESSION_LEVELS)
+    names |= {f"{name}:{level}" for name, levels in COMPRESSION_LEVELS.items() for level in levels}
+    if compression not in names:
+        known = ", ".join(
+            f"{name}, {name}:{levels[0]} to {name}:{levels[-1]}" if levels else name
+            for name, levels in COMPRESSION_LEVELS.items()
+        )
+        raise DataError(f"--compression {compression}: expected one of {known}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

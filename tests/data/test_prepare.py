@@ -652,6 +652,22 @@ def test_with_several_workers_the_first_bad_document_is_the_one_named(
         prepare(request(path, tokenizer_folder), tmp_path / "out", num_workers=2)
 
 
+def test_the_compressions_are_those_of_the_library(small_request: Request) -> None:
+    from streaming.base.compression import get_compressions
+
+    for name in get_compressions():
+        assert replace(small_request, compression=name).compression == name
+    ours = {f"{name}:{level}" for name, levels in prepare_module.COMPRESSION_LEVELS.items() for level in levels}
+    assert ours | set(prepare_module.COMPRESSION_LEVELS) == get_compressions()
+
+
+def test_compressed_shards_hold_the_same_samples(small_request: Request, tmp_path: Path) -> None:
+    prepare(small_request, tmp_path / "plain", num_workers=1)
+    prepare(replace(small_request, compression="zstd:9"), tmp_path / "zstd", num_workers=1)
+    compressed = (tmp_path / "zstd" / "train" / "shard.00000.mds.zstd").read_bytes()
+    assert zstandard.decompress(compressed) == (tmp_path / "plain" / "train" / "shard.00000.mds").read_bytes()
+
+
 # The command
 
 
@@ -690,6 +706,14 @@ def test_the_command_takes_several_sources_and_ends_with_a_table(
         (
             ["--source", "python-stdlib", "more.txt", "--tokenizer", "train:300", "--max-seq-len", 8],
             "cannot be prepared",
+        ),
+        (
+            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--compression", "zstd:23"],
+            "error: --compression zstd:23: expected one of br, br:0 to br:11, bz2, bz2:1 to bz2:9, gz, gz:0 to gz:9, s",
+        ),
+        (
+            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--size-limit", 100],
+            "error: --size-limit 100 bytes: expected at least 4160 (one sample",
         ),
         (["--source", "python-stdlib", "--tokenizer", "train:300"], "error: Missing option '--max-seq-len'"),
         (["--sauce", "python-stdlib"], "error: No such option: --sauce"),
