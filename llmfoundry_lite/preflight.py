@@ -4,15 +4,18 @@ Configuration against world size, data, tokenizer and memory. Reads index files 
 neither Composer nor streaming, so that the answer comes quickly.
 """
 
+import importlib.util
 import json
+import sys
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from llmfoundry_lite.config.check import check_world_size
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
@@ -25,6 +28,8 @@ class Preflight:
 
     num_samples: dict[str, int] = field(default_factory=dict)
     """train, eval -> samples on this disk."""
+    text_keys: list[str] = field(default_factory=list)
+    """Data sets of text rather than tokens: they need the tokenizer while they are read."""
     not_checked: list[str] = field(default_factory=list)
 
 
@@ -34,13 +39,14 @@ def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Prefligh
     `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
     """
     check_world_size(config, world_size)
+    _check_import_paths(config)
     found = Preflight()
     for name, loader in (("train", config.train_loader), ("eval", config.eval_loader)):
         if loader is not None and loader.name == "text":
             _check_data(name, loader, config, found, must_exist=must_exist)
-    _check_tokenizer(config, found)
-    num_samples = found.num_samples.get("train")
-    if num_samples is not None and num_samples < config.global_train_batch_size:
+    _check_tokenizer(config, found, must_exist=must_exist)
+    num_samples = _samples_per_epoch(config, found)
+    if num_samples is not None and num_samples < config.global_train_batch_size and config.train_loader.drop_last:
         raise DataError(
             f"train_loader.dataset: {num_samples} samples do not make one batch of {config.global_train_batch_size} "
             "(global_train_batch_size); use more data or a smaller batch"
@@ -48,27 +54,64 @@ def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Prefligh
     return found
 
 
+def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
+    """None where only StreamingDataset can tell: streams have weights, and epoch_size takes or repeats samples."""
+    dataset: TextDatasetConfig = config.train_loader.dataset
+    return None if dataset.streams or dataset.epoch_size is not None else found.num_samples.get("train")
+
+
+def _check_import_paths(config: TrainConfig) -> None:
+    names = {"optimizer.name": config.optimizer.name, "train_loader.name": config.train_loader.name}
+    if config.eval_loader is not None:
+        names["eval_loader.name"] = config.eval_loader.name
+    for key, name in (*names.items(), *(("callbacks", name) for name in config.callbacks.extra)):
+        missing = _find_missing_module(name.removeprefix("python:").partition(":")[0])
+        if name.startswith("python:") and missing:
+            raise ConfigError(f"{key}: {name}: No module named {missing!r}; is its folder on PYTHONPATH?")
+
+
+def _find_missing_module(module: str) -> str | None:
+    """The first package of a dotted name that is not there. Looks at files only: nothing is imported."""
+    if module in sys.modules:
+        return None
+    top, *below = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module that was put into sys.modules by hand
+        return None
+    path = top
+    for name in below:
+        if spec is None:
+            break
+        # By its last name, since a dotted one may need its parents imported.
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
+        path += f".{name}"
+    return path if spec is None else None
+
+
 def _check_data(name: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
     dataset = loader.dataset
     folders = dataset.streams or {"": dataset}
-    total = 0
+    counts = []
     for stream_name, stream in folders.items():
         key = f"{name}_loader.dataset" + (f".streams.{stream_name}" if stream_name else "")
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
+        remote = stream.remote or dataset.remote
         index = folder / "index.json"
         if not index.is_file():
-            if stream.remote or dataset.remote:
-                found.not_checked.append(f"{key}: {folder} will be filled from {stream.remote or dataset.remote}")
+            if remote and remote != stream.local:
+                found.not_checked.append(f"{key}: {folder} will be filled from {remote}")
             elif must_exist:
                 raise DataError(f"{key}: {index} does not exist; make it with `llmfoundry-lite data prepare`")
             else:
                 found.not_checked.append(f"{key}: {index} is not there")
-            return
-        total += _check_index(index, key, dataset.max_seq_len or config.max_seq_len, config)
-    found.num_samples[name] = total
+            continue
+        counts.append(_check_index(index, key, dataset.max_seq_len or config.max_seq_len, config, found))
+    if len(counts) == len(folders):
+        found.num_samples[name] = sum(counts)
 
 
-def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig) -> int:
+def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, found: Preflight) -> int:
     try:
         shards = json.loads(index.read_text())["shards"]
         total = sum(shard["samples"] for shard in shards)
@@ -77,6 +120,8 @@ def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig) -
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
     if not {"tokens", "text"} & set(columns):
         raise DataError(f"{key}: {index} has columns {', '.join(columns)}; expected tokens or text")
+    if "tokens" not in columns:
+        found.text_keys.append(key)
     summary = _read_summary(index.parent.parent)
     if summary:
         if summary["max_seq_len"] < max_seq_len:
@@ -104,10 +149,16 @@ def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) 
             )
 
 
-def _check_tokenizer(config: TrainConfig, found: Preflight) -> None:
+def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
     name = config.tokenizer.name
     if not is_local_or_cached(name):
-        found.not_checked.append(f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache")
+        message = f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache"
+        # A folder without tokenizer.json may still be one that transformers converts.
+        if found.text_keys and not Path(name).is_dir():
+            message += f", and {found.text_keys[0]} is text that needs it"
+            if must_exist:
+                raise ConfigError(f"{message}; fetch it first (`hf download {name}`) or name a local folder")
+        found.not_checked.append(message)
         return
     vocab_size = load_tokenizer(name).vocab_size
     if vocab_size > config.model.vocab_size:
@@ -145,10 +196,11 @@ def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
         f"               {world_size} device(s) x {device_batch} samples in {-(-device_batch // microbatch)} "
         f"microbatch(es) of up to {microbatch}",
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
-        f"model FLOPs    {flops / 1e9:,.2f} G per token, {flops * batch * length / 1e15:,.3f} P per batch",
+        f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
     ]
     for name, count in found.num_samples.items():
-        dropped = f", {count % batch} of them left out of each epoch" if name == "train" else ""
+        is_dropped = name == "train" and config.train_loader.drop_last and _samples_per_epoch(config, found) is not None
+        dropped = f", {count % batch} of them left out of each epoch" if is_dropped else ""
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
     lines.append(f"memory         {estimate_training_memory(config, world_size)}")
     lines += [f"not checked    {note}" for note in found.not_checked]
@@ -158,14 +210,22 @@ def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
 def _describe_duration(config: TrainConfig, found: Preflight) -> str:
     duration, batch = Duration.parse(config.max_duration), config.global_train_batch_size
     batch_tokens = batch * config.max_seq_len
-    samples = found.num_samples.get("train", 0)
+    samples = _samples_per_epoch(config, found) or 0
     num_batches = {
         "ba": duration.value,
         "sp": -(-duration.value // batch),
         "tok": -(-duration.value // batch_tokens),
-        "ep": duration.value * (samples // batch),
+        "ep": duration.value * (samples // batch if config.train_loader.drop_last else -(-samples // batch)),
     }[duration.unit]
     if not num_batches:
         return ""
     epochs = f", {num_batches * batch / samples:,.2f} epochs" if samples else ""
-    return f" = {int(num_batches):,} batches, {num_batches * batch_tokens / 1e9:,.3f} G tokens{epochs}"
+    return f" = {int(num_batches):,} batches, {_with_prefix(num_batches * batch_tokens)} tokens{epochs}"
+
+
+def _with_prefix(number: float) -> str:
+    """1234567 -> 1.23 M"""
+    for prefix, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:,.2f} {prefix}"
+    return f"{number:,.0f}"

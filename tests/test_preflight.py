@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -41,6 +42,8 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     text = preflight.describe(config, 1, found)
     assert "batch          8 samples x 32 tokens = 256 tokens" in text
     assert "train data     60 samples, 4 of them left out of each epoch" in text
+    assert re.search(r"model FLOPs +[\d.]+ k per token, [\d.]+ M per batch", text)
+    assert "10ba = 10 batches, 2.56 k tokens, 1.33 epochs" in text
 
 
 def test_the_world_must_share_the_batch_evenly(tmp_path, data):
@@ -101,6 +104,54 @@ def test_samples_shorter_than_the_run_wants(tmp_path):
     write_summary(folder, train_tokenizer(["one"], 257), max_seq_len=16)
     with pytest.raises(DataError, match="have 16 tokens, max_seq_len is 32"):
         check(tmp_path, tiny_config(folder, model__vocab_size=300))
+
+
+def test_what_an_epoch_of_streams_leaves_out_is_not_guessed(tmp_path, data):
+    streams = {"a": {"local": str(data), "repeat": 2.0}}
+    config, found = check(tmp_path, tiny_config(data, train_loader={"dataset": {"split": "train", "streams": streams}}))
+    assert "train data     60 samples\n" in preflight.describe(config, 1, found)
+    config, found = check(tmp_path, tiny_config(data, train_loader__dataset__epoch_size=500, max_duration="10ba"))
+    text = preflight.describe(config, 1, found)
+    assert "left out" not in text and "epochs" not in text
+
+
+def test_the_folder_of_a_stream_is_its_own_split_or_the_data_sets(tmp_path, data):
+    streams = {"a": {"local": str(data)}, "b": {"local": str(data), "split": "val"}, "c": {"local": "gone"}}
+    config = tiny_config(data, train_loader={"dataset": {"split": "train", "streams": streams}})
+    with pytest.raises(DataError, match=r"train_loader.dataset.streams.c: gone/train/index.json does not exist"):
+        check(tmp_path, config)
+    streams["c"]["remote"] = "s3://bucket/c"
+    _, found = check(tmp_path, config)
+    assert "train_loader.dataset.streams.c: gone/train will be filled from s3://bucket/c" in found.not_checked
+    del streams["c"]
+    assert check(tmp_path, config)[1].num_samples["train"] == 60 + 9
+
+
+def test_text_needs_its_tokenizer_before_a_launch(tmp_path):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    index = folder / "train/index.json"
+    index.write_text(index.read_text().replace('"tokens"', '"text"'))
+    with pytest.raises(
+        ConfigError,
+        match=r"tokenizer.name: tests/not-on-this-disk .* train_loader.dataset is text .*"
+        r"`hf download tests/not-on-this-disk`",
+    ):
+        check(tmp_path, tiny_config(folder))
+    _, found = check(tmp_path, tiny_config(folder), must_exist=False)
+    assert found.not_checked[0].endswith("and train_loader.dataset is text that needs it")
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [("no_such_package.x", "no_such_package"), ("mine.gone.deep", "mine.gone"), ("mine.inner.gone", "mine.inner.gone")],
+)
+def test_a_module_of_ones_own_that_is_not_there(tmp_path, data, monkeypatch, module, missing):
+    (tmp_path / "mine/inner").mkdir(parents=True)
+    (tmp_path / "mine/inner/there.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    check(tmp_path, tiny_config(data, callbacks={"python:mine.inner.there:Thing": {}}))
+    with pytest.raises(ConfigError, match=rf"^optimizer.name: .*: No module named '{missing}'; is its folder on"):
+        check(tmp_path, tiny_config(data, optimizer={"name": f"python:{module}:Thing", "lr": 1}))
 
 
 def test_a_dry_run_needs_neither_torch_nor_a_process_group(tmp_path, data):
