@@ -763,7 +763,12 @@ def discard(out: Path) -> None:
 @contextlib.contextmanager
 def only_preparation_in(out: Path) -> Iterator[None]:
     """Hold a lock on the output folder, which ends with this process however it ends."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(f"--out {out} is no folder and cannot become one: {error.strerror}; choose another") from error
     folder = os.open(out, os.O_RDONLY)
     try:
         try:
