@@ -102,6 +102,30 @@ def bench_train(
     run(shape, seq_len, batch_size, num_steps, num_rounds)
 
 
+@bench.command("prepare")
+def bench_prepare(
+    peer_command: Annotated[
+        str | None, typer.Option(help="The llmfoundry program of an environment that has LLM Foundry.")
+    ] = None,
+    text_bytes: Annotated[int, typer.Option(min=1, help="Of the text to tokenise.")] = 256_000_000,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
+    num_cores: Annotated[int, typer.Option(min=1, help="Given to each side.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="The fastest counts.")] = 1,
+) -> None:
+    """`data prepare` beside LLM Foundry's converter, on the same text."""
+    from llmfoundry_lite.bench.prepare import print_report, run
+
+    print_report(
+        run(
+            peer_command=peer_command,
+            text_bytes=text_bytes,
+            max_seq_len=max_seq_len,
+            num_cores=num_cores,
+            repeats=repeats,
+        )
+    )
+
+
 @app.command("report")
 def report_run(
     run: Annotated[Path, typer.Argument(help="A run directory, such as runs/mpt-quickstart.")],
