@@ -44,9 +44,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         unit, unit_bytes = ("GiB", GIB) if self.total_bytes >= GIB else ("MiB", MIB)
-        parts = [
-            f"{f.name.removesuffix('_bytes')} {getattr(self, f.name) / unit_bytes:.2f}" for f in dataclasses.fields(self)
-        ]
+        names = [field.name for field in dataclasses.fields(self)]
+        parts = [f"{name.removesuffix('_bytes')} {getattr(self, name) / unit_bytes:.2f}" for name in names]
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
