@@ -4,6 +4,7 @@ Nothing here needs torch; the process group's store is used when there is one.
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,8 +15,18 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
 # Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
+# A rank that fails leaves without the exit handlers (see `_leave`), so Python's tracker of shared memory cleans up for
+# it, which is right, and says so in two lines for each rank, which would bury the reason.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end. Not an Exception: nothing that mends errors should catch it."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+        """As shells have it."""
 
 
 class Place(NamedTuple):
@@ -34,18 +45,29 @@ def place() -> Place:
 
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
+    raise_when_interrupted()
     try:
         main(sys.argv[1:])
-    except KeyboardInterrupt:
-        _leave(INTERRUPTED)
     except BaseException as error:
         report(describe(error))
-        _leave(error.exit_code if isinstance(error, UserError) else EXIT_BUG)
+        _leave(error.exit_code if isinstance(error, UserError | Interrupted) else EXIT_BUG)
     sys.exit(EXIT_DONE)
+
+
+def raise_when_interrupted() -> None:
+    """Let Ctrl-C and SIGTERM raise Interrupted. Composer installs its own handlers: call this again after it."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def describe(error: BaseException) -> str:
     """One line where the reader is a user, everything where the reader must find a bug."""
+    if isinstance(error, Interrupted):
+        return str(error)
     if isinstance(error, UserError):
         return f"error: {error}"
     if is_lost_peer(error):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
@@ -107,12 +107,6 @@ def shard_model(
             block.compile(**compile_config)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-def reduce_gradients_only_when(model: nn.Module, is_last_microbatch: bool) -> None:
-    """Without this FSDP2 reduces gradients after every microbatch."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last_microbatch)
 
 
 def _checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:

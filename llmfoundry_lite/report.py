@@ -32,7 +32,7 @@ def report(run: Path, prompt: str = PROMPT) -> None:
     baselines, bytes_per_token = measure_data(config)
     console = Console()
     console.print(build_table(run, config, records, baselines, bytes_per_token))
-    if (run / "huggingface" / "config.json").is_file():
+    if (run / "huggingface" / "tokenizer.json").is_file():
         console.print(f"\n[bold]A sample, after {prompt!r}[/bold]")
         console.print(sample(run / "huggingface", prompt), markup=False, highlight=False)
     figure = run / "loss.png"
@@ -76,8 +76,9 @@ def build_table(
     run: Path, config: dict[str, Any], records: list[Record], baselines: Baselines | None, bytes_per_token: float | None
 ) -> Table:
     last, rows = records[-1], []
-    tail = [record["loss/train/total"] for record in records[-20:] if "loss/train/total" in record]
-    rows.append(("training loss, last batches", sum(tail) / len(tail)))
+    tail = [record["loss/train/total"] for record in records[-20:] if record.get("loss/train/total") is not None]
+    if tail:
+        rows.append(("training loss, last batches", sum(tail) / len(tail)))
     evaluated = [record["eval/loss"] for record in records if "eval/loss" in record]
     if evaluated:
         rows.append(("validation loss", evaluated[-1]))
@@ -91,8 +92,9 @@ def build_table(
         bits = f"{nats / math.log(2) / bytes_per_token:.3f}" if bytes_per_token and "training" not in name else ""
         table.add_row(name, f"{nats:.4f}", bits)
     rates = [record["throughput/tokens_per_sec"] for record in records if "throughput/tokens_per_sec" in record]
-    table.caption = f"{last['batch']} batches, {last['time/token']:,} tokens, {rates[-1]:,.0f} tokens/s" + (
-        "; baselines are counted with add-one smoothing on the training tokens" if baselines else ""
+    table.caption = (
+        f"{last['batch']} batches, {last['time/token']:,} tokens, {rates[-1] if rates else 0:,.0f} tokens/s"
+        + ("; baselines are counted with add-one smoothing on the training tokens" if baselines else "")
     )
     return table
 
@@ -104,5 +106,7 @@ def sample(folder: Path, prompt: str, num_tokens: int = 120) -> str:
     model.load_state_dict(weights)
     model.eval()
     tokenizer = load_tokenizer(folder)
-    tokens_t = generate(model, torch.tensor(tokenizer.encode(prompt)), num_tokens, temperature=0.7, top_k=40)
+    tokens_t = generate(
+        model, torch.tensor(tokenizer.encode(prompt) or [tokenizer.eos_token_id]), num_tokens, temperature=0.7, top_k=40
+    )
     return tokenizer.decode(tokens_t.tolist())

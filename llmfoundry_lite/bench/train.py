@@ -122,7 +122,8 @@ def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
         path.write_text(json.dumps(config))
         train(load_train_config([str(path)]).config)
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["time/batch_seconds"] for line in lines]
+    seconds = {record["batch"]: record["time/batch_seconds"] for record in map(json.loads, lines)}
+    return [seconds[batch] for batch in sorted(seconds)]
 
 
 def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:

@@ -38,25 +38,6 @@ from llmfoundry_lite.launch import is_lost_peer
 PAD_TOKEN = -100
 """Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
 
-STOCK_ORDER_KEYS: dict[str, str] = {
-    "num_canonical_nodes": "the order does not depend on nodes; remove the key",
-    "shuffle_algo": "there is one shuffle: shards permuted, then blocks of shuffle_block_size samples; remove the key",
-    "partition_algo": "the order does not depend on how samples are split over nodes; remove the key",
-    "sampling_method": "what a stream's partial repeat takes is drawn anew for every epoch ('balanced')",
-    "sampling_granularity": "a partial repeat takes single samples from every shard in proportion to its size (1)",
-    "batching_method": "every batch mixes all streams ('random'); set proportions with `streams`",
-    "replication": "every rank reads samples of its own; tensor and sequence parallelism are not supported",
-}
-"""Keys of StreamingDataset that belong to its own order, and why each is refused."""
-
-STOCK_ORDER_HARMLESS: dict[str, tuple[object, ...]] = {
-    "sampling_method": ("balanced",),
-    "sampling_granularity": (1,),
-    "batching_method": ("random",),
-    "replication": (1,),
-}
-"""Values that mean what is done anyway, so that a YAML which spells them out still loads (None always does)."""
-
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer to read shards of text."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.schema import Duration, FSDPConfig, LoaderConfig, OptimizerConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.text import build_text_dataset, build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
@@ -27,7 +27,7 @@ from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 
 
 def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> LanguageModel:
-    fsdp = config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+    fsdp = config.sharding
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
     mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size)
     model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config)
@@ -40,7 +40,7 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
         return build_adamw(parameters, config)
     if config.name in ("lion", "decoupled_lionw"):
         return build_lion(parameters, config)
-    return load_object(config.name, "optimizer.name")(parameters, lr=config.lr, **config.kwargs)
+    return call_object(config.name, "optimizer", parameters, lr=config.lr, **config.kwargs)
 
 
 def build_train_data(config: TrainConfig, world_size: int) -> DataSpec:
@@ -58,8 +58,14 @@ def build_data(
     loader: LoaderConfig, config: TrainConfig, global_batch_size: int, world_size: int, *, evaluation: bool
 ) -> DataSpec:
     if loader.name.startswith("python:"):
-        build = load_object(loader.name, f"{'eval' if evaluation else 'train'}_loader.name")
-        batches = build(device_batch_size=global_batch_size // world_size, **loader.kwargs)
+        batches = call_object(
+            loader.name,
+            f"{'eval' if evaluation else 'train'}_loader",
+            device_batch_size=global_batch_size // world_size,
+            num_workers=loader.num_workers,
+            drop_last=loader.drop_last,
+            **loader.kwargs,
+        )
     else:
         batches = build_text_batches(loader, config, global_batch_size, evaluation=evaluation)
     return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
@@ -69,6 +75,11 @@ def build_text_batches(
     loader: LoaderConfig, config: TrainConfig, global_batch_size: int, *, evaluation: bool
 ) -> DataLoader:
     options = asdict(loader.dataset)
+    # What a stream does not say is said by the data set around it.
+    options["streams"] = {
+        name: {key: value for key, value in stream.items() if value is not None}
+        for name, stream in options["streams"].items()
+    }
     options["max_seq_len"] = loader.dataset.max_seq_len or config.max_seq_len
     dataset = build_text_dataset(
         **options,
@@ -127,7 +138,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel) -> list[Callback]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         callbacks.append(DropoutSeed(config.seed))
     for name, arguments in config.callbacks.extra.items():
-        callbacks.append(load_object(name, "callbacks")(**arguments))
+        callbacks.append(call_object(name, "callbacks", **arguments))
     return [*callbacks, Checkpointing(config, model, guard)]
 
 
@@ -159,6 +170,15 @@ def build_eval_interval(config: TrainConfig) -> Any:
         return rounds > rounds_before or elapsed(state, end.unit) >= end.value
 
     return is_due
+
+
+def call_object(name: str, key: str, *arguments: Any, **options: Any) -> Any:
+    """The user's own object made from what the YAML gives it. Raises ConfigError."""
+    thing = load_object(name, f"{key}.name" if key != "callbacks" else key)
+    try:
+        return thing(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {name} does not take these keys: {error}") from error
 
 
 def load_object(name: str, key: str) -> Any:

@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.places import open_place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_structure
-from llmfoundry_lite.config.schema import Duration, FSDPConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -235,9 +235,9 @@ class Checkpointing(Callback):
             runtime=devices.runtime(),
             torch=str(torch.__version__),
             world_size=dist.get_world_size(),
-            sharding=(config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")).sharding_strategy,
+            sharding=config.sharding.sharding_strategy,
             device_train_microbatch_size=config.device_train_microbatch_size,
-            precision=f"{config.precision} {(config.fsdp_config or FSDPConfig()).mixed_precision}",
+            precision=f"{config.precision} {config.sharding.mixed_precision}",
             attention=config.model.attn_config.attn_impl,
             tokens_per_second=tokens / seconds if seconds else None,
         )
@@ -269,7 +269,7 @@ def _differences(here: Checkpointing, manifest: Manifest) -> str:
     if not manifest.segments:
         return ""
     last, config = manifest.segments[-1], here.config
-    fsdp = config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+    fsdp = config.sharding
     pairs = {
         "device": (last.device, devices.device_name()),
         "devices": (last.num_devices, dist.get_world_size()),

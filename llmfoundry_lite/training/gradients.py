@@ -58,25 +58,29 @@ class GradientStep(Callback):
             clip(gradients, norm, self.clipping)
         if self.scaler:
             metrics["loss_scale"] = self.scaler.scale
+        # Only the gradient is scaled: a loss that is not finite is no overflow, and a lower scale does not cure it.
+        overflowed = self.scaler is not None and num_bad_losses == 0 and self.scaler.update(finite)
         if not finite:
             state.optimizers[0].zero_grad(set_to_none=True)  # without gradients the optimizer's step does nothing
-            self.num_skipped_batches += 1
+            self.num_skipped_batches += not overflowed
             metrics["skipped_batches"] = self.num_skipped_batches
         logger.log_metrics(metrics)
-        scale_was_too_high = self.scaler is not None and self.scaler.update(finite)
-        if not finite and not scale_was_too_high:
-            self._non_finite(state, norm, num_bad_losses)
+        if not finite:
+            self._non_finite(state, norm, num_bad_losses, overflowed)
 
-    def _non_finite(self, state: State, norm: float, num_bad_losses: int) -> None:
+    def _non_finite(self, state: State, norm: float, num_bad_losses: int, overflowed: bool) -> None:
         batch = int(state.timestamp.batch) + 1
         what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
         where = f"batch {batch} (data/digest {self.digest})"
-        if self.on_non_finite == "stop":
+        if overflowed:
+            assert self.scaler is not None
+            what = f"the fp16 gradient overflowed; the loss scale is now {self.scaler.scale:g}"
+        elif self.on_non_finite == "stop":
             raise NonFiniteError(
                 f"{where}: {what}; the weights were not touched. "
                 "Lower the learning rate, look at that data, or set on_non_finite: skip"
             )
-        if self.num_skipped_batches > self.max_skipped_batches:
+        elif self.num_skipped_batches > self.max_skipped_batches:
             raise NonFiniteError(
                 f"{where}: {what}, and {self.num_skipped_batches} batches of this launch were skipped for that; "
                 "max_skipped_batches allows no more"

@@ -7,7 +7,9 @@ gathered and written once, after that batch's evaluation, under the number of th
 import json
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +18,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
+from llmfoundry_lite.errors import UserError
 
 Record = dict[str, Any]
 Mirror = Callable[[Record], None]
@@ -24,13 +27,19 @@ Mirror = Callable[[Record], None]
 class RunLog(LoggerDestination):
     """Appends to metrics.jsonl. Lives on rank 0 only."""
 
-    def __init__(self, path: Path, mirrors: list[Mirror]):
+    def __init__(self, path: Path):
         self.path = path
-        self.mirrors = mirrors
-        self.launch = 1 + last_launch(path)
+        self.mirrors: list[Mirror] = []
+        self.launch = 0
         self.record: Record = {}
         self.last: Record = {}
-        self.file = path.open("a")
+        self.file: TextIO | None = None
+
+    def open(self, mirrors: list[Mirror]) -> None:
+        """Begin to write. What was logged before waits in the first record."""
+        self.mirrors = mirrors
+        self.launch = 1 + last_launch(self.path)
+        self.file = self.path.open("a")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         for key, value in metrics.items():
@@ -48,22 +57,41 @@ class RunLog(LoggerDestination):
         clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
         record = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
         self.last, self.record = record, {}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        self._append(record)
         for mirror in self.mirrors:
             mirror(record)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """What came after the last batch, such as how long its save took, belongs to it: it is written once more."""
         if self.record:
-            self.file.write(json.dumps({**self.last, **self.record}) + "\n")
-            self.file.flush()
+            self._append({**self.last, **self.record})
             self.record = {}
 
     def post_close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
+            self.file = None
         for mirror in self.mirrors:
             getattr(mirror, "close", lambda: None)()
+        self.mirrors = []
+
+    def _append(self, record: Record) -> None:
+        assert self.file is not None
+        plain = {
+            key: None if isinstance(value, float) and not isfinite(value) else value for key, value in record.items()
+        }
+        with clear_disk_errors(self.path):
+            self.file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self.file.flush()
+
+
+@contextmanager
+def clear_disk_errors(path: Path) -> Iterator[None]:
+    """A disk that is full, read-only or not there is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; make room, or set run_folder") from error
 
 
 def last_launch(path: Path) -> int:
@@ -113,7 +141,7 @@ def console_line(record: Record, max_duration: Duration) -> str:
         ("throughput/tokens_per_sec", "{:,.0f} tokens/s"),
         ("throughput/device/mfu", "MFU {:.1%}"),
     ):
-        if key in record:
+        if record.get(key) is not None:
             parts.append(form.format(record[key]))
     if "time/remaining_seconds" in record:
         parts.append("ETA " + duration_text(record["time/remaining_seconds"]))

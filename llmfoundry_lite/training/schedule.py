@@ -12,7 +12,7 @@ Clock = Callable[[str], float]
 def learning_rate_multiplier(schedule: SchedulerConfig, max_duration: Duration, elapsed: Clock) -> float:
     """What the learning rate is multiplied by for the next batch. Formulas as in Composer and LLM Foundry.
 
-    All spans are counted in the unit of `max_duration` (config.load checks that they can be).
+    All spans are counted in the unit of `max_duration` (config.check checks that they can be).
     """
 
     def span(text: str | int) -> float:

@@ -1,5 +1,6 @@
 """Train a model from a configuration: build, fit, export. Composer's loop, our parts."""
 
+import contextlib
 import json
 import os
 import tempfile
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.launch import place
+from llmfoundry_lite.launch import describe, place, raise_when_interrupted
 from llmfoundry_lite.models.hf import can_export, export_model
 from llmfoundry_lite.training.builders import (
     build_callbacks,
@@ -29,7 +30,7 @@ from llmfoundry_lite.training.builders import (
 )
 from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.loggers import RunLog
+from llmfoundry_lite.training.loggers import RunLog, clear_disk_errors
 
 
 def train(config: TrainConfig) -> None:
@@ -39,23 +40,21 @@ def train(config: TrainConfig) -> None:
     """
     start_process_group(config)
     run = RunFolder(config)
-    run.start()
-    trainer = None
+    trainer, was_stopped = None, False
     try:
         trainer = build_trainer(config, run)
-        is_done = progress_of(trainer.state, Duration.parse(config.max_duration)) >= 1
-        if not is_done:
+        raise_when_interrupted()
+        run.start(trainer)
+        if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
             if config.eval_first and trainer.state.evaluators and int(trainer.state.timestamp.batch) == 0:
                 trainer.eval()
-                run.write_log(trainer)
+                run.log.write(trainer.state)
             trainer.fit()
         was_stopped = any(c.was_stopped for c in trainer.state.callbacks if isinstance(c, Checkpointing))
         if config.export_at_end and not was_stopped:
             export(config, trainer, run.folder / "huggingface")
     except BaseException as error:
-        run.finish(
-            "failed", trainer, reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        run.fail(describe(error).splitlines()[-1].removeprefix("error: "), trainer)
         raise
     run.finish("stopped" if was_stopped else "done", trainer)
     trainer.close()
@@ -73,21 +72,16 @@ def build_trainer(config: TrainConfig, run: "RunFolder") -> Trainer:
     train_data = build_train_data(config, here.world_size)
     eval_data = build_eval_data(config, here.world_size)
     model = build_model(config, here.world_size, here.local_world_size)
-    duration = Duration.parse(config.max_duration)
-    trainer: Trainer | None = None
-    mirrors = (
-        build_mirrors(config, lambda: progress_of(trainer.state, duration) if trainer else 0.0) if run.log_here else []
-    )
-    trainer = Trainer(
+    return Trainer(
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
         eval_interval=build_eval_interval(config),
         eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
         optimizers=build_optimizer(config.optimizer, model),
-        max_duration=str(duration),
+        max_duration=str(Duration.parse(config.max_duration)),
         callbacks=build_callbacks(config, model),
-        loggers=[run.open_log(mirrors)] if run.log_here else [],
+        loggers=[run.log] if run.is_main else [],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
         precision="fp32",  # parallel.py's policy does the casting
@@ -100,7 +94,6 @@ def build_trainer(config: TrainConfig, run: "RunFolder") -> Trainer:
         log_to_console=False,
         python_log_level=config.python_log_level,
     )
-    return trainer
 
 
 def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
@@ -125,34 +118,47 @@ def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
 
 
 class RunFolder:
-    """`runs/<run_name>`: config.yaml, status.json, metrics.jsonl. Rank 0 writes, the others look on."""
+    """`runs/<run_name>`: config.yaml, status.json, metrics.jsonl. Rank 0 writes, the others look on.
+
+    Nothing is written before the run has been restored: a launch that is refused leaves the record as it was.
+    """
 
     def __init__(self, config: TrainConfig):
         self.config = config
         self.folder = Path(config.run_folder)
-        self.log_here = dist.get_rank() == 0
-        self.log: RunLog | None = None
+        self.is_main = dist.get_rank() == 0
+        self.log = RunLog(self.folder / "metrics.jsonl")
+        self.is_started = False
+        if self.is_main:
+            with clear_disk_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self) -> None:
-        if not self.log_here:
+    def start(self, trainer: Trainer) -> None:
+        if self.is_main:
+            with clear_disk_errors(self.folder):
+                settings = yaml.safe_dump(as_dict(self.config), sort_keys=False)
+                write_atomically(self.folder / "config.yaml", settings)
+                self._write_status("running", trainer)
+                duration = Duration.parse(self.config.max_duration)
+                self.log.open(build_mirrors(self.config, lambda: progress_of(trainer.state, duration)))
+        self.is_started = True
+
+    def finish(self, status: str, trainer: Trainer) -> None:
+        if self.is_main:
+            with clear_disk_errors(self.folder):
+                self._write_status(status, trainer)
+
+    def fail(self, reason: str, trainer: Trainer | None) -> None:
+        """Say in status.json why, unless that stands for an earlier launch; never instead of the failure itself."""
+        if not self.is_main:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "config.yaml", yaml.safe_dump(as_dict(self.config), sort_keys=False))
-        self._write_status("running", batch=0)
+        with contextlib.suppress(OSError):
+            if self.is_started or not (self.folder / "status.json").exists():
+                self._write_status("failed", trainer, reason)
+            self.log.post_close()
 
-    def open_log(self, mirrors: list[Any]) -> RunLog:
-        self.log = RunLog(self.folder / "metrics.jsonl", mirrors)
-        return self.log
-
-    def write_log(self, trainer: Trainer) -> None:
-        if self.log is not None:
-            self.log.write(trainer.state)
-
-    def finish(self, status: str, trainer: Trainer | None, reason: str | None = None) -> None:
-        if self.log_here:
-            self._write_status(status, batch=int(trainer.state.timestamp.batch) if trainer else 0, reason=reason)
-
-    def _write_status(self, status: str, *, batch: int, reason: str | None = None) -> None:
+    def _write_status(self, status: str, trainer: Trainer | None, reason: str | None = None) -> None:
+        batch = int(trainer.state.timestamp.batch) if trainer else 0
         content = {"status": status, "batch": batch, "reason": reason}
         write_atomically(self.folder / "status.json", json.dumps(content) + "\n")
 

@@ -80,7 +80,8 @@ def test_activation_checkpointing_and_sharding_strategy_change_nothing(tmp_path,
 
 @pytest.mark.parametrize("duration", ["1ep", "2000tok", "70sp", "9ba"])
 def test_a_run_ends_when_its_duration_is_reached(tmp_path, data, duration):
-    records = run(tmp_path, tiny_config(data, max_duration=duration, eval_interval="1ep"), "short")
+    config = tiny_config(data, max_duration=duration, eval_interval="1ep", scheduler__t_warmup="0.2dur")
+    records = run(tmp_path, config, "short")
     batches = {"1ep": 500 // 8, "2000tok": 8, "70sp": 9, "9ba": 9}[duration]
     assert sorted({record["batch"] for record in records}) == list(range(1, batches + 1))
     assert "eval/loss" in records[-1]
@@ -97,7 +98,7 @@ def test_evaluation_counts_each_sample_once_on_every_world(tmp_path, data):
 
 
 def test_an_epoch_has_another_order_and_the_same_batches_on_every_world(tmp_path, data):
-    config = tiny_config(data, max_duration="2ep")
+    config = tiny_config(data, max_duration="2ep", scheduler__t_warmup="0.1dur")
     one, two = run(tmp_path, config, "one"), run(tmp_path, config, "two", 2)
     digests = values(one, "data/digest")
     assert digests == values(two, "data/digest")
