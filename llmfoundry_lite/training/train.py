@@ -48,7 +48,7 @@ def train(config: TrainConfig) -> None:
         if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
             if config.eval_first and trainer.state.evaluators and int(trainer.state.timestamp.batch) == 0:
                 trainer.eval()
-                run.log.write(trainer.state)
+                run.write_log(trainer)
             trainer.fit()
         was_stopped = any(c.was_stopped for c in trainer.state.callbacks if isinstance(c, Checkpointing))
         if config.export_at_end and not was_stopped:
@@ -142,6 +142,10 @@ class RunFolder:
                 duration = Duration.parse(self.config.max_duration)
                 self.log.open(build_mirrors(self.config, lambda: progress_of(trainer.state, duration)))
         self.is_started = True
+
+    def write_log(self, trainer: Trainer) -> None:
+        if self.is_main:
+            self.log.write(trainer.state)
 
     def finish(self, status: str, trainer: Trainer) -> None:
         if self.is_main:

@@ -30,9 +30,9 @@ class PoisonGradient(Callback):
 
 
 class PoisonLoss(PoisonGradient):
-    def after_loss(self, state, logger):
+    def after_forward(self, state, logger):
         if int(os.environ["RANK"]) == self.rank and int(state.timestamp.batch) + 1 == self.batch:
-            state.loss.data.fill_(float("nan"))
+            state.outputs["loss_sum"] = state.outputs["loss_sum"] * float("nan")
 
     def after_backward(self, state, logger):
         """Its gradient is poison enough."""
