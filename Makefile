@@ -46,6 +46,7 @@ lint: install
 	pyright
 	lint-imports
 	$(EXPORT) | diff - requirements.txt || (echo "requirements are out of date: make requirements"; exit 1)
+	$(EXPORT) --prune torch --prune torchvision | diff - requirements-without-torch.txt
 	codespell $(SOURCES) yamls README.md CONTRIBUTING.md Makefile pyproject.toml
 
 format: install

@@ -91,11 +91,11 @@ def test_a_refused_launch_leaves_the_record_as_it_was(tmp_path, data):
 
 
 def test_a_run_directory_that_cannot_be_is_named(tmp_path, data):
-    (tmp_path / "afile").touch()
-    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, run_folder="afile/run"))
+    (tmp_path / "a-file").touch()
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, run_folder="a-file/run"))
     result = train([path], tmp_path)
     assert result.exit_codes == [2]
-    assert result.output == "error: afile/run cannot be written: Not a directory; make room, or set run_folder\n"
+    assert result.output == "error: a-file/run cannot be written: Not a directory; make room, or set run_folder\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
