@@ -1,0 +1,37 @@
+"""A callback that saves what it finds at the start of a launch, before anything is trained: what a restore has made."""
+
+from pathlib import Path
+
+from composer.core import Callback
+
+from llmfoundry_lite.checkpoint.format import About, open_saver
+from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.whole import diff, diff_scalars, open_checkpoint
+
+
+class Resave(Callback):
+    """Into `<folder>/ba<batch>`."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def fit_start(self, state, logger):
+        saver = open_saver(CheckpointStore(self.folder))
+        about = About(timestamp=Timestamp(batch=int(state.timestamp.batch)))
+        saver.save(state.model.model, state.optimizers[0], about)
+        saver.wait()
+
+
+def resave_into(folder: str | Path) -> dict[str, dict[str, str]]:
+    """For `callbacks` of a configuration."""
+    return {f"python:{__name__}:Resave": {"folder": str(folder)}}
+
+
+def assert_same_state(a: str | Path, b: str | Path) -> None:
+    """Model and optimizer bit for bit: arrays, steps, groups."""
+    found = list(diff(a, b))
+    assert [d for d in found if d.num_different or d.note] == []
+    assert {d.name.split("/")[0] for d in found} == {"model", "optim"}
+    numbers = diff_scalars(open_checkpoint(a).manifest, open_checkpoint(b).manifest)
+    assert [change for change in numbers if change[0].startswith("optimizer")] == []
