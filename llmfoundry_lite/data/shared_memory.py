@@ -16,13 +16,12 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
-from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
 
 from llmfoundry_lite.errors import DataError
 
@@ -30,6 +29,13 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PROC = Path("/proc")
+
+# As in streaming.base.constant, which takes seconds to import; a test compares them.
+LOCALS, BARRIER_FILELOCK, CACHE_FILELOCK = "locals", "barrier_filelock", "cache_filelock"
+SHM_TO_CLEAN = (
+    *(LOCALS, "barrier", "next_epoch", "cache_usage", "shard_states", "shard_access_times", "resume"),
+    *("epoch_shape", "epoch_data"),
+)
 
 _BLOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{'|'.join(SHM_TO_CLEAN)})")
 _LOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{BARRIER_FILELOCK}|{CACHE_FILELOCK})")
@@ -44,28 +50,49 @@ def clean_stale_shared_memory() -> list[str]:
     Nothing is removed where /proc does not tell who is alive, nor when a process that may be using a block (one of
     this user's) cannot be looked into.
     """
+    removed = []
+    for path, inode in (find_stale_shared_memory() or {}).items():
+        try:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) == inode and status.st_uid == os.geteuid():
+                path.unlink()
+                removed.append(path.name)
+        except FileNotFoundError:
+            pass  # its owner, or somebody else's clean-up, was faster
+    return sorted(removed)
+
+
+def find_stale_shared_memory() -> dict[Path, Inode] | None:
+    """Blocks and file locks of anybody that no living process has; None where that cannot be told of this user's.
+
+    Those of a user one of whose processes may be using a block, and cannot be looked into, are not among them.
+    """
     # In this order, a run that starts meanwhile is safe: it maps its blocks before it makes its locks.
     locks = _names_by_number(Path(tempfile.gettempdir()), _LOCK_NAME)
     blocks = _names_by_number(SHARED_MEMORY, _BLOCK_NAME)
-    if not (locks or blocks) or not PROC.joinpath("self/maps").exists():
-        return []
+    if not (locks or blocks):
+        return {}
+    if not PROC.joinpath("self/maps").exists():
+        return None
 
     pids_by_inode, hidden_uids = _find_holders({inode for block in blocks.values() for inode in block.values()})
     if os.geteuid() in hidden_uids:
-        return []
-    removed = []
+        return None
+    stale = {}
     for number in blocks.keys() | locks.keys():
-        if any(inode in pids_by_inode for inode in blocks[number].values()):
-            continue
-        for path, inode in (blocks[number] | locks[number]).items():
-            try:
-                status = path.stat()
-                if (status.st_dev, status.st_ino) == inode and status.st_uid == os.geteuid():
-                    path.unlink()
-                    removed.append(path.name)
-            except FileNotFoundError:
-                pass  # its owner, or somebody else's clean-up, was faster
-    return sorted(removed)
+        files = blocks[number] | locks[number]
+        is_held = any(inode in pids_by_inode for inode in blocks[number].values())
+        if not is_held and not (hidden_uids and hidden_uids & _owners(files)):
+            stale |= files
+    return stale
+
+
+def _owners(files: Iterable[Path]) -> set[int]:
+    owners = set()
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            owners.add(path.stat().st_uid)
+    return owners
 
 
 @contextmanager

@@ -84,6 +84,14 @@ def test_a_killed_run_is_cleaned_up_and_its_live_neighbour_is_not_touched(blocks
     assert names(blocks, 910002) == []
 
 
+def test_the_names_are_those_of_streaming():
+    from streaming.base import constant
+
+    for name in ("SHM_TO_CLEAN", "LOCALS", "BARRIER_FILELOCK", "CACHE_FILELOCK"):
+        ours, theirs = getattr(shared_memory, name), getattr(constant, name)
+        assert ours == (theirs if isinstance(theirs, str) else tuple(theirs))
+
+
 def test_file_locks_go_with_the_run_that_made_them(hold_blocks, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     hold_blocks(910003, tmp_path / "a")
