@@ -1,14 +1,19 @@
-"""`llmfoundry-lite checkpoint`: look at checkpoints, verify, compare, export and remove them.
+"""`llmfoundry-lite checkpoint`: look at checkpoints, verify, compare, export, import and remove them.
 
-`ls`, `inspect`, `verify` and `prune` import no torch and answer on a login node.
+`ls`, `inspect`, `verify` and `prune` import no torch and answer on a login node. Owns which checkpoint a path means
+and how answers look: tables and lines on standard output, progress and asides on standard error.
 """
 
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.places import Place
+from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, open_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 
 checkpoint = typer.Typer(
@@ -18,120 +23,166 @@ checkpoint = typer.Typer(
 )
 
 Where = Annotated[str, typer.Argument(help="A checkpoint (…/ba200), a folder of checkpoints, or a run directory.")]
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file, where nothing says how wide a line may be."""
+PROGRESS_BYTES = 1 << 28
+"""Less is verified before a bar could be read."""
+
+
+# --------------------------------------------------------------------------------------- what a path means
 
 
 def find(where: str) -> Checkpoint:
     """The checkpoint at `where`, or the newest intact one of the folder or run that it is."""
     from llmfoundry_lite.checkpoint.verify import check_structure
 
-    try:
+    if is_checkpoint(where):
         return open_checkpoint(where)
-    except CheckpointError as error:
-        search = find_store(where).newest_intact(check_structure)
-        if search.checkpoint is None:
-            raise error
-        return search.checkpoint
+    store, _ = find_some(where)
+    search = store.newest_intact(check_structure)
+    if search.checkpoint is None:
+        raise CheckpointError(f"{store.root.url}: none of its checkpoints is intact ({'; '.join(search.notes)})")
+    for note in search.notes:
+        print(note, file=sys.stderr)
+    return search.checkpoint
 
 
-def find_store(where: str) -> CheckpointStore:
-    """The checkpoints of a folder; a run directory keeps its own under `checkpoints`."""
+def find_newest(where: str) -> Checkpoint:
+    """As `find`, but a newest one that is damaged is an error and not passed over."""
+    if is_checkpoint(where):
+        return open_checkpoint(where)
+    _, (newest, *_) = find_some(where)
+    if newest.checkpoint is None:
+        assert newest.error is not None
+        raise newest.error
+    return newest.checkpoint
+
+
+def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
+    """The checkpoints of a folder, newest first, at least one; a run directory keeps its own under `checkpoints`."""
+    is_local = "://" not in where
+    if is_local and not Path(where).exists():
+        raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
     inside = Path(where) / "checkpoints"
-    return CheckpointStore(inside if "://" not in where and inside.is_dir() else where)
+    store = CheckpointStore(inside if is_local and inside.is_dir() else where)
+    candidates = store.candidates()
+    if not candidates:
+        raise CheckpointError(
+            f"{store.root.url}: no checkpoints here; expected one (…/ba200), a folder of them, or a run directory"
+        )
+    return store, candidates
+
+
+def is_checkpoint(where: str) -> bool:
+    from llmfoundry_lite.checkpoint.manifest import MANIFEST
+    from llmfoundry_lite.checkpoint.places import open_place
+
+    return MANIFEST in open_place(where).names()
+
+
+# ---------------------------------------------------------------------------------------------- commands
 
 
 @checkpoint.command("ls")
 def list_checkpoints(where: Where) -> None:
     """The checkpoints of a run, newest first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    store = find_store(where)
-    table = Table(title=store.root.url, title_justify="left")
-    for heading in ("checkpoint", "batch", "tokens", "size", "written", ""):
-        table.add_column(heading, justify="right" if heading in ("batch", "tokens", "size") else "left")
-    for candidate in store.candidates():
+    store, candidates = find_some(where)
+    rows, damaged = [], []
+    for candidate in candidates:
         if candidate.checkpoint is None:
-            table.add_row(candidate.name, "", "", "", "", f"damaged: {candidate.error}")
+            damaged.append(f"{candidate.name} is damaged: {candidate.error}")
             continue
         manifest = candidate.checkpoint.manifest
-        stamp = manifest.timestamp
-        size = f"{manifest.num_bytes / 1e6:,.1f} MB"
-        table.add_row(candidate.name, f"{stamp.batch:,}", f"{stamp.token:,}", size, manifest.written_at or "", "")
-    Console().print(table)
+        stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
+        rows.append((candidate.name, f"{stamp.batch:,}", f"{stamp.token:,}", megabytes(manifest.num_bytes), written))
+    print(store.root.url)
+    if rows:
+        print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
+    for line in damaged:
+        print(line)
 
 
 @checkpoint.command("inspect")
 def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
     """What a checkpoint holds, and where its run has been."""
-    from rich.console import Console
-    from rich.table import Table
-
     from llmfoundry_lite.checkpoint.verify import describe
 
     found = find(where)
-    manifest, sums = found.manifest, describe(found.manifest)
-    console = Console()
-    stamp = manifest.timestamp
-    console.print(f"{found.where}: run {manifest.run_name}, save {manifest.save_id}, after {manifest.parent_save_id}")
-    console.print(f"epoch {stamp.epoch}, batch {stamp.batch:,}, {stamp.sample:,} samples, {stamp.token:,} tokens")
-    console.print(
-        f"{sums.num_parameters:,} parameters; model {sums.model_bytes / 1e6:,.1f} MB, optimizer "
-        f"{sums.optimizer_bytes / 1e6:,.1f} MB in {sums.num_files} files; "
-        + ", ".join(f"{count} {dtype} tensors" for dtype, count in sums.dtypes.items())
-    )
-    table = Table(title="where it ran", title_justify="left")
-    for heading in ("batches", "device", "ranks", "sharding", "precision", "torch", "tokens/s"):
-        table.add_column(heading, overflow="fold")
-    for segment in manifest.segments:
-        rate = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
-        batches = f"{segment.first_batch}-{segment.last_batch}"
-        ranks = "" if segment.world_size is None else str(segment.world_size)
-        table.add_row(batches, segment.device, ranks, segment.sharding, segment.precision, segment.torch, rate)
-    console.print(table)
+    manifest, sums, stamp = found.manifest, describe(found.manifest), found.manifest.timestamp
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sums.dtypes.items())
+    lines = {
+        "run": manifest.run_name,
+        "position": f"epoch {stamp.epoch}, batch {stamp.batch:,}, {stamp.sample:,} samples, {stamp.token:,} tokens",
+        "parameters": f"{sums.num_parameters:,}",
+        "model": megabytes(sums.model_bytes),
+        "optimizer": megabytes(sums.optimizer_bytes) if manifest.optimizer is not None else "none",
+        "tensors": f"{kinds}; in {sums.num_files} file{'' if sums.num_files == 1 else 's'}",
+        "written": manifest.written_at,
+        "save": manifest.save_id,
+        "after": manifest.parent_save_id,
+    }
+    origin = manifest.scalars.get("imported_from")
+    if isinstance(origin, dict):
+        lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
+        del lines["position"]
+    print(found.where)
+    print_lines(lines)
+    if manifest.segments:
+        print("\nwhere it ran")
+        columns = ("batches", "device", "ranks", "sharding", "precision", "torch", "tokens/s")
+        print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 6))
     if tensors:
-        table = Table()
-        for heading in ("tensor", "dtype", "shape", "slices"):
-            table.add_column(heading)
-        for name, tensor in manifest.tensors.items():
-            table.add_row(name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.slices)))
-        console.print(table)
+        print()
+        rows = [
+            (name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.slices)))
+            for name, tensor in manifest.tensors.items()
+        ]
+        print_table(("tensor", "dtype", "shape", "slices"), rows, right=(3,))
+
+
+def segment_row(segment: Any) -> tuple[str, ...]:
+    rate = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
+    ranks = "" if segment.world_size is None else str(segment.world_size)
+    words = (segment.device or "", ranks, segment.sharding or "", segment.precision or "", segment.torch or "")
+    return f"{segment.first_batch}-{segment.last_batch}", *words, rate
 
 
 @checkpoint.command("verify")
 def verify(where: Where) -> None:
-    """Hash every byte; exit code 2 and the file's and tensor's name if one is not what was written."""
-    from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+    """Hash every byte; exit code 2 and the file's and tensor's name if one is not what was written.
 
-    found = find(where)
-    verify_checkpoint(found)
+    Of a folder or a run, its newest checkpoint.
+    """
+    found = find_newest(where)
+    verify_visibly(found)
     manifest = found.manifest
-    print(f"{found.where}: intact, {len(manifest.tensors)} tensors, {manifest.num_bytes / 1e6:,.1f} MB")
+    print(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
 
 
 @checkpoint.command("diff")
 def diff_checkpoints(a: Where, b: Where) -> None:
     """The largest difference of each tensor, and every number that differs."""
-    from rich.console import Console
-    from rich.table import Table
+    first, second = find(a), find(b)
 
     from llmfoundry_lite.checkpoint.whole import diff, diff_scalars
 
-    first, second = find(a), find(b)
-    table = Table()
-    for heading, justify in (("tensor", "left"), ("differing", "right"), ("absolute", "right"), ("relative", "right")):
-        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    num_tensors = num_different = 0
+    rows, num_tensors = [], 0
     for difference in diff(first.where, second.where):
         num_tensors += 1
-        if difference.note or difference.num_different:
-            num_different += 1
-            numbers = (f"{difference.max_absolute:.3e}", f"{difference.max_relative:.3e}")
-            table.add_row(f"{difference.name} {difference.note}", f"{difference.num_different:,}", *numbers)
-    for path, here, there in diff_scalars(first.manifest, second.manifest):
-        table.add_row(path, "", str(here), str(there))
-    if table.row_count:
-        Console().print(table)
-    print(f"{num_different} of {num_tensors} tensors differ")
+        if not difference.note and not difference.num_different:
+            continue
+        numbers = (f"{difference.num_different:,}", f"{difference.max_absolute:.3e}", f"{difference.max_relative:.3e}")
+        was_compared = not difference.note or difference.note.startswith("dtype")
+        rows.append((difference.name, *(numbers if was_compared else ("", "", "")), difference.note))
+    scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
+    print(f"a  {first.where}\nb  {second.where}")
+    if rows:
+        has_notes = any(row[-1] for row in rows)
+        columns = ("tensor", "values", "absolute", "relative", "note")[: None if has_notes else -1]
+        print_table(columns, [row[: len(columns)] for row in rows], right=(1, 2, 3))
+    if scalars:
+        print_table(("number", "a", "b"), scalars)
+    print(f"{len(rows)} of {num_tensors} tensors differ, {len(scalars)} numbers")
 
 
 @checkpoint.command("export")
@@ -141,12 +192,13 @@ def export(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
 ) -> None:
     """Write the weights as safetensors in a Hugging Face layout that plain transformers loads."""
+    found = find(where)
+    config = found.manifest.config
+    tokenizer = Path((config.get("tokenizer") or {}).get("name") or "no-such-folder")
+
     from llmfoundry_lite.checkpoint.whole import load_full_tensors
     from llmfoundry_lite.models.hf import export_model
 
-    found = find(where)
-    config = found.manifest.config
-    tokenizer = Path(config["tokenizer"]["name"])
     export_model(
         load_full_tensors(found.where),
         model_config(config),
@@ -154,7 +206,7 @@ def export(
         dtype=dtype,
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
     )
-    print(f"exported {found.where} to {out}")
+    print(f"exported {found.where} to {out}" + ("" if tokenizer.is_dir() else ", without a tokenizer"))
 
 
 def model_config(config: dict[str, Any]) -> Any:
@@ -165,6 +217,42 @@ def model_config(config: dict[str, Any]) -> Any:
     return build_block(ModelConfig, config["model"], "model")
 
 
+@checkpoint.command("import")
+def import_weights(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, hf:NAME, or a checkpoint of Composer.")],
+    out: Annotated[str, typer.Argument(help="A folder without checkpoints; the import becomes its ba0.")],
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Read pickles: Composer's checkpoints, pytorch_model.bin.")
+    ] = False,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="The YAML it was trained with, if the checkpoint does not say what model it is."),
+    ] = None,
+) -> None:
+    """Make a portable checkpoint of weights from elsewhere: Hugging Face, or LLM Foundry / Composer.
+
+    Weights, the model's configuration and the tokenizer; never the optimizer's state or the position in the data. Train
+    from it with load_path=OUT load_weights_only=true.
+    """
+    with status(f"importing {source}"):
+        from llmfoundry_lite.checkpoint_import import import_checkpoint
+
+        imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
+    manifest = imported.checkpoint.manifest
+    print(f"imported {source} as {imported.checkpoint.where}")
+    print_lines(
+        {
+            "from": imported.kind,
+            "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
+            "tokenizer": manifest.fingerprints.get("tokenizer", "none"),
+            "not carried": "optimizer state, position in the data",
+            "train from it": f"load_path={imported.checkpoint.where} load_weights_only=true",
+        }
+    )
+    for note in imported.notes:
+        print(f"note: {note}")
+
+
 @checkpoint.command("consolidate")
 def consolidate_checkpoint(
     where: Where,
@@ -172,21 +260,98 @@ def consolidate_checkpoint(
     everything: Annotated[bool, typer.Option(help="The optimizer's state too.")] = False,
 ) -> None:
     """Write all shards as one safetensors file."""
+    found = find(where)
+
     from llmfoundry_lite.checkpoint.whole import consolidate
 
-    print(f"wrote {consolidate(find(where).where, out, everything=everything)}")
+    with status(f"writing {out}"):
+        path = consolidate(found.where, out, everything=everything)
+    print(f"wrote {path}")
 
 
 @checkpoint.command("prune")
 def prune(
     where: Where,
     keep: Annotated[int, typer.Option(min=1, help="The newest so many stay.")],
-    keep_every: Annotated[int | None, typer.Option(help="And every one whose batch is a multiple of this.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="And every one whose batch is a multiple of this.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove old checkpoints; never the newest one that is whole."""
-    from llmfoundry_lite.checkpoint.verify import check_structure
+    """Remove old checkpoints; never the newest one that is whole, every byte of which is hashed first."""
+    store, candidates = find_some(where)
+    doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=verify_visibly, dry_run=dry_run)
+    kept = [candidate.name for candidate in reversed(candidates) if candidate.name not in doomed]
+    verb = "would remove" if dry_run else "removed"
+    print(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
 
-    store = find_store(where)
-    doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=check_structure, dry_run=dry_run)
-    print(f"{'would remove' if dry_run else 'removed'} {', '.join(doomed) or 'nothing'}")
+
+# ------------------------------------------------------------------------------------------- how answers look
+
+
+def verify_visibly(found: Checkpoint) -> None:
+    """Every byte; with a bar on a terminal when there are many. Raises DamagedCheckpointError."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+
+    console, num_bytes = Console(stderr=True), found.manifest.num_bytes
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
+    with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
+        task = progress.add_task(found.name, total=num_bytes)
+        place: Any = WatchedPlace(found.place, lambda count: progress.advance(task, count))
+        verify_checkpoint(replace(found, place=place))
+
+
+class WatchedPlace:
+    """A place whose reader is told of every byte that is read from it."""
+
+    def __init__(self, place: Place, on_read: Callable[[int], None]):
+        self._place, self._on_read = place, on_read
+        self.url = place.url
+
+    def source(self, name: str) -> "WatchedSource":
+        return WatchedSource(self._place.source(name), self._on_read)
+
+
+class WatchedSource:
+    def __init__(self, source: Any, on_read: Callable[[int], None]):
+        self._source, self._on_read = source, on_read
+        self.num_bytes, self.close = source.num_bytes, source.close
+
+    def read_into(self, offset: int, pieces: Sequence[Any]) -> None:
+        self._source.read_into(offset, pieces)
+        self._on_read(sum(len(piece) for piece in pieces))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for i, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    console.print(table)
+
+
+def print_lines(lines: dict[str, str | None]) -> None:
+    for name, value in lines.items():
+        if value is not None:
+            print(f"  {name:<14}{value}")
+
+
+def status(text: str) -> Any:
+    """A spinner on a terminal, until the work is done."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

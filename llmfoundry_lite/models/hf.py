@@ -2,7 +2,8 @@
 
 ALiBi models travel as MPT (`MptForCausalLM`), the others as GPT-2 (`GPT2LMHeadModel`). Owns what each layout can
 express, the names and shapes of its tensors, its config.json, and folders that appear whole or not at all. Reads
-and writes safetensors only: a pickle is refused. Gathering the tensors of a sharded model is its caller's work.
+and writes safetensors; a pickle is refused unless the caller brings its own reader. Gathering the tensors of a
+sharded model is its caller's work.
 
 `transformers` itself is not imported: the layouts are facts, and tests hold them against it.
 """
@@ -12,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,16 +79,19 @@ def export_model(
                     shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
 
 
-def import_model(folder: str | Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def import_model(
+    folder: str | Path, read_pickle: Callable[[Path], Any] | None = None
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Read a Hugging Face folder in MPT or GPT-2 layout: the model it describes, and its weights as stored.
 
-    MPT folders written by LLM Foundry, with biases or learned positions, are read as well. Raises ExportError.
+    MPT folders written by LLM Foundry, with biases or learned positions, are read as well. `read_pickle` reads
+    pytorch_model.bin files where there is no safetensors; without it they are refused. Raises ExportError.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
     hf_config = _read_json(folder / "config.json")
-    return from_hugging_face(_read_weights(folder), hf_config, str(folder))
+    return from_hugging_face(_read_weights(folder, read_pickle), hf_config, str(folder))
 
 
 # ----------------------------------------------------------------------------------- what a layout can express
@@ -215,7 +219,10 @@ def from_hugging_face(
     sources = {name: Source(name) for name in _expected_shapes(config)} if kind == "mpt" else _gpt2_sources(config)
     unknown = sorted(hf_state.keys() - sources.keys())
     if unknown:
-        raise ExportError(f"{where}: tensor {unknown[0]} has no place in the model that its config.json describes")
+        raise ExportError(
+            f"{where}: tensor {unknown[0]} has no place in the model that its config.json describes"
+            f"{_likewise(unknown[1:])}"
+        )
     expected = _expected_shapes(config)
     state_dict = {
         source.name: (hf_state[name].t().contiguous() if source.is_transposed else hf_state[name])
@@ -224,6 +231,13 @@ def from_hugging_face(
     }
     _check_tensors(state_dict, config, where)
     return config, state_dict
+
+
+def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
+    """Tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
+    weights = _without_extras(state, "mpt", where)
+    _check_tensors(weights, config, where)
+    return weights
 
 
 def layout_sources(config: ModelConfig) -> dict[str, Source]:
@@ -272,15 +286,31 @@ def _expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 def _check_tensors(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> None:
     expected = _expected_shapes(config)
-    for name, shape in expected.items():
-        if name not in state_dict:
-            raise ExportError(f"{where}: tensor {name} is missing; the model's configuration asks for it")
-        if state_dict[name].shape != shape:
-            given = list(state_dict[name].shape)
-            raise ExportError(f"{where}: tensor {name} has shape {given}, the model's configuration says {list(shape)}")
-    for name in state_dict:
-        if name not in expected:
-            raise ExportError(f"{where}: tensor {name} has no place in the model's configuration")
+    missing = [name for name in expected if name not in state_dict]
+    if missing:
+        raise ExportError(
+            f"{where}: tensor {missing[0]} is missing; the model's configuration asks for it{_likewise(missing[1:])}"
+        )
+    misshapen = [name for name, shape in expected.items() if state_dict[name].shape != shape]
+    if misshapen:
+        first = misshapen[0]
+        raise ExportError(
+            f"{where}: tensor {first} has shape {list(state_dict[first].shape)}, the model's configuration says "
+            f"{list(expected[first])}{_likewise(misshapen[1:])}"
+        )
+    unknown = [name for name in state_dict if name not in expected]
+    if unknown:
+        raise ExportError(
+            f"{where}: tensor {unknown[0]} has no place in the model's configuration{_likewise(unknown[1:])}"
+        )
+
+
+def _likewise(names: Sequence[str], limit: int = 8) -> str:
+    """The others of which the same is true."""
+    if not names:
+        return ""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"; likewise {', '.join(names[:limit])}{rest}"
 
 
 def _without_extras(hf_state: Mapping[str, torch.Tensor], kind: str, where: str) -> dict[str, torch.Tensor]:
@@ -467,30 +497,48 @@ def _layout_numel(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, s
     return _layout_tensor(state_dict, config, source).numel()
 
 
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
-    elif (folder / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
-        if pickles:
-            raise ExportError(
-                f"{folder}: {pickles[0]} is a pickle, which can run code when it is read; save the model as "
-                f"safetensors first: model.save_pretrained(…, safe_serialization=True)"
-            )
+def _read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dict[str, torch.Tensor]:
+    files = _weight_files(folder, "model", "safetensors")
+    if files is not None:
+        return {name: tensor for file in files for name, tensor in _read_safetensors(folder / file).items()}
+    pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
+    if not pickles:
         raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
+    if read_pickle is None:
+        raise ExportError(
+            f"{folder}: {pickles[0]} is a pickle, which can run code when it is read; if you trust where it comes "
+            "from, add --trust-pickle"
+        )
+    files = _weight_files(folder, "pytorch_model", "bin")
+    if files is None:
+        raise ExportError(f"{folder}: holds {pickles[0]}; expected model.safetensors or pytorch_model.bin")
     state = {}
+    for file in files:
+        content = read_pickle(folder / file)
+        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+            raise ExportError(f"{folder / file}: expected tensors by name and nothing else")
+        state |= content
+    return state
+
+
+def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
+    """One file, or those of an index, all of which are there; None if there is neither."""
+    index = folder / f"{stem}.{suffix}.index.json"
+    if not index.is_file():
+        return [f"{stem}.{suffix}"] if (folder / f"{stem}.{suffix}").is_file() else None
+    files = sorted(set(_read_json(index).get("weight_map", {}).values()))
     for file in files:
         if Path(file).name != file or not (folder / file).is_file():
             raise ExportError(f"{folder}: {file}, named in {index.name}, is not in the folder")
-        try:
-            with safe_open(folder / file, framework="pt") as reader:
-                state |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
-        except SafetensorError as error:
-            raise ExportError(f"{folder / file}: damaged: {error}") from None
-    return state
+    return files
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as reader:
+            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise ExportError(f"{path}: damaged: {error}") from None
 
 
 def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:

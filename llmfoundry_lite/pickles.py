@@ -1,0 +1,134 @@
+"""Other programs' pickles -> tensors and plain values. The one module of this package that unpickles anything.
+
+LLM Foundry's and Composer's checkpoints, and Hugging Face weights older than safetensors, exist as pickles only. A
+pickle is a program that may call whatever Python can import, so nobody comes here without `--trust-pickle`, and what
+was asked for is done with as little trust as it takes: torch's own weights-only reader first; what it refuses is read
+again with everything but tensors and plain containers replaced by `StandIn`s, which do nothing. So the classes a
+checkpoint mentions need not be installed, and none of them is ever imported or called.
+"""
+
+import collections
+import io
+import os
+import pickle
+import re
+import types
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+import torch._utils
+import torch.distributed.checkpoint.filesystem as dcp_files
+import torch.distributed.checkpoint.metadata as dcp
+from torch.distributed._shard.sharded_tensor import metadata as older_dcp
+
+from llmfoundry_lite.errors import CheckpointError
+
+
+class Unpickled(NamedTuple):
+    content: Any
+    refused: str | None
+    """What torch's weights-only reader would not touch; None if it read everything."""
+
+
+def read_torch_file(source: Path | bytes, where: str) -> Unpickled:
+    """What `torch.save` was given: a file, memory-mapped where its layout allows, or bytes. Tensors on the CPU.
+
+    `where` names it in errors. Raises CheckpointError.
+    """
+    is_zip = zipfile.is_zipfile(io.BytesIO(source) if isinstance(source, bytes) else source)
+    head = source[:1] if isinstance(source, bytes) else _first_byte(source)
+    if not is_zip and head != b"\x80":
+        raise CheckpointError(f"{where}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": is_zip and not isinstance(source, bytes)}
+
+    def read(**more: Any) -> Any:
+        file = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+        return torch.load(file, **options, **more)
+
+    try:
+        try:
+            return Unpickled(read(weights_only=True), None)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            refused = named[1] if named else "something in it"
+            return Unpickled(read(weights_only=False, pickle_module=_TENSORS_ONLY), refused)
+    except Exception as error:  # a damaged or hostile pickle raises whatever it likes
+        raise CheckpointError(f"{where}: cannot be read: {_first_line(error)}") from None
+
+
+def read_dcp_metadata(path: Path) -> dcp.Metadata:
+    """The `.metadata` of a checkpoint of torch.distributed.checkpoint. Raises CheckpointError."""
+    try:
+        with open(path, "rb") as file:
+            metadata = TensorsOnly(file).load()
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}") from None
+    if not isinstance(metadata, dcp.Metadata):
+        raise CheckpointError(f"{path}: not the metadata of a sharded checkpoint")
+    return metadata
+
+
+class StandIn:
+    """Takes the place of every class and function that tensors are not made of; accepts anything, does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "StandIn":
+        return self
+
+    __setstate__ = __setitem__ = append = extend = add = __init__
+
+
+def _allowed() -> dict[tuple[str, str], Any]:
+    things = {
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("torch", "Size"): torch.Size,
+        ("torch", "device"): torch.device,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    }
+    for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter"):
+        things["torch._utils", name] = getattr(torch._utils, name)
+    for name, value in vars(torch).items():
+        if isinstance(value, torch.dtype):
+            things["torch", name] = value
+    classes = (
+        *(dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
+        *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING),
+        *(dcp_files._StorageInfo, older_dcp.TensorProperties, older_dcp.MEM_FORMAT_ENCODING),
+    )
+    return things | {(cls.__module__, cls.__qualname__): cls for cls in classes}
+
+
+ALLOWED = _allowed()
+
+
+class TensorsOnly(pickle.Unpickler):
+    """Never imports: a name is looked up in ALLOWED or stands for nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return ALLOWED.get((module, name), StandIn)
+
+
+def _load_tensors_only(file: BinaryIO, **options: Any) -> Any:
+    return TensorsOnly(file, **options).load()
+
+
+_TENSORS_ONLY = types.ModuleType("tensors_only")
+"""In the shape in which torch.load takes another unpickler."""
+_TENSORS_ONLY.Unpickler = TensorsOnly  # type: ignore[attr-defined]
+_TENSORS_ONLY.load = _load_tensors_only  # type: ignore[attr-defined]
+
+
+def _first_byte(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or os.fspath(path)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
