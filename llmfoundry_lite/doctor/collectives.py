@@ -1,0 +1,261 @@
+"""Collectives among real ranks against computed answers, and their bandwidth.
+
+One rank per device over NCCL or RCCL, or two ranks over gloo on CPUs, started here. Every rank contributes small
+integers that depend on its rank and the index, so that sums are exact in any order and an element that is in the wrong
+place is not the right one.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from llmfoundry_lite.devices import device_type, vendor
+from llmfoundry_lite.doctor.alone import describe_end, forkserver, last_words, reason, start
+from llmfoundry_lite.doctor.finding import MIB, Finding, Machine, Status, shorten
+from llmfoundry_lite.doctor.places import measure_seconds
+
+Sabotage = Callable[[int], None]
+"""Called with the rank when its process group stands; tests break something there."""
+
+READY = "process group"
+OTHER_FIX = {
+    "nvidia": "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 to find the link",
+    "amd": "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 (RCCL reads them too)",
+    "cpu": "run again with GLOO_SOCKET_IFNAME=lo; if it helps, set it to the right network interface (`ip address`)",
+}
+
+
+class Report(NamedTuple):
+    """What one rank says of one collective."""
+
+    name: str
+    problem: str = ""
+    unsupported: str = ""
+    bytes_per_second: float = 0.0
+
+
+def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Finding]:
+    """One finding for each collective; the first that does not come back ends the check."""
+    most = torch.cuda.device_count() if device_type() == "cuda" else None
+    num_ranks = machine.num_ranks or most or 2
+    if most is not None and num_ranks > most:
+        detail = f"{num_ranks} ranks need a device each, and torch sees {most}"
+        yield Finding(check=READY, status=Status.FAIL, detail=detail, fix=f"--num-ranks {most}, or leave it out")
+        return
+    size = (1 if machine.quick else 16) * MIB * (4 if device_type() == "cuda" else 1)
+    with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
+        ranks = [_Rank(rank, num_ranks, size, Path(folder), machine, sabotage) for rank in range(num_ranks)]
+        deadline = time.monotonic() + machine.ranks_limit_seconds
+        try:
+            for name in (READY, *COLLECTIVES):
+                reports, lost = _collect(ranks, deadline)
+                finding = _judge(name, reports, lost, ranks, machine)
+                yield finding
+                if lost:
+                    return
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.join(5)
+
+
+class _Rank:
+    """The far end of one rank's process."""
+
+    def __init__(self, rank: int, num_ranks: int, size: int, folder: Path, machine: Machine, sabotage: Sabotage | None):
+        self.output = str(folder / f"rank{rank}.txt")
+        self.receiver, sender = forkserver.Pipe(duplex=False)
+        arguments = (rank, num_ranks, size, f"file://{folder}/rendezvous", machine, sender, sabotage)
+        self.process = start(_run_rank, arguments, machine.ranks_limit_seconds, self.output)
+        sender.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Report], dict[int, str]]:
+    """Each rank's next report, and what became of the ranks that gave none."""
+    reports: dict[int, Report] = {}
+    lost: dict[int, str] = {}
+    while len(reports) + len(lost) < len(ranks):
+        waiting: dict[Any, int] = {
+            rank.receiver: number for number, rank in enumerate(ranks) if number not in reports | lost
+        }
+        # Once a rank is lost the others cannot go on; they have a moment to say something of their own.
+        patience = 2.0 if lost else deadline - time.monotonic()
+        ready = wait(list(waiting), max(0.0, patience))
+        if not ready:
+            break
+        receiver: Any
+        for receiver in ready:
+            number = waiting[receiver]
+            try:
+                reports[number] = receiver.recv()
+            except EOFError:
+                ranks[number].process.join(5)
+                lost[number] = f"{describe_end(ranks[number].process)}{last_words(ranks[number].output)}"
+    for number in range(len(ranks)):
+        if number not in reports and number not in lost:
+            lost[number] = "did not answer"
+    return reports, lost
+
+
+def _judge(
+    name: str, reports: dict[int, Report], lost: dict[int, str], ranks: list[_Rank], machine: Machine
+) -> Finding:
+    place = f"{len(ranks)} ranks over {_backend()}"
+    problems = [f"rank {number} {report.problem}" for number, report in sorted(reports.items()) if report.problem]
+    # Who died comes before who waited for the dead one.
+    waited = [number for number, words in lost.items() if words == "did not answer"]
+    problems = [f"rank {number} {words}" for number, words in lost.items() if number not in waited] + problems
+    if waited and not problems:
+        numbers = ", ".join(map(str, waited))
+        problems.append(f"no answer from rank {numbers} within {machine.ranks_limit_seconds:.0f} s")
+    unsupported = next((report.unsupported for report in reports.values() if report.unsupported), "")
+    rates = [report.bytes_per_second for report in reports.values()]
+    if problems:
+        return Finding(check=name, status=Status.FAIL, detail=f"{place}: {shorten(problems)}", fix=OTHER_FIX[vendor()])
+    if unsupported:
+        return Finding(check=name, status=Status.SKIP, detail=f"{_backend()}: {unsupported}")
+    if name == READY or not min(rates):
+        return Finding(check=name, status=Status.PASS, detail=place)
+    return Finding(
+        check=name, status=Status.PASS, value=min(rates) / 1e9, unit="GB/s", detail=f"{place}, bus bandwidth"
+    )
+
+
+def _backend() -> str:
+    return {"nvidia": "NCCL", "amd": "RCCL", "cpu": "gloo"}[vendor()]
+
+
+# ------------------------------------------------------------------------------------------------ in a rank
+
+
+def _run_rank(
+    rank: int,
+    num_ranks: int,
+    size: int,
+    rendezvous: str,
+    machine: Machine,
+    sender: Connection,
+    sabotage: Sabotage | None,
+) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(device_type(), rank) if device_type() == "cuda" else torch.device("cpu")
+    limit = timedelta(seconds=machine.ranks_limit_seconds)
+    options: dict[str, Any] = {"init_method": rendezvous, "rank": rank, "world_size": num_ranks, "timeout": limit}
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device, **options)
+        else:
+            dist.init_process_group("gloo", **options)
+    except Exception as error:
+        sender.send(Report(READY, problem=reason(error)))
+        os._exit(1)
+    sender.send(Report(READY))
+    if sabotage is not None:
+        sabotage(rank)
+    for name, collective in COLLECTIVES.items():
+        sender.send(_try(name, collective, size, device))
+    os._exit(0)  # taking a process group down may wait for a rank that has gone
+
+
+def _try(name: str, collective: "Collective", size: int, device: torch.device) -> Report:
+    """The answers for a few elements and for many, which NCCL sends in different ways; then the clock."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rate = 0.0
+    try:
+        for count in (num_ranks * 16, size // 4 // num_ranks * num_ranks):
+            inputs = [_contribution(other, count, device) for other in range(num_ranks)]
+            got = collective.run(inputs[rank].clone())
+            problem = _compare(got, collective.answer(inputs, rank))
+            if problem:
+                return Report(name, problem=problem)
+            if count > num_ranks * 16 and num_ranks > 1:
+                seconds = measure_seconds(lambda mine=inputs[rank]: collective.run(mine), device, 3)
+                rate = collective.bus_share(num_ranks) * 4 * count / seconds
+    except (RuntimeError, NotImplementedError) as error:
+        if "not support" in str(error) or isinstance(error, NotImplementedError):
+            return Report(name, unsupported=reason(error))
+        return Report(name, problem=reason(error))
+    return Report(name, bytes_per_second=rate)
+
+
+def _contribution(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    """Integers up to 251 (rank + 1): sums over ranks stay exact in fp32 for up to 360 ranks."""
+    return (torch.arange(count, device=device) % 251 + 1).float() * (rank + 1)
+
+
+def _compare(got: torch.Tensor, right: torch.Tensor) -> str:
+    if torch.equal(got, right):
+        return ""
+    wrong = (got != right).nonzero().flatten()
+    first = int(wrong[0])
+    value, expected = got[first].item(), right[first].item()
+    return f"got {len(wrong)} of {len(right)} elements wrong, the first at {first}: {value:g}, not {expected:g}"
+
+
+class Collective(NamedTuple):
+    run: Callable[[torch.Tensor], torch.Tensor]
+    """What this rank gives -> what it gets; the input may be overwritten."""
+    answer: Callable[[list[torch.Tensor], int], torch.Tensor]
+    """(what all ranks give, this rank) -> what it must get."""
+    bus_share: Callable[[int], float]
+    """What one link carries for each byte of the input; the convention of nccl-tests, PERFORMANCE.md."""
+
+
+def _all_reduce(mine: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(mine)
+    return mine
+
+
+def _reduce_scatter(mine: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(mine) // dist.get_world_size(), device=mine.device)
+    dist.reduce_scatter_tensor(out, mine)
+    return out
+
+
+def _all_gather(mine: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(mine) * dist.get_world_size(), device=mine.device)
+    dist.all_gather_into_tensor(out, mine)
+    return out
+
+
+def _broadcast(mine: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(mine, src=dist.get_world_size() - 1)
+    return mine
+
+
+def _all_to_all(mine: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(mine)
+    dist.all_to_all_single(out, mine)
+    return out
+
+
+def _sum(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(inputs).sum(0)
+
+
+def _chunk(values: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    return values.chunk(count)[index]
+
+
+COLLECTIVES = {
+    "all_reduce": Collective(_all_reduce, lambda inputs, rank: _sum(inputs), lambda n: 2 * (n - 1) / n),
+    "reduce_scatter": Collective(
+        _reduce_scatter, lambda inputs, rank: _chunk(_sum(inputs), rank, len(inputs)), lambda n: (n - 1) / n
+    ),
+    "all_gather": Collective(_all_gather, lambda inputs, rank: torch.cat(inputs), lambda n: n - 1),
+    "broadcast": Collective(_broadcast, lambda inputs, rank: inputs[-1], lambda n: 1),
+    "all_to_all": Collective(
+        _all_to_all,
+        lambda inputs, rank: torch.cat([_chunk(given, rank, len(inputs)) for given in inputs]),
+        lambda n: (n - 1) / n,
+    ),
+}

@@ -1,0 +1,75 @@
+"""/dev/shm: is it large enough, and what have dead runs left in it?"""
+
+import os
+import pwd
+from collections import Counter
+from collections.abc import Iterator
+
+from llmfoundry_lite.data import shared_memory
+from llmfoundry_lite.doctor.finding import GIB, Finding, Machine, Status
+
+ENOUGH_BYTES = GIB
+"""Containers get 64 MiB unless told otherwise, with which loader workers and NCCL end in bus errors."""
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    if not shared_memory.SHARED_MEMORY.is_dir():
+        yield Finding(check="shared memory", status=Status.SKIP, detail=f"no {shared_memory.SHARED_MEMORY} here")
+        return
+    yield _check_size()
+    yield _check_leftovers()
+
+
+def _check_size() -> Finding:
+    usage = os.statvfs(shared_memory.SHARED_MEMORY)
+    total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    if total < ENOUGH_BYTES:
+        problem, fix = "too small for loader workers and NCCL", "docker run --ipc=host (or --shm-size=16g)"
+    elif free < ENOUGH_BYTES:
+        problem, fix = "almost full", f"see whose it is (ls -l {shared_memory.SHARED_MEMORY}) and remove what is dead"
+    else:
+        problem, fix = "", ""
+    return Finding(
+        check="shared memory",
+        status=Status.WARN if problem else Status.PASS,
+        value=free / GIB,
+        unit="GiB free",
+        detail="; ".join(filter(None, (f"of {total / GIB:,.2f} GiB", problem))),
+        fix=fix,
+    )
+
+
+def _check_leftovers() -> Finding:
+    stale = shared_memory.find_stale_shared_memory()
+    if stale is None:
+        detail = "processes that cannot be looked into may be using what is there"
+        return Finding(check="shared-memory leftovers", status=Status.SKIP, detail=detail)
+    owners: Counter[int] = Counter()
+    for path in stale:
+        try:
+            owners[path.stat().st_uid] += 1
+        except FileNotFoundError:
+            continue
+    ours = owners[os.geteuid()]
+    fixes = []
+    if ours:
+        fixes.append("the next run removes yours, or: rm " + " ".join(sorted(map(str, stale))[:3]))
+    if ours < owners.total():
+        fixes.append("ask the other owners to start a run or remove theirs")
+    return Finding(
+        check="shared-memory leftovers",
+        status=Status.WARN if stale else Status.PASS,
+        value=len(stale),
+        unit="files",
+        detail="left by killed runs: " + ", ".join(f"{count} of {_user(uid)}" for uid, count in owners.items() if count)
+        if stale
+        else "blocks and locks that no living run has",
+        fix="; ".join(fixes),
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
