@@ -2,8 +2,6 @@
 
 import errno
 import os
-import shutil
-import subprocess
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +22,7 @@ from llmfoundry_lite.checkpoint.shards import (
     write_shard,
 )
 from llmfoundry_lite.errors import DamagedCheckpointError
+from tests.checkpoint.mounts import mounted
 from tests.checkpoint.saves import flip
 
 BLOCK = 4096
@@ -127,22 +126,11 @@ def test_a_failing_sync_is_an_error(tmp_path, monkeypatch):
         write(tmp_path)
 
 
-@pytest.fixture
-def full_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() or not shutil.which("mount"):
-        pytest.skip("mounting a tmpfs needs root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(folder)], capture_output=True).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_full_disk_is_an_error(full_disk, small_chunks):
-    with pytest.raises(OSError, match="No space left") as caught:
-        write(full_disk, num_bytes=400_000, num_threads=3)
-    assert caught.value.errno == errno.ENOSPC
+def test_a_full_disk_is_an_error(tmp_path, small_chunks):
+    with mounted(tmp_path / "disk", "256k") as disk:
+        with pytest.raises(OSError, match="No space left") as caught:
+            write(disk.path, num_bytes=400_000, num_threads=3)
+        assert caught.value.errno == errno.ENOSPC
 
 
 def test_files_are_plain_safetensors_that_can_be_mapped(tmp_path):

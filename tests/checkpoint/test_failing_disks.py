@@ -1,0 +1,140 @@
+"""A disk that fails at any point of a save: the save is not published, the one before it stands, the next one is made."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry_lite.checkpoint import places
+from llmfoundry_lite.checkpoint.format import open_saver
+from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError
+from tests.checkpoint.mounts import mounted
+from tests.checkpoint.ranks import about, build, save_now, step, whole_state
+
+pytestmark = pytest.mark.fault
+
+
+def failing(call, error, count=1):
+    """`call`, but the `count`th time it raises."""
+    seen = 0
+
+    def called(*args, **kwargs):
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            raise OSError(error, os.strerror(error))
+        return call(*args, **kwargs)
+
+    return called
+
+
+SYNCS = ["the shard", "the manifest", "the draft's folder", "the folder after the rename"]
+
+
+def save_while_it_fails(folder, patch):
+    """A save, one that must fail, and one after the disk has been mended. Returns what was said."""
+    model, optimizer = build("plain")
+    step(model, optimizer, 0)
+    saver = open_saver(CheckpointStore(folder))
+    save_now(saver, model, optimizer, 1)
+    first = whole_state(model, optimizer)
+    step(model, optimizer, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patch(monkeypatch)
+        saver.save(model, optimizer, about(2))
+        with pytest.raises(CheckpointError) as caught:
+            saver.wait()
+    for candidate in CheckpointStore(folder).candidates():
+        assert candidate.checkpoint is not None
+        verify_checkpoint(candidate.checkpoint)
+    other, other_optimizer = build("plain", seed=5)
+    load(Path(folder) / "ba1", other, other_optimizer)
+    found = whole_state(other, other_optimizer)
+    assert all(torch.equal(found[name], first[name]) for name in first)
+    assert not [name for name in os.listdir(folder) if name.startswith(".tmp")]
+    save_now(saver, model, optimizer, 3)
+    verify_checkpoint(open_checkpoint(Path(folder) / "ba3"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_writing_a_shard(tmp_path, error):
+    said = save_while_it_fails(tmp_path, lambda p: p.setattr(places, "WRITE", failing(os.pwritev, error)))
+    assert said.endswith(f"shard-00000.safetensors: not written: {os.strerror(error)}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4], ids=SYNCS)
+def test_syncing(tmp_path, count):
+    said = save_while_it_fails(tmp_path, lambda p: p.setattr(os, "fsync", failing(os.fsync, errno.EIO, count)))
+    assert said.endswith("Input/output error")
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["replace", "rename", "open"])
+def test_creating_and_renaming(tmp_path, name):
+    """The manifest put in its place, the draft renamed, the shard created."""
+    broken = failing(getattr(os, name), errno.ENOSPC)
+    said = save_while_it_fails(tmp_path, lambda p: p.setattr(os, name, broken))
+    assert said.endswith("No space left on device")
+
+
+def test_a_write_cut_short_for_good(tmp_path):
+    said = save_while_it_fails(tmp_path, lambda p: p.setattr(places, "WRITE", lambda descriptor, pieces, offset: 0))
+    assert said.endswith("shard-00000.safetensors: the disk took no more bytes")
+
+
+def test_a_full_disk_that_is_cleared(tmp_path):
+    with mounted(tmp_path / "disk", "256k") as disk:
+        model, optimizer = build("plain")
+        step(model, optimizer, 0)
+        saver = open_saver(CheckpointStore(disk.path))
+        save_now(saver, model, optimizer, 1)
+        ballast, free = disk.path / "ballast", os.statvfs(disk.path)
+        ballast.write_bytes(bytes(free.f_bavail * free.f_bsize))
+        saver.save(model, optimizer, about(2))
+        with pytest.raises(CheckpointError, match="not written: No space left on device"):
+            saver.wait()
+        verify_checkpoint(open_checkpoint(disk.path / "ba1"))
+        ballast.unlink()
+        save_now(saver, model, optimizer, 3)
+        assert [c.name for c in CheckpointStore(disk.path).candidates()] == ["ba3", "ba1"]
+
+
+def test_a_disk_that_fills_up_while_a_hint_is_written_has_published(tmp_path, monkeypatch):
+    model, optimizer = build("plain")
+    store = CheckpointStore(tmp_path)
+    saver = open_saver(store)
+    put = places.LocalPlace.put
+
+    def full(self, name, data, **options):
+        if name == "latest.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(self, name, data, **options)
+
+    monkeypatch.setattr(places.LocalPlace, "put", full)
+    save_now(saver, model, optimizer, 1)
+    found = store.newest_intact(verify_checkpoint).checkpoint
+    assert found is not None and found.name == "ba1"
+
+
+def test_a_disk_that_may_only_be_read(tmp_path):
+    model, optimizer = build("plain")
+    step(model, optimizer, 0)
+    with mounted(tmp_path / "disk") as disk:
+        saver = open_saver(CheckpointStore(disk.path))
+        save_now(saver, model, optimizer, 1)
+        disk.make_read_only()
+        saver.save(model, optimizer, about(2))
+        with pytest.raises(CheckpointError, match="shard-00000.safetensors: not written: Read-only file system"):
+            saver.wait()
+        with pytest.raises(CheckpointError, match="no lease can be taken: Read-only file system"):
+            open_saver(CheckpointStore(disk.path))
+        other, other_optimizer = build("plain", seed=5)
+        load(disk.path / "ba1", other, other_optimizer)
+        found, expected = whole_state(other, other_optimizer), whole_state(model, optimizer)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,49 @@
+"""Short runs in legs, for the tests of resuming beside this file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.launch import Launch, train
+from tests.helpers.resave import resave_into
+from tests.helpers.tiny import read_metrics, values, write_config
+
+
+def run(tmp_path: Path, config: dict[str, Any], name: str, num_ranks: int = 1, **changes: Any) -> Launch:
+    """One launch of run `name`, which must end well."""
+    return attempt(tmp_path, config, name, num_ranks, **changes).check()
+
+
+def attempt(tmp_path: Path, config: dict[str, Any], name: str, num_ranks: int = 1, **changes: Any) -> Launch:
+    path = write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name, **changes})
+    return train([path], tmp_path, num_ranks)
+
+
+def carry_on(
+    tmp_path: Path, config: dict[str, Any], there: str, batch: int, here: str, num_ranks: int = 1, **changes: Any
+) -> None:
+    """Run `here` begins with a copy of what `there` saved at `batch`; what it found goes to `resaved/<here>`."""
+    shutil.copytree(saves(tmp_path, there) / f"ba{batch}", saves(tmp_path, here) / f"ba{batch}")
+    callbacks = {**config.get("callbacks", {}), **resave_into(tmp_path / "resaved" / here)}
+    run(tmp_path, config, here, num_ranks, **{"callbacks": callbacks, **changes})
+
+
+def saves(tmp_path: Path, name: str) -> Path:
+    return tmp_path / "runs" / name / "checkpoints"
+
+
+def saved_names(tmp_path: Path, name: str) -> set[str]:
+    return {path.name for path in saves(tmp_path, name).glob("ba*")}
+
+
+def metrics(tmp_path: Path, name: str) -> list[dict[str, Any]]:
+    return read_metrics(tmp_path / "runs" / name)
+
+
+def losses(tmp_path: Path, name: str) -> list[float]:
+    return values(metrics(tmp_path, name), "loss/train/total")
+
+
+def status(tmp_path: Path, name: str) -> dict[str, Any]:
+    return json.loads((tmp_path / "runs" / name / "status.json").read_text())

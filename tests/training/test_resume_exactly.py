@@ -1,0 +1,143 @@
+"""Whatever the moment of a save and wherever it is carried on: the same state, and the same losses after it."""
+
+import os
+
+import pytest
+from composer.core import Callback
+
+from llmfoundry_lite.checkpoint.store import open_checkpoint
+from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.tiny import tiny_config, values
+from tests.training.runs import carry_on, losses, metrics, run, saves
+
+pytestmark = pytest.mark.multiprocess
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+
+
+class Freeze(Callback):
+    """One weight is not trained, though the optimizer was built with it."""
+
+    def fit_start(self, state, logger):
+        frozen = [p for name, p in state.model.named_parameters() if name.endswith("blocks.0.ffn.up_proj.weight")]
+        assert len(frozen) == 1
+        frozen[0].requires_grad_(False)
+
+
+class PoisonGradient(Callback):
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def after_backward(self, state, logger):
+        if int(os.environ["RANK"]) == 1 and int(state.timestamp.batch) + 1 == self.batch:
+            next(p for p in state.model.parameters() if p.grad is not None).grad.to_local().fill_(float("nan"))
+
+
+def callback(kind, **arguments):
+    return {f"python:{__name__}:{kind.__name__}": arguments}
+
+
+def assert_same_metrics(tmp_path, name, other):
+    a, b = metrics(tmp_path, name), metrics(tmp_path, other)
+    for key in ("loss/train/total", "data/digest", "lr", "grad_norm", "eval/loss", "time/token"):
+        assert values(a, key) == values(b, key), key
+
+
+def test_workers_dropout_an_evaluation_before_the_save_and_an_epochs_end_change_no_bit(tmp_path, data):
+    config = tiny_config(
+        data,
+        autoresume=True,
+        max_duration="15ba",
+        eval_interval="2ba",
+        global_train_batch_size=40,  # 12 batches an epoch
+        train_loader__num_workers=2,
+        model__resid_pdrop=0.1,
+        fsdp_config__activation_checkpointing=True,
+    )
+    run(tmp_path, config, "whole", 2)
+    for stop_after in ("8ba", "4ba", None):  # amid an epoch right after an evaluation; with the epoch's last batch
+        run(tmp_path, config, "parts", 2, stop_after=stop_after)
+    assert_same_metrics(tmp_path, "parts", "whole")
+    assert_same_state(saves(tmp_path, "parts") / "ba15", saves(tmp_path, "whole") / "ba15")
+
+
+def test_a_save_right_after_a_skipped_batch_carries_on_from_there(tmp_path, data):
+    config = tiny_config(
+        data, autoresume=True, max_duration="8ba", on_non_finite="skip", callbacks=callback(PoisonGradient, batch=4)
+    )
+    run(tmp_path, config, "whole", 2)
+    run(tmp_path, config, "parts", 2, stop_after="4ba")
+    run(tmp_path, config, "parts", 2)
+    assert [record["batch"] for record in metrics(tmp_path, "parts") if "skipped_batches" in record] == [4]
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+
+
+def test_a_frozen_weight_stays_as_it_was_and_needs_no_optimizer_state(tmp_path, data):
+    config = tiny_config(data, autoresume=True, max_duration="6ba", save_interval="3ba", callbacks=callback(Freeze))
+    run(tmp_path, config, "whole", 2)
+    manifest = open_checkpoint(saves(tmp_path, "whole") / "ba3").manifest
+    trained = {name.split("/")[1] for name in manifest.tensors if name.startswith("optim/")}
+    untrained = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")} - trained
+    assert len(untrained) == 1
+    carry_on(tmp_path, config, "whole", 3, "same", 2)
+    carry_on(tmp_path, config, "whole", 3, "other", 4, fsdp_config=HYBRID)
+    assert losses(tmp_path, "same") == losses(tmp_path, "whole")[3:]
+    assert losses(tmp_path, "other") == pytest.approx(losses(tmp_path, "whole")[3:], abs=1e-4)
+    for name in ("same", "other"):
+        assert_same_state(saves(tmp_path, "whole") / "ba3", tmp_path / f"resaved/{name}/ba3")
+
+
+def test_a_save_before_the_first_batch_holds_no_step_and_leaves_the_run_alone(tmp_path, data):
+    config = tiny_config(data, max_duration="3ba")
+    run(tmp_path, config, "plain", 2)
+    run(tmp_path, config, "saved", 2, callbacks=resave_into(tmp_path / "resaved"))
+    manifest = open_checkpoint(tmp_path / "resaved/ba0").manifest
+    assert manifest.optimizer is not None
+    assert manifest.optimizer["groups"]
+    assert manifest.optimizer["state"] == {}
+    assert not [name for name in manifest.tensors if name.startswith("optim/")]
+    assert losses(tmp_path, "saved") == losses(tmp_path, "plain")
+
+
+def test_another_precision_finds_the_same_state(tmp_path, data):
+    config = tiny_config(data, autoresume=True, max_duration="12ba", save_interval="3ba")
+    run(tmp_path, config, "fp32")
+    carry_on(tmp_path, config, "fp32", 3, "bf16", precision="amp_bf16")
+    carry_on(tmp_path, config, "bf16", 6, "fp16", precision="amp_fp16")
+    carry_on(tmp_path, config, "fp16", 9, "back")
+    for there, batch, here in (("fp32", 3, "bf16"), ("bf16", 6, "fp16"), ("fp16", 9, "back")):
+        assert_same_state(saves(tmp_path, there) / f"ba{batch}", tmp_path / f"resaved/{here}/ba{batch}")
+        whole = losses(tmp_path, "fp32")
+        assert losses(tmp_path, here) == pytest.approx(whole[batch:], abs=0.06)
+
+
+@pytest.mark.slow
+def test_every_world_and_sharding_takes_up_what_the_one_before_left(tmp_path, data):
+    config = tiny_config(
+        data,
+        autoresume=True,
+        max_duration="16ba",
+        global_train_batch_size=12,
+        model__d_model=8,  # norms are smaller than four ranks' rows
+        model__n_heads=2,
+        model__no_bias=True,
+    )
+    run(tmp_path, config, "whole")
+    legs = [
+        (1, None),
+        (3, {"sharding_strategy": "FULL_SHARD"}),
+        (4, HYBRID),
+        (2, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (4, {"sharding_strategy": "FULL_SHARD"}),
+        (2, {"sharding_strategy": "NO_SHARD"}),
+        (3, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (1, {"sharding_strategy": "FULL_SHARD"}),
+    ]
+    for number, (num_ranks, sharding) in enumerate(legs):
+        resaved = tmp_path / f"resaved/{number}"
+        changes = {"stop_after": "2ba", "fsdp_config": sharding, "callbacks": resave_into(resaved)}
+        run(tmp_path, config, "legs", num_ranks, **changes)
+        if number:
+            assert_same_state(saves(tmp_path, "legs") / f"ba{2 * number}", resaved / f"ba{2 * number}")
+    assert values(metrics(tmp_path, "legs"), "data/digest") == values(metrics(tmp_path, "whole"), "data/digest")
+    assert losses(tmp_path, "legs") == pytest.approx(losses(tmp_path, "whole"), abs=1e-4)
