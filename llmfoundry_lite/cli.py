@@ -126,6 +126,20 @@ def bench_prepare(
     )
 
 
+@bench.command("checkpoint")
+def bench_checkpoint(
+    num_rounds: Annotated[int, typer.Option(min=1, help="Warm saves of each side, after a first one.")] = 3,
+    sizes: Annotated[str, typer.Option(help="Parameters, for how ours grows.")] = "10m,40m,125m,350m",
+    folder: Annotated[Path, typer.Option(help="On the disk to test; left as it was.")] = Path("."),
+    out: Annotated[Path | None, typer.Option(help="A folder for bench-checkpoint.json and .md.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model: shows that it runs, not how fast.")] = False,
+) -> None:
+    """Saves and loads beside torch's, Composer's and this machine's limits."""
+    from llmfoundry_lite.bench.checkpoint import run
+
+    run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)
+
+
 @app.command("report")
 def report_run(
     run: Annotated[Path, typer.Argument(help="A run directory, such as runs/mpt-quickstart.")],
