@@ -4,13 +4,16 @@ Nothing here needs torch; the process group's store is used when there is one.
 """
 
 import os
+import re
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError
 
 # Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -29,6 +32,17 @@ class Interrupted(BaseException):
         """As shells have it."""
 
 
+class Preempted(BaseException):
+    """The run must leave before its end; the same command carries on."""
+
+    exit_code = EXIT_PREEMPTED
+
+    def __init__(self, text: str, *, orderly: bool = False):
+        super().__init__(text)
+        self.is_orderly = orderly
+        """All ranks have agreed to leave, and nobody waits for anybody."""
+
+
 class Place(NamedTuple):
     """This process in its launch, as `composer` and `torchrun` tell it; alone without them."""
 
@@ -36,6 +50,36 @@ class Place(NamedTuple):
     world_size: int
     local_rank: int
     local_world_size: int
+
+
+def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Say in torch's words what `srun` says in its own; nothing if another launcher has spoken, or none.
+
+    SLURM_STEP_NUM_TASKS is set for the tasks of a step, not for the batch script around it, which would otherwise
+    look like the first task of many.
+    """
+    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+        return
+    num_tasks, num_nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+    defaults = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(num_tasks // num_nodes),
+        "NODE_RANK": environment["SLURM_NODEID"],
+        "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
+        # Steps of one job share its nodes, jobs may too: the port comes from both numbers.
+        "MASTER_PORT": str(20000 + (int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])) % 20000),
+    }
+    for name, value in defaults.items():
+        environment.setdefault(name, value)
+
+
+def first_host(node_list: str) -> str:
+    """The first of SLURM's `gpu[003-007,012],login` (gpu003); names may have several brackets."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def place() -> Place:
@@ -46,8 +90,15 @@ def place() -> Place:
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
     raise_when_interrupted()
+    adopt_srun()
     try:
         main(sys.argv[1:])
+    except Preempted as error:
+        if place().rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        if not error.is_orderly:
+            _leave(error.exit_code)
+        sys.exit(error.exit_code)
     except BaseException as error:
         report(describe(error))
         _leave(error.exit_code if isinstance(error, UserError | Interrupted) else EXIT_BUG)
@@ -55,18 +106,47 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def raise_when_interrupted() -> None:
-    """Let Ctrl-C and SIGTERM raise Interrupted. Composer installs its own handlers: call this again after it."""
+    """Let Ctrl-C raise Interrupted, and SIGTERM and SIGUSR1 Preempted: nothing has been trained yet that could be
+    saved. Composer installs its own handlers: call this again after it."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise Interrupted(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    def preempt(number: int, frame: Any) -> None:
+        raise Preempted(
+            f"preempted by {signal.Signals(number).name} before the first batch; run the same command again"
+        )
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, preempt)
+    signal.signal(signal.SIGUSR1, preempt)
+
+
+PREEMPTED = "llmfoundry_lite/preempted"
+
+
+def announce_preemption(reason: str) -> None:
+    """Let other ranks know, should this one leave before they could agree. Never waits."""
+
+    def announce() -> None:
+        with suppress(RuntimeError):
+            store.compare_set(PREEMPTED, "", reason)
+
+    if (store := _process_group_store()) is not None:
+        threading.Thread(target=announce, daemon=True).start()
+
+
+def announced_preemption() -> str:
+    """The reason that any rank has announced, or nothing."""
+    store = _process_group_store()
+    with suppress(RuntimeError):
+        return store.compare_set(PREEMPTED, "", "").decode() if store is not None else ""
+    return ""
 
 
 def describe(error: BaseException) -> str:
     """One line where the reader is a user, everything where the reader must find a bug."""
-    if isinstance(error, Interrupted):
+    if isinstance(error, Interrupted | Preempted):
         return str(error)
     if isinstance(error, UserError):
         return f"error: {error}"

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class About:
     config: Any = None
     segments: tuple[Segment, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
+    attachments: Callable[[], dict[str, bytes]] = dict
+    """File name -> content, asked for in the background just before the manifest is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +219,7 @@ class Saver:
                 flight.num_bytes = manifest.num_bytes
                 flight.is_publishing = True
                 if self.rank == 0:
-                    assert self.lease is not None
-                    flight.task = self._background.submit(self.store.publish, manifest, self.lease)
+                    flight.task = self._background.submit(self._publish, manifest, flight.about)
                 return None
         except BaseException:
             self._flight = None
@@ -296,6 +297,19 @@ class Saver:
         assert writer.record is not None
         record = asdict(writer.record) | {"name": prefix + name}
         return {"file": record, "numbers": _digest([found.optimizer, found.aliases])}
+
+    def _publish(self, manifest: Manifest, about: About) -> None:
+        """In the background, on rank 0."""
+        assert self.lease is not None
+        place, prefix = self.store.draft(manifest.save_id)
+        records = []
+        for name, content in about.attachments().items():
+            try:
+                record = write_shard(place, name, [content], num_threads=1)
+            except (OSError, EOFError) as error:
+                raise CheckpointError(f"{place.url}/{name}: not written: {error}") from error
+            records.append(replace(record, name=prefix + name))
+        self.store.publish(replace(manifest, attachments=tuple(records)), self.lease)
 
     def _gather_manifest(self, flight: "_Flight") -> Manifest:
         reports = exchange.gather_json(flight.task.result(), self.group)

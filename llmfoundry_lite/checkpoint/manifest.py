@@ -139,10 +139,12 @@ class Manifest:
     """Second names of tied tensors -> the name they are stored under."""
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     files: tuple[FileRecord, ...] = ()
+    attachments: tuple[FileRecord, ...] = ()
+    """Files without tensors that belong to this state, such as the run's log so far; hashed like the others."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
+        return sum(file.num_bytes for file in (*self.files, *self.attachments))
 
     @property
     def order(self) -> tuple[int, int]:
@@ -168,6 +170,7 @@ def encode(manifest: Manifest) -> bytes:
         "optimizer": encode_value(manifest.optimizer, "optimizer"),
         "aliases": manifest.aliases,
         "files": [dataclasses.asdict(file) for file in manifest.files],
+        "attachments": [dataclasses.asdict(file) for file in manifest.attachments],
         "tensors": {
             name: {
                 "dtype": tensor.dtype,
@@ -218,6 +221,7 @@ def decode(raw: bytes, where: str) -> Manifest:
         aliases=item.get("aliases").strings(),
         tensors={name: _decode_tensor(tensor) for name, tensor in item.get("tensors").entries()},
         files=tuple(_decode_file(file) for file in item.get("files").items()),
+        attachments=tuple(_decode_file(file) for file in item.get("attachments").items()),
     )
     check(manifest, where)
     return manifest
@@ -228,11 +232,14 @@ def decode(raw: bytes, where: str) -> Manifest:
 
 def check(manifest: Manifest, where: str) -> None:
     """Raises DamagedCheckpointError unless every tensor is covered once, by bytes that exist once."""
-    names = [file.name for file in manifest.files]
+    names = [file.name for file in (*manifest.files, *manifest.attachments)]
     if len(set(names)) != len(names):
         raise DamagedCheckpointError(f"{where}: a file is listed twice")
-    for file in manifest.files:
+    for file in (*manifest.files, *manifest.attachments):
         _check_file(file, f"{where}: file {shorten(file.name)}")
+    for file in manifest.files:
+        if not file.name.endswith(".safetensors") or file.num_bytes < 8:
+            raise DamagedCheckpointError(f"{where}: file {shorten(file.name)}: expected a .safetensors file")
     ranges: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
     for name, tensor in manifest.tensors.items():
         _check_tensor(name, tensor, manifest, f"{where}: tensor {name}")
@@ -252,11 +259,9 @@ def _check_file(file: FileRecord, where: str) -> None:
     parts = file.name.split("/")
     if any(part in ("", ".", "..") for part in parts) or any(c in file.name for c in "\\:\0"):
         raise DamagedCheckpointError(f"{where}: the name leads out of the checkpoint's folder")
-    if not file.name.endswith(".safetensors"):
-        raise DamagedCheckpointError(f"{where}: expected a .safetensors file")
     if file.algorithm != ALGORITHM:
         raise DamagedCheckpointError(f"{where}: hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}")
-    if not 4096 <= file.block_bytes <= 1 << 30 or file.num_bytes < 8:
+    if not 4096 <= file.block_bytes <= 1 << 30:
         raise DamagedCheckpointError(f"{where}: {file.num_bytes} bytes in blocks of {file.block_bytes}")
     if len(file.block_hashes) != file.num_blocks * HASH_CHARACTERS:
         raise DamagedCheckpointError(f"{where}: block hashes for another size than {file.num_bytes} bytes")

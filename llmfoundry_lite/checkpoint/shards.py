@@ -148,6 +148,13 @@ def read_wanted(
         source.close()
 
 
+def read_verified(place: Place, file: FileRecord) -> bytes:
+    """All of a file. Raises DamagedCheckpointError."""
+    content = np.empty(file.num_bytes, np.uint8)
+    read_wanted(place, file, [Want(0, file.num_bytes, content, file.name)])
+    return content.tobytes()
+
+
 def verify_file(place: Place, file: FileRecord, named: Sequence[Span] = (), *, num_threads: int = 2) -> None:
     """All blocks. Raises DamagedCheckpointError naming the file and, from `named`, a tensor in the damaged block."""
     source = _open(place, file)

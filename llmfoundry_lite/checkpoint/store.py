@@ -181,7 +181,7 @@ class CheckpointStore:
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         place, prefix = self.draft(manifest.save_id)
-        for file in manifest.files:
+        for file in (*manifest.files, *manifest.attachments):
             name = file.name.removeprefix(prefix)
             try:
                 source = place.source(name)

@@ -2,6 +2,7 @@
 
 verify_checkpoint(checkpoint)            every byte hashed; DamagedCheckpointError names file and tensor
 check_structure(checkpoint)              files there, sizes right, headers agree: a few kilobytes read
+read_attachment(checkpoint, name)        what was saved beside the tensors, hashed
 describe(checkpoint) -> Description      what `checkpoint inspect` prints
 """
 
@@ -10,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.shards import Span, check_header, verify_file
+from llmfoundry_lite.checkpoint.shards import Span, check_header, read_verified, verify_file
 from llmfoundry_lite.checkpoint.store import Checkpoint
 
 
@@ -32,6 +33,14 @@ def check_structure(checkpoint: Checkpoint) -> None:
         check_header(checkpoint.place, checkpoint.manifest, index)
 
 
+def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
+    """What was saved beside the tensors as `name`; None if nothing was. Raises DamagedCheckpointError."""
+    for file in checkpoint.manifest.attachments:
+        if file.name.rsplit("/", 1)[-1] == name:
+            return read_verified(checkpoint.place, file)
+    return None
+
+
 def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
     """Every block of every file is hashed, then `check_structure`."""
     manifest = checkpoint.manifest
@@ -41,6 +50,8 @@ def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
             named[part.file].append(Span(part.begin, part.end, name))
     for file, spans in zip(manifest.files, named, strict=True):
         verify_file(checkpoint.place, file, spans, num_threads=num_threads)
+    for file in manifest.attachments:
+        verify_file(checkpoint.place, file)
     check_structure(checkpoint)
 
 

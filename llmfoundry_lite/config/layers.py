@@ -117,6 +117,8 @@ HARDWARE_KEYS = (
     "fsdp_config",
     "compile_config",
     "dist_timeout",
+    "max_wall_time",
+    "preemption_grace_seconds",
     "model.attn_config.attn_impl",
     "model.init_device",
     "train_loader.num_workers",

@@ -40,6 +40,18 @@ class Duration:
         return f"{self.value}{self.unit}"
 
 
+def parse_seconds(time: str | int | float) -> float:
+    """`3h55m`, `3:55:00` or a number of seconds. Raises ValueError saying what was expected."""
+    text = str(time).strip()
+    units = re.fullmatch(r"(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+(?:\.\d+)?)s?)?", text)
+    clock = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text)
+    match = clock or units
+    if match is None or not any(match.groups()):
+        raise ValueError("a time such as 3h55m, 90s, 3:55:00 or a number of seconds")
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 # ---------------------------------------------------------------------------------------------- model
 
 
@@ -374,6 +386,10 @@ class TrainConfig:
     """Permit tensors of load_path in another dtype."""
     stop_after: str | int | None = None
     """End this launch (not the run) after this span, saved."""
+    max_wall_time: str | int | float | None = None
+    """Leave, saved, with exit code 75 when this launch is so old: 3h55m, 90s, 1d, 3:55:00, or seconds."""
+    preemption_grace_seconds: float = 20.0
+    """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
     compile_config: dict[str, Any] | None = None
     """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
     dist_timeout: float = 600.0

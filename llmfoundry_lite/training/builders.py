@@ -1,6 +1,7 @@
 """One `build_<thing>(config)` for each block of the YAML."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import (
+    Duration,
+    LoaderConfig,
+    OptimizerConfig,
+    TrainConfig,
+    as_dict,
+    parse_seconds,
+)
 from llmfoundry_lite.data.text import build_text_dataset, build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
@@ -24,6 +32,7 @@ from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
+from llmfoundry_lite.training.preemption import Preemption
 
 
 def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> LanguageModel:
@@ -119,7 +128,7 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
     return {"total": int(real.sum()), "loss_generating": int((real[:, 1:]).sum())}
 
 
-def build_callbacks(config: TrainConfig, model: LanguageModel) -> list[Callback]:
+def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preemption) -> list[Callback]:
     guard = GradientStep(
         model,
         config.algorithms.gradient_clipping,
@@ -139,7 +148,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel) -> list[Callback]
         callbacks.append(DropoutSeed(config.seed))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
-    return [*callbacks, Checkpointing(config, model, guard)]
+    return [*callbacks, preemption, Checkpointing(config, model, guard, preemption)]
 
 
 def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
@@ -156,8 +165,14 @@ def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
     return mirrors
 
 
-def build_eval_interval(config: TrainConfig) -> Any:
-    """Evaluate right after a batch, so that its numbers stand in that batch's record; and after the last batch."""
+def build_preemption(config: TrainConfig, on_timeout: Callable[[str], None]) -> Preemption:
+    wall = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
+    return Preemption(Path(config.run_folder), config.preemption_grace_seconds, wall, on_timeout)
+
+
+def build_eval_interval(config: TrainConfig, preemption: Preemption) -> Any:
+    """Evaluate right after a batch, so that its numbers stand in that batch's record; and after the last batch.
+    Not when the ranks have agreed to leave after this batch."""
     if config.eval_interval == 0:
         return 0
     every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
@@ -167,12 +182,13 @@ def build_eval_interval(config: TrainConfig) -> Any:
             return False
         rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value
         rounds = elapsed(state, every.unit) // every.value
-        return rounds > rounds_before or elapsed(state, end.unit) >= end.value
+        is_last = elapsed(state, end.unit) >= end.value
+        return is_last or (rounds > rounds_before and not preemption.agreed)
 
     return is_due
 
 
-def call_object(name: str, key: str, *arguments: Any, **options: Any) -> Any:
+def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:
     """The user's own object made from what the YAML gives it. Raises ConfigError."""
     thing = load_object(name, f"{key}.name" if key != "callbacks" else key)
     try:

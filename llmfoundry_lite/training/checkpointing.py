@@ -6,6 +6,8 @@ seed and position.
 """
 
 import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +21,19 @@ from llmfoundry_lite.checkpoint import manifest as portable
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
-from llmfoundry_lite.checkpoint.places import open_place
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
-from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.checkpoint.verify import check_structure
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.launch import Preempted
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import elapsed
 from llmfoundry_lite.training.gradients import GradientStep
+from llmfoundry_lite.training.loggers import METRICS, RunLog, log_until, wandb_run_id
+from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 COUNTS = ("iteration", "epoch", "batch", "sample", "token")
 COUNTS_WITHIN = (
@@ -41,10 +46,11 @@ CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 class Checkpointing(Callback):
     """Restores once, saves at every `save_interval` and at the end of a launch."""
 
-    def __init__(self, config: TrainConfig, model: LanguageModel, gradient_step: GradientStep):
+    def __init__(self, config: TrainConfig, model: LanguageModel, gradient_step: GradientStep, preemption: Preemption):
         self.config = config
         self.model = model
         self.gradient_step = gradient_step
+        self.preemption = preemption
         self.store = CheckpointStore(config.checkpoint_folder)
         self.interval = Duration.parse(config.save_interval)
         self.end = Duration.parse(config.max_duration)
@@ -53,7 +59,14 @@ class Checkpointing(Callback):
         is_here = is_local_or_cached(tokenizer)
         self.fingerprints = {"tokenizer": load_tokenizer(tokenizer).fingerprint} if is_here else {}
         self.segments: tuple[Segment, ...] = ()
+        self.log_path = Path(config.run_folder) / METRICS
+        self.carries_log = not is_inside(self.store.root, Path(config.run_folder))
+        """Checkpoints that lie elsewhere than the log take it along, for the machine that carries on."""
+        self.history: bytes | None = None
+        """The log that came with the checkpoint, on rank 0."""
+        self.wandb_run_id: str | None = None
         self.was_stopped = False
+        self.was_preempted_by = ""
         self.last_saved_batch = -1
 
     # -------------------------------------------------------------------------------------------------- restore
@@ -66,6 +79,7 @@ class Checkpointing(Callback):
             self._say(*restored.notes, f"carrying on from {restored.url}" + _differences(self, restored.manifest))
             if not self.config.load_weights_only or found_newest:
                 self._restore_scalars(restored.manifest, state)
+                self._restore_log(restored)
                 self.saver.parent_save_id = restored.manifest.save_id
                 self.segments = restored.manifest.segments
         elif restored is not None:
@@ -144,6 +158,18 @@ class Checkpointing(Callback):
             if saved:
                 callback.load_state_dict(saved)
 
+    def _restore_log(self, restored: Restored) -> None:
+        assert restored.manifest is not None
+        error = None
+        try:
+            if dist.get_rank() == 0 and self.carries_log:
+                self.history = read_attachment(open_checkpoint(restored.url), METRICS)
+        except CheckpointError as caught:
+            error = caught
+        agree(error)
+        if restored.manifest.run_name == self.config.run_name:
+            self.wandb_run_id = restored.manifest.scalars.get("wandb_run_id")
+
     # ----------------------------------------------------------------------------------------------------- save
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -152,11 +178,34 @@ class Checkpointing(Callback):
         stops = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
         before = elapsed(state, self.interval.unit, state.previous_timestamp) // self.interval.value
         due = elapsed(state, self.interval.unit) // self.interval.value > before
-        if due or is_last or stops:
+        preempted_by = REASONS[self.preemption.agreed] if not is_last else ""
+        if due or is_last or stops or preempted_by:
             self._save(state, logger)
-        if stops and not is_last:
+        if preempted_by:
+            self.was_preempted_by = preempted_by
+            state.stop_training()
+        elif stops and not is_last:
             self.was_stopped = True
             state.stop_training()
+
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        """A long evaluation does not hold the exit: the batch before it is recorded and saved, and the run leaves."""
+        preempted_by = self.preemption.agree()
+        if not preempted_by:
+            return
+        self.was_preempted_by = preempted_by
+        if int(state.timestamp.batch) >= self.first_batch:
+            for destination in logger.destinations:
+                if isinstance(destination, RunLog):
+                    destination.write(state)
+            self._save(state, logger)
+            self._finish(logger)
+        raise Preempted(self.preempted_text(state), orderly=True)
+
+    def preempted_text(self, state: State) -> str:
+        saved = f"saved as ba{self.last_saved_batch}" if self.last_saved_batch > 0 else "nothing to save yet"
+        again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
+        return f"preempted by {self.was_preempted_by} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._finish(logger)
@@ -202,6 +251,7 @@ class Checkpointing(Callback):
             "data": self._data_state(state),
             "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
             "seed": self.config.seed,
+            "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
             "callbacks": {type(c).__qualname__: c.state_dict() for c in self._users_callbacks(state)},
         }
         return About(
@@ -213,7 +263,11 @@ class Checkpointing(Callback):
             config=as_dict(self.config),
             segments=(*self.segments, self._segment(state)),
             scalars=scalars,
+            attachments=partial(self._attachments, int(stamp.batch)),
         )
+
+    def _attachments(self, batch: int) -> dict[str, bytes]:
+        return {METRICS: log_until(self.log_path, batch)} if self.carries_log else {}
 
     def _data_state(self, state: State) -> dict[str, Any] | None:
         dataset = getattr(state.train_dataloader, "dataset", None)
@@ -254,6 +308,10 @@ class Checkpointing(Callback):
         if dist.get_rank() == 0:
             for line in lines:
                 print(line, flush=True)
+
+
+def is_inside(place: Place, folder: Path) -> bool:
+    return isinstance(place, LocalPlace) and place.path.resolve().is_relative_to(folder.resolve())
 
 
 def model_identity(values: dict[str, Any]) -> dict[str, Any]:

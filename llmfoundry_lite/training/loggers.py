@@ -20,6 +20,8 @@ from composer.loggers import Logger, LoggerDestination
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
 from llmfoundry_lite.errors import UserError
 
+METRICS = "metrics.jsonl"
+
 Record = dict[str, Any]
 Mirror = Callable[[Record], None]
 
@@ -35,9 +37,12 @@ class RunLog(LoggerDestination):
         self.last: Record = {}
         self.file: TextIO | None = None
 
-    def open(self, mirrors: list[Mirror]) -> None:
-        """Begin to write. What was logged before waits in the first record."""
+    def open(self, mirrors: list[Mirror], history: bytes | None = None) -> None:
+        """Begin to write, after the lines of `history` that are not here. What was logged before waits in the first
+        record."""
         self.mirrors = mirrors
+        if history:
+            take_over(self.path, history)
         self.launch = 1 + last_launch(self.path)
         self.file = self.path.open("a")
 
@@ -95,15 +100,29 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
 
 
 def last_launch(path: Path) -> int:
-    """The number of the launch that wrote the last line; 0 if there is none. A torn last line is cut off."""
+    """The highest number of a launch that wrote here; 0 if there is none. A torn last line is cut off."""
     if not path.exists():
         return 0
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         content = content[: content.rfind(b"\n") + 1]
         path.write_bytes(content)
-    lines = content.splitlines()
-    return json.loads(lines[-1])["launch"] if lines else 0
+    return max((json.loads(line)["launch"] for line in content.splitlines()), default=0)
+
+
+def log_until(path: Path, batch: int) -> bytes:
+    """The lines of the batches up to `batch`, those of earlier launches too: what a save of that batch takes along."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return b"".join(line for line in lines if line.endswith(b"\n") and json.loads(line)["batch"] <= batch)
+
+
+def take_over(path: Path, history: bytes) -> None:
+    """Append the lines of a log that came with a checkpoint and are not here: what other machines have trained."""
+    last_launch(path)  # cuts off a torn line
+    here = set(path.read_bytes().splitlines()) if path.exists() else set()
+    missing = [line for line in history.splitlines() if line not in here]
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in missing)
 
 
 # ------------------------------------------------------------------------------------------------- mirrors
@@ -172,15 +191,23 @@ class ProgressBar:
         self.bar.close()
 
 
+WANDB_ID = "wandb_id"
+
+
+def wandb_run_id(run_folder: Path) -> str | None:
+    file = run_folder / WANDB_ID
+    return file.read_text().strip() if file.exists() else None
+
+
 class WandbMirror:
-    """The same wandb run across launches: its id is kept in the run directory. WANDB_MODE=offline works."""
+    """The same wandb run across launches: its id is kept in the run directory, and in checkpoints for other machines.
+    WANDB_MODE=offline works."""
 
     def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
         import wandb
 
-        self.id_file = run_folder / "wandb_id"
-        run_id = self.id_file.read_text().strip() if self.id_file.exists() else secrets.token_hex(4)
-        self.id_file.write_text(run_id + "\n")
+        run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
+        (run_folder / WANDB_ID).write_text(run_id + "\n")
         self.run = wandb.init(
             project=config.project,
             entity=config.entity,

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.launch import describe, place, raise_when_interrupted
+from llmfoundry_lite.launch import (
+    Preempted,
+    announced_preemption,
+    describe,
+    is_lost_peer,
+    place,
+    raise_when_interrupted,
+)
 from llmfoundry_lite.models.hf import can_export, export_model
 from llmfoundry_lite.training.builders import (
     build_callbacks,
@@ -26,11 +35,13 @@ from llmfoundry_lite.training.builders import (
     build_mirrors,
     build_model,
     build_optimizer,
+    build_preemption,
     build_train_data,
 )
 from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.loggers import RunLog, clear_disk_errors
+from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
+from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 
 def train(config: TrainConfig) -> None:
@@ -40,24 +51,44 @@ def train(config: TrainConfig) -> None:
     """
     start_process_group(config)
     run = RunFolder(config)
-    trainer, was_stopped = None, False
+    preemption = build_preemption(config, on_timeout=run.leave_late)
+    trainer, checkpointing = None, None
     try:
-        trainer = build_trainer(config, run)
+        trainer, checkpointing = build_trainer(config, run, preemption)
         raise_when_interrupted()
-        run.start(trainer)
+        preemption.listen()
+        run.start(trainer, checkpointing)
         if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
             if config.eval_first and trainer.state.evaluators and int(trainer.state.timestamp.batch) == 0:
                 trainer.eval()
                 run.write_log(trainer)
             trainer.fit()
-        was_stopped = any(c.was_stopped for c in trainer.state.callbacks if isinstance(c, Checkpointing))
-        if config.export_at_end and not was_stopped:
+        if checkpointing.was_preempted_by:
+            raise Preempted(checkpointing.preempted_text(trainer.state), orderly=True)
+        if config.export_at_end and not checkpointing.was_stopped:
             export(config, trainer, run.folder / "huggingface")
     except BaseException as error:
-        run.fail(describe(error).splitlines()[-1].removeprefix("error: "), trainer)
-        raise
-    run.finish("stopped" if was_stopped else "done", trainer)
+        preempted = as_preempted(error, preemption)
+        text = describe(preempted or error).splitlines()[-1].removeprefix("error: ")
+        run.fail("preempted" if preempted else "failed", text, trainer)
+        if preempted is None:
+            raise
+        preemption.consume_stop_file()
+        if preempted.is_orderly and trainer is not None:
+            trainer.close()
+        raise preempted from None
+    run.finish("stopped" if checkpointing.was_stopped else "done", trainer)
     trainer.close()
+
+
+def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | None:
+    """What to leave as when asked to leave, or when a peer that was asked has left without waiting for us."""
+    if isinstance(error, Preempted):
+        return error
+    reason = REASONS[preemption.reason] or announced_preemption()
+    if reason and is_lost_peer(error):
+        return Preempted(f"preempted by {reason} while another rank was leaving; the last save stands")
+    return None
 
 
 def start_process_group(config: TrainConfig) -> None:
@@ -67,20 +98,21 @@ def start_process_group(config: TrainConfig) -> None:
     composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)
 
 
-def build_trainer(config: TrainConfig, run: "RunFolder") -> Trainer:
+def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption) -> tuple[Trainer, Checkpointing]:
     here = place()
     train_data = build_train_data(config, here.world_size)
     eval_data = build_eval_data(config, here.world_size)
     model = build_model(config, here.world_size, here.local_world_size)
-    return Trainer(
+    callbacks = build_callbacks(config, model, preemption)
+    trainer = Trainer(
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
-        eval_interval=build_eval_interval(config),
+        eval_interval=build_eval_interval(config, preemption),
         eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
         optimizers=build_optimizer(config.optimizer, model),
         max_duration=str(Duration.parse(config.max_duration)),
-        callbacks=build_callbacks(config, model),
+        callbacks=callbacks,
         loggers=[run.log] if run.is_main else [],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
@@ -94,6 +126,7 @@ def build_trainer(config: TrainConfig, run: "RunFolder") -> Trainer:
         log_to_console=False,
         python_log_level=config.python_log_level,
     )
+    return trainer, next(callback for callback in callbacks if isinstance(callback, Checkpointing))
 
 
 def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
@@ -127,20 +160,25 @@ class RunFolder:
         self.config = config
         self.folder = Path(config.run_folder)
         self.is_main = dist.get_rank() == 0
-        self.log = RunLog(self.folder / "metrics.jsonl")
+        self.log = RunLog(self.folder / METRICS)
         self.is_started = False
+        self.trainer: Trainer | None = None
         if self.is_main:
             with clear_disk_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer, checkpointing: Checkpointing) -> None:
         if self.is_main:
             with clear_disk_errors(self.folder):
+                if checkpointing.wandb_run_id is not None:
+                    (self.folder / WANDB_ID).write_text(checkpointing.wandb_run_id + "\n")
                 settings = yaml.safe_dump(as_dict(self.config), sort_keys=False)
                 write_atomically(self.folder / "config.yaml", settings)
                 self._write_status("running", trainer)
                 duration = Duration.parse(self.config.max_duration)
-                self.log.open(build_mirrors(self.config, lambda: progress_of(trainer.state, duration)))
+                mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
+                self.log.open(mirrors, checkpointing.history)
+        self.trainer = trainer
         self.is_started = True
 
     def write_log(self, trainer: Trainer) -> None:
@@ -152,14 +190,20 @@ class RunFolder:
             with clear_disk_errors(self.folder):
                 self._write_status(status, trainer)
 
-    def fail(self, reason: str, trainer: Trainer | None) -> None:
+    def fail(self, status: str, reason: str, trainer: Trainer | None) -> None:
         """Say in status.json why, unless that stands for an earlier launch; never instead of the failure itself."""
         if not self.is_main:
             return
         with contextlib.suppress(OSError):
             if self.is_started or not (self.folder / "status.json").exists():
-                self._write_status("failed", trainer, reason)
+                self._write_status(status, trainer, reason)
             self.log.post_close()
+
+    def leave_late(self, reason: str) -> None:
+        """From another thread, while the main thread hangs; the process ends when this returns."""
+        if self.is_main:
+            print(f"preempted by {reason}", file=sys.stderr, flush=True)
+            self._write_status("preempted", self.trainer, reason)
 
     def _write_status(self, status: str, trainer: Trainer | None, reason: str | None = None) -> None:
         batch = int(trainer.state.timestamp.batch) if trainer else 0
@@ -168,6 +212,6 @@ class RunFolder:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     temporary.write_text(text)
     os.replace(temporary, path)

@@ -98,8 +98,7 @@ def test_a_run_directory_that_cannot_be_is_named(tmp_path, data):
     assert result.output == "error: a-file/run cannot be written: Not a directory; make room, or set run_folder\n"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_in_one_line(tmp_path, data, number, code):
+def test_ctrl_c_ends_a_run_in_one_line(tmp_path, data):
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="100000ba"))
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts/train.py", path],
@@ -112,12 +111,12 @@ def test_a_signal_ends_a_run_in_one_line(tmp_path, data, number, code):
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("batch 3/"):
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             break
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == 130
     told = [line for line in rest.splitlines() if not line.startswith("batch ")]
-    assert told == [f"interrupted by {number.name}"]
+    assert told == ["interrupted by SIGINT"]
 
 
 def test_torchrun_launches_too(tmp_path, data):

@@ -1,0 +1,127 @@
+"""Reasons to leave early, and leaving in time: SIGTERM and SIGUSR1, a deadline, a file named STOP.
+
+Python's signal handlers do not run while the main thread sits in a collective, so a thread listens: signals reach it
+through a pipe that the interpreter's C handler writes into. It notes the reason and starts the clock. The main
+threads of all ranks agree at the next end of a batch, save, and leave; if they cannot in time, because a batch, a
+collective or a disk takes longer, the thread ends the process and the last periodic save stands.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from llmfoundry_lite.checkpoint.exchange import max_of
+from llmfoundry_lite.errors import EXIT_PREEMPTED
+from llmfoundry_lite.launch import announce_preemption, announced_preemption
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP")
+"""What ranks tell each other is an index of these; the highest wins."""
+STOP = "STOP"
+
+
+class Preemption(Callback):
+    """`reason` is what this rank knows of; `agreed` is what all ranks have agreed on."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        grace_seconds: float,
+        max_wall_seconds: float | None,
+        on_timeout: Callable[[str], None] = lambda reason: None,
+    ):
+        self.stop_file = run_folder / STOP
+        self.grace_seconds = grace_seconds
+        age_seconds = time.time() - psutil.Process().create_time()
+        self.deadline = time.monotonic() - age_seconds + max_wall_seconds if max_wall_seconds is not None else None
+        self.on_timeout = on_timeout
+        """Called with the reason just before the process is ended for being late; rank 0 writes status.json here."""
+        self.reason = 0
+        self.agreed = 0
+        self.leave_by: float | None = None
+
+    # ---------------------------------------------------------------------------------------------- the main thread
+
+    def listen(self) -> None:
+        """From the main thread, after Composer has installed its handlers. For the rest of the process's life."""
+        self._pipe, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        # A forked child that is terminated must neither survive nor tell its parent's thread.
+        os.register_at_fork(after_in_child=_forget)
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)  # the pipe has it
+        threading.Thread(target=self._listen, name="preemption", daemon=True).start()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.agree()
+
+    def agree(self) -> str:
+        """The reason to leave that any rank knows of, or nothing. Every rank must call this at the same places."""
+        if not self.reason and dist.get_rank() == 0 and self.stop_file.exists():
+            self._request(REASONS.index("the file STOP"))
+        self.agreed = max_of([self.reason])[0]
+        if self.agreed and not self.reason:
+            self._request(self.agreed)
+        return REASONS[self.agreed]
+
+    def consume_stop_file(self) -> None:
+        """What it asked for is done; the next launch must not find it."""
+        if dist.get_rank() == 0 and self.agreed:
+            self.stop_file.unlink(missing_ok=True)
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _listen(self) -> None:
+        while True:
+            wake_at = self.leave_by if self.leave_by is not None else self.deadline
+            timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+            # Looks up once a second at least: another rank, or our own main thread, may have learnt of a reason.
+            ready, _, _ = select.select([self._pipe], [], [], 1.0 if timeout is None else min(timeout, 1.0))
+            for number in os.read(self._pipe, 64) if ready else b"":
+                if number in SIGNALS:
+                    self._request(REASONS.index(signal.Signals(number).name))
+            if not self.reason and (announced := announced_preemption()):
+                self._request(REASONS.index(announced))
+            now = time.monotonic()
+            if self.leave_by is not None and now >= self.leave_by:
+                self._leave_late()
+            if self.deadline is not None and now >= self.deadline:
+                self._request(REASONS.index("max_wall_time"))
+
+    def _request(self, reason: int) -> None:
+        if self.reason:
+            return
+        self.leave_by = time.monotonic() + self.grace_seconds
+        self.reason = reason
+        announce_preemption(REASONS[reason])
+
+    def _leave_late(self) -> None:
+        text = f"{REASONS[self.reason]}: nothing could be saved within {self.grace_seconds:g} s; the last save stands"
+        with suppress(Exception):
+            self.on_timeout(text)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_PREEMPTED)
+
+
+def _forget() -> None:
+    """In a forked child: signals do what they do by default."""
+    with suppress(ValueError):  # forked from another thread than the main one, which has no handlers to lose
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            handler: Any = signal.getsignal(number)
+            if callable(handler) and getattr(handler, "__module__", "") == __name__:
+                signal.signal(number, signal.SIG_DFL)

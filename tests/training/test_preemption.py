@@ -1,0 +1,223 @@
+"""A run that is asked to leave saves and leaves, in time, with 75; the same command carries on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from composer.core import Callback
+
+from llmfoundry_lite.config.schema import parse_seconds
+from llmfoundry_lite.launch import adopt_srun, first_host
+from tests.helpers.launch import ROOT, free_port, train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Signal(Callback):
+    """Sends one rank a signal at the beginning of a batch."""
+
+    def __init__(self, rank: int, batch: int, name: str = "SIGTERM"):
+        self.rank, self.batch, self.number = rank, batch, signal.Signals[name]
+
+    def is_here(self, state) -> bool:
+        return int(os.environ["RANK"]) == self.rank and int(state.timestamp.batch) + 1 == self.batch
+
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            os.kill(os.getpid(), self.number)
+
+
+class SignalInEvaluation(Signal):
+    """In the evaluation before that batch."""
+
+    def batch_start(self, state, logger):
+        pass
+
+    def eval_batch_end(self, state, logger):
+        if self.is_here(state):
+            os.kill(os.getpid(), self.number)
+            threading.Event().wait(0.2)  # until its thread has been told; the evaluation goes on for far longer
+
+
+class SignalThenHang(Signal):
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            os.kill(os.getpid(), self.number)
+            threading.Event().wait()
+
+
+class TouchStop(Signal):
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            open("runs/tiny/STOP", "w").close()
+
+
+def callback(kind: type, **arguments):
+    return {f"python:{__name__}:{kind.__name__}": arguments}
+
+
+def status(tmp_path, name="tiny"):
+    return json.loads((tmp_path / "runs" / name / "status.json").read_text())
+
+
+def launch(tmp_path, config, num_ranks=2, **changes):
+    path = write_config(tmp_path / f"{config['run_name']}.yaml", {**config, **changes})
+    return train([path], tmp_path, num_ranks)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_makes_all_of_them_save_and_leave(tmp_path, data, name):
+    config = tiny_config(data, autoresume=True, eval_interval="2ba")
+    launch(tmp_path, config, run_name="whole").check()
+    result = launch(tmp_path, config, callbacks=callback(Signal, rank=1, batch=4, name=name))
+    assert result.exit_codes == [75, 75]
+    assert result.output.splitlines()[-1] == (
+        f"preempted by {name} at batch 4, saved as ba4; run the same command again"
+    )
+    assert "preempted" not in result.outputs[1]
+    assert status(tmp_path)["status"] == "preempted"
+    assert status(tmp_path)["batch"] == 4
+    launch(tmp_path, config).check()
+    whole, parts = read_metrics(tmp_path / "runs/whole"), read_metrics(tmp_path / "runs/tiny")
+    for key in ("loss/train/total", "data/digest"):
+        assert values(parts, key) == values(whole, key)
+    assert status(tmp_path)["status"] == "done"
+
+
+def test_a_file_named_stop_is_obeyed_once(tmp_path, data):
+    config = tiny_config(data, autoresume=True, max_duration="6ba", callbacks=callback(TouchStop, rank=1, batch=3))
+    result = launch(tmp_path, config)
+    assert result.exit_codes == [75, 75]
+    assert "preempted by the file STOP at batch 3, saved as ba3" in result.output
+    launch(tmp_path, config).check()
+
+
+def test_a_deadline_ends_the_launch(tmp_path, data):
+    config = tiny_config(data, max_duration="1000000ba", save_interval="1000000ba", max_wall_time="2s")
+    result = launch(tmp_path, config, console_log_interval="1000ba")
+    assert result.exit_codes == [75, 75]
+    assert "preempted by max_wall_time" in result.output
+    assert result.output.endswith("run the same command again with autoresume=true\n")
+    assert status(tmp_path)["batch"] > 0
+    assert (tmp_path / f"runs/tiny/checkpoints/ba{status(tmp_path)['batch']}/manifest.json").exists()
+
+
+def test_a_rank_that_hangs_does_not_hold_the_exit_and_the_last_save_stands(tmp_path, data):
+    config = tiny_config(data, autoresume=True, save_interval="2ba", preemption_grace_seconds=2)
+    hang = callback(SignalThenHang, rank=1, batch=6)
+    result = launch(tmp_path, config, callbacks=hang)
+    assert result.exit_codes == [75, 75]
+    assert "the last save stands" in result.output
+    assert status(tmp_path)["status"] == "preempted"
+    result = launch(tmp_path, config).check()
+    assert "carrying on from runs/tiny/checkpoints/ba4" in result.output
+
+
+def test_a_long_evaluation_does_not_hold_the_exit(tmp_path, data):
+    config = tiny_config(data, autoresume=True, eval_interval="4ba", device_eval_batch_size=1)
+    launch(tmp_path, config, run_name="whole").check()
+    result = launch(tmp_path, config, callbacks=callback(SignalInEvaluation, rank=1, batch=5))
+    assert result.exit_codes == [75, 75]
+    assert "preempted by SIGTERM at batch 4, saved as ba4" in result.output
+    assert [record["batch"] for record in read_metrics(tmp_path / "runs/tiny")] == [1, 2, 3, 4]
+    launch(tmp_path, config).check()
+    whole, parts = read_metrics(tmp_path / "runs/whole"), read_metrics(tmp_path / "runs/tiny")
+    assert values(parts, "loss/train/total") == values(whole, "loss/train/total")
+
+
+def test_a_lost_peer_is_no_preemption(tmp_path, data):
+    config = tiny_config(data, callbacks=callback(Signal, rank=1, batch=3, name="SIGKILL"))
+    result = launch(tmp_path, config)
+    assert result.exit_codes == [1, -9]
+    assert status(tmp_path)["status"] == "failed"
+
+
+def start(arguments, tmp_path, **environment):
+    return subprocess.Popen(
+        [str(argument) for argument in arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        start_new_session=True,
+    )
+
+
+def read_until(process, beginning):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [
+        (["composer", "-n", "2"], 75),
+        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 1),
+    ],
+    ids=["composer", "torchrun"],
+)
+def test_the_launcher_may_be_the_one_who_is_told(tmp_path, data, launcher, code):
+    """SLURM's time limit and a cloud's preemption reach the launcher; what it returns is its own affair."""
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="1000000ba"))
+    process = start([*launcher, ROOT / "scripts/train.py", path], tmp_path)
+    try:
+        read_until(process, "batch 3/")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
+    assert "preempted by SIGTERM" in output
+    assert status(tmp_path)["status"] == "preempted"
+    assert (tmp_path / f"runs/tiny/checkpoints/ba{status(tmp_path)['batch']}/manifest.json").exists()
+    assert process.returncode == code or (code == 1 and process.returncode != 0)
+
+
+def test_srun_s_words_are_understood(tmp_path, data):
+    """One machine has no SLURM: two processes are started with the variables that `srun` sets."""
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="2ba"))
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    tasks = [
+        start([sys.executable, ROOT / "scripts/train.py", path], tmp_path, **step, **job, **task)
+        for task in ({"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2))
+    ]
+    outputs = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert len(read_metrics(tmp_path / "runs/tiny")) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[003-007,012],login", "gpu003"),
+        ("node7", "node7"),
+        ("a-1,a-2", "a-1"),
+        ("rack[2-3]-n[01-16]", "rack2-n01"),
+        ("x[5],y", "x5"),
+    ],
+)
+def test_the_rendezvous_is_on_the_first_node(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_batch_script_is_not_taken_for_a_task():
+    environment = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    adopt_srun(environment)
+    assert "RANK" not in environment
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("3h55m", 14100), ("90s", 90), (90, 90), ("1d", 86400), ("1-02:00:00", 93600), ("5:30", 330)]
+)
+def test_times_are_read_as_people_and_slurm_write_them(text, seconds):
+    assert parse_seconds(text) == seconds
