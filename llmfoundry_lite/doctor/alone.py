@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmfoundry_lite.doctor.finding import Finding, Machine, Status
 Check = Callable[[Machine], Iterable[Finding]]
 
 forkserver = multiprocessing.get_context("forkserver")
+PRELOAD = ["torch", "torch.distributed"]
 DONE = "done"
 REPORT_FIX = "run it again; if it stays, look at the driver's log (dmesg) and take the machine out"
 
@@ -62,15 +64,19 @@ def run_alone(name: str, check: Check, machine: Machine) -> Iterator[Finding]:
 
 
 def start(
-    function: Callable[..., Any], arguments: tuple[Any, ...], limit_seconds: float, output: str
-) -> ForkServerProcess:
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    limit_seconds: float,
+    output: str,
+    context: ForkContext | ForkServerContext = forkserver,
+) -> BaseProcess:
     """A process that calls `function(*arguments)`, prints into the file `output` and ends by itself in time."""
-    process = forkserver.Process(target=_run, args=(function, arguments, limit_seconds, output))
+    process = context.Process(target=_run, args=(function, arguments, limit_seconds, output))
     process.start()
     return process
 
 
-def describe_end(process: ForkServerProcess) -> str:
+def describe_end(process: BaseProcess) -> str:
     """was killed by SIGSEGV, ended with code 1, …"""
     code = process.exitcode
     if code is not None and code < 0:

@@ -5,25 +5,28 @@ integers that depend on its rank and the index, so that sums are exact in any or
 place is not the right one.
 """
 
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.context import ForkContext, ForkServerContext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_type, vendor
-from llmfoundry_lite.doctor.alone import describe_end, forkserver, last_words, reason, start
+from llmfoundry_lite.doctor.alone import PRELOAD, describe_end, forkserver, last_words, reason, start
 from llmfoundry_lite.doctor.finding import MIB, Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.places import measure_seconds
 
 Sabotage = Callable[[int], None]
 """Called with the rank when its process group stands; tests break something there."""
+
+Context = ForkContext | ForkServerContext
 
 READY = "process group"
 OTHER_FIX = {
@@ -52,14 +55,16 @@ def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Findin
         return
     size = (1 if machine.quick else 16) * MIB * (4 if device_type() == "cuda" else 1)
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
-        ranks = [_Rank(rank, num_ranks, size, Path(folder), machine, sabotage) for rank in range(num_ranks)]
+        group = Group(num_ranks, size, folder, machine.ranks_limit_seconds, sabotage)
+        context = _context()
+        ranks = [_Rank(group, rank, context) for rank in range(num_ranks)]
         deadline = time.monotonic() + machine.ranks_limit_seconds
         try:
             for name in (READY, *COLLECTIVES):
-                reports, lost = _collect(ranks, deadline)
-                finding = _judge(name, reports, lost, ranks, machine)
+                reports, dead = _collect(ranks, deadline)
+                finding = _judge(name, reports, dead, ranks, machine)
                 yield finding
-                if lost:
+                if len(reports) < num_ranks or (name == READY and finding.status is Status.FAIL):
                     return
         finally:
             for rank in ranks:
@@ -67,27 +72,46 @@ def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Findin
                 rank.process.join(5)
 
 
+def _context() -> Context:
+    """How ranks begin: a fork is quick, but CUDA cannot be used in forks of a process that has looked for devices."""
+    if device_type() == "cpu":
+        return multiprocessing.get_context("fork")
+    forkserver.set_forkserver_preload(PRELOAD)  # of this process's own server
+    return forkserver
+
+
+class Group(NamedTuple):
+    """What the ranks have in common."""
+
+    num_ranks: int
+    size_bytes: int
+    """Of the larger messages."""
+    folder: str
+    """Where they find each other, and print."""
+    limit_seconds: float
+    sabotage: Sabotage | None
+
+
 class _Rank:
     """The far end of one rank's process."""
 
-    def __init__(self, rank: int, num_ranks: int, size: int, folder: Path, machine: Machine, sabotage: Sabotage | None):
-        self.output = str(folder / f"rank{rank}.txt")
-        self.receiver, sender = forkserver.Pipe(duplex=False)
-        arguments = (rank, num_ranks, size, f"file://{folder}/rendezvous", machine, sender, sabotage)
-        self.process = start(_run_rank, arguments, machine.ranks_limit_seconds, self.output)
+    def __init__(self, group: Group, rank: int, context: Context):
+        self.output = f"{group.folder}/rank{rank}.txt"
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process = start(_run_rank, (group, rank, sender), group.limit_seconds, self.output, context)
         sender.close()
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Report], dict[int, str]]:
-    """Each rank's next report, and what became of the ranks that gave none."""
+    """Each rank's next report, and how those ended that died first; the others gave no answer in time."""
     reports: dict[int, Report] = {}
-    lost: dict[int, str] = {}
-    while len(reports) + len(lost) < len(ranks):
+    dead: dict[int, str] = {}
+    while len(reports) + len(dead) < len(ranks):
         waiting: dict[Any, int] = {
-            rank.receiver: number for number, rank in enumerate(ranks) if number not in reports | lost
+            rank.receiver: number for number, rank in enumerate(ranks) if number not in reports | dead
         }
-        # Once a rank is lost the others cannot go on; they have a moment to say something of their own.
-        patience = 2.0 if lost else deadline - time.monotonic()
+        # Once a rank is dead the others cannot go on; they have a moment to say something of their own.
+        patience = 2.0 if dead else deadline - time.monotonic()
         ready = wait(list(waiting), max(0.0, patience))
         if not ready:
             break
@@ -98,24 +122,20 @@ def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Report], di
                 reports[number] = receiver.recv()
             except EOFError:
                 ranks[number].process.join(5)
-                lost[number] = f"{describe_end(ranks[number].process)}{last_words(ranks[number].output)}"
-    for number in range(len(ranks)):
-        if number not in reports and number not in lost:
-            lost[number] = "did not answer"
-    return reports, lost
+                dead[number] = f"{describe_end(ranks[number].process)}{last_words(ranks[number].output)}"
+    return reports, dead
 
 
 def _judge(
-    name: str, reports: dict[int, Report], lost: dict[int, str], ranks: list[_Rank], machine: Machine
+    name: str, reports: dict[int, Report], dead: dict[int, str], ranks: list[_Rank], machine: Machine
 ) -> Finding:
     place = f"{len(ranks)} ranks over {_backend()}"
-    problems = [f"rank {number} {report.problem}" for number, report in sorted(reports.items()) if report.problem]
     # Who died comes before who waited for the dead one.
-    waited = [number for number, words in lost.items() if words == "did not answer"]
-    problems = [f"rank {number} {words}" for number, words in lost.items() if number not in waited] + problems
-    if waited and not problems:
-        numbers = ", ".join(map(str, waited))
-        problems.append(f"no answer from rank {numbers} within {machine.ranks_limit_seconds:.0f} s")
+    problems = [f"rank {number} {words}" for number, words in sorted(dead.items())]
+    problems += [f"rank {number} {report.problem}" for number, report in sorted(reports.items()) if report.problem]
+    silent = [str(number) for number in range(len(ranks)) if number not in reports | dead]
+    if silent and not problems:
+        problems.append(f"no answer from rank {', '.join(silent)} within {machine.ranks_limit_seconds:g} s")
     unsupported = next((report.unsupported for report in reports.values() if report.unsupported), "")
     rates = [report.bytes_per_second for report in reports.values()]
     if problems:
@@ -136,19 +156,15 @@ def _backend() -> str:
 # ------------------------------------------------------------------------------------------------ in a rank
 
 
-def _run_rank(
-    rank: int,
-    num_ranks: int,
-    size: int,
-    rendezvous: str,
-    machine: Machine,
-    sender: Connection,
-    sabotage: Sabotage | None,
-) -> None:
+def _run_rank(group: Group, rank: int, sender: Connection) -> None:
     torch.set_num_threads(1)
-    device = torch.device(device_type(), rank) if device_type() == "cuda" else torch.device("cpu")
-    limit = timedelta(seconds=machine.ranks_limit_seconds)
-    options: dict[str, Any] = {"init_method": rendezvous, "rank": rank, "world_size": num_ranks, "timeout": limit}
+    device = torch.device("cuda", rank) if device_type() == "cuda" else torch.device("cpu")
+    options: dict[str, Any] = {
+        "init_method": f"file://{group.folder}/rendezvous",
+        "rank": rank,
+        "world_size": group.num_ranks,
+        "timeout": timedelta(seconds=group.limit_seconds),
+    }
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -159,10 +175,10 @@ def _run_rank(
         sender.send(Report(READY, problem=reason(error)))
         os._exit(1)
     sender.send(Report(READY))
-    if sabotage is not None:
-        sabotage(rank)
+    if group.sabotage is not None:
+        group.sabotage(rank)
     for name, collective in COLLECTIVES.items():
-        sender.send(_try(name, collective, size, device))
+        sender.send(_try(name, collective, group.size_bytes, device))
     os._exit(0)  # taking a process group down may wait for a rank that has gone
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmfoundry_lite.doctor.alone import Check, forkserver, run_alone, run_module
+from llmfoundry_lite.doctor.alone import PRELOAD, Check, forkserver, run_alone, run_module
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError
 
@@ -43,7 +43,7 @@ def doctor(machine: Machine, json_file: Path | None = None) -> int:
         raise UserError(f"--folder: {machine.folder} is not a folder of this machine; name one that it has mounted")
     if json_file is not None and not json_file.parent.is_dir():
         raise UserError(f"--json: {json_file.parent} is not a folder; make it first")
-    forkserver.set_forkserver_preload(["torch", "torch.distributed"])
+    forkserver.set_forkserver_preload(PRELOAD)
     findings = examine(machine, tell=_progress())
     print_table(findings, Console())
     if json_file is not None:
