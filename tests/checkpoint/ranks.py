@@ -125,6 +125,40 @@ def train_and_save(folder: str, sharding: str, optimizer_name: str = "adamw", nu
         (Path(folder) / "losses.json").write_text(json.dumps(losses))
 
 
+def save_at_odd_moments(folder: str, sharding: str) -> None:
+    """Before any step; after a forward pass without gradients; with gradients at hand."""
+    start()
+    model, optimizer = build(sharding)
+    saver = open_saver(CheckpointStore(folder))
+    for batch, prepare in enumerate((lambda: None, lambda: evaluate(model), lambda: gradients(model))):
+        prepare()
+        saver.save(model, optimizer, about(batch))
+        saver.wait()
+        optimizer.zero_grad()
+        write_state(model, optimizer, Path(folder) / f"saved{batch}.safetensors")
+        step(model, optimizer, batch)
+
+
+def evaluate(model: nn.Module) -> None:
+    """FSDP2 leaves the root's parameters whole afterwards."""
+    with torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def gradients(model: nn.Module) -> None:
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+
+
+def load_all(folder: str, sharding: str, names: list[str], out: str) -> None:
+    """One after the other into the same model, which has been trained meanwhile."""
+    start()
+    model, optimizer = build(sharding, seed=1)
+    for name in names:
+        step(model, optimizer, 7)
+        load(f"{folder}/{name}", model, optimizer)
+        write_state(model, optimizer, Path(out) / f"{name}.safetensors")
+
+
 def load_and_continue(folder: str, name: str, sharding: str, optimizer_name: str, out: str) -> None:
     start()
     model, optimizer = build(sharding, optimizer_name, seed=1)

@@ -52,6 +52,7 @@ def test_what_json_cannot_hold_is_refused_with_its_place(value):
         encode_value({"scheduler": [0, value]}, "scalars")
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "raw",
     [b"[NaN]", b"[1e", b'{"a":1,"a":2}', b"[" * 100_000, b"\xff", b"9" * 5000, b"," * (MAX_VALUES + 1)],
@@ -62,12 +63,14 @@ def test_hostile_json_is_refused(raw):
         parse_json(raw, "the manifest")
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("value", [{"$int": "x"}, {"$float": "1"}, {"$bytes": "*"}, {"$object": {}}, {"$tuple": 3}])
 def test_unknown_tags_are_refused(value):
     with pytest.raises(DamagedCheckpointError, match="not a value this format knows"):
         decode_value(value)
 
 
+@pytest.mark.fault
 def test_nesting_is_bounded_both_ways():
     value = []
     for _ in range(200):

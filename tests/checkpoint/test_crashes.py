@@ -12,6 +12,8 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.saves import ROWS, save, values_of
 
+pytestmark = [pytest.mark.fault, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
+
 PHASES = ["half a shard", "shard synced", "before manifest", "before rename", "after rename", "mid-prune"]
 
 
@@ -50,7 +52,6 @@ def read_values(checkpoint):
     return np.concatenate(halves)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_at_any_phase_a_committed_state_is_found_and_the_run_goes_on(tmp_path, phase):
     for launch in range(3):
@@ -71,7 +72,6 @@ def test_killed_at_any_phase_a_committed_state_is_found_and_the_run_goes_on(tmp_
     assert sorted(left) == [".leases", "latest.json"], "nothing half done is left"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_killed_between_replacing_and_renaming_the_replaced_save_comes_back(tmp_path):
     store = CheckpointStore(tmp_path)
     lease = store.acquire()

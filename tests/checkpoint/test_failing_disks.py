@@ -1,4 +1,4 @@
-"""A disk that fails at any point of a save: the save is not published, the one before it stands, the next one is made."""
+"""A disk that fails at any point of a save: nothing is published, the save before stands, and the next one is made."""
 
 import errno
 import os
@@ -130,7 +130,7 @@ def test_a_disk_that_may_only_be_read(tmp_path):
         save_now(saver, model, optimizer, 1)
         disk.make_read_only()
         saver.save(model, optimizer, about(2))
-        with pytest.raises(CheckpointError, match="shard-00000.safetensors: not written: Read-only file system"):
+        with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors: not written: Read-only file system"):
             saver.wait()
         with pytest.raises(CheckpointError, match="no lease can be taken: Read-only file system"):
             open_saver(CheckpointStore(disk.path))

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import resource
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -67,6 +70,7 @@ def test_it_is_json_that_other_tools_can_read():
     assert (content["version"], content["timestamp"]["batch"]) == (1, 3)
 
 
+@pytest.mark.fault
 @given(st.data())
 def test_any_changed_byte_is_noticed(data):
     raw = bytearray(encode(sound()))
@@ -76,6 +80,7 @@ def test_any_changed_byte_is_noticed(data):
         decode(bytes(raw), "m")
 
 
+@pytest.mark.fault
 @given(st.integers(0, 10_000))
 def test_any_cut_is_noticed(length):
     raw = encode(sound())
@@ -133,12 +138,14 @@ LIES = {
 }
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("changes", "words"), LIES.values(), ids=LIES)
 def test_lies_are_refused_by_name(changes, words):
     with pytest.raises(DamagedCheckpointError, match=f"^m.*({words})"):
         decode(unchecked(**changes), "m")
 
 
+@pytest.mark.fault
 def test_a_missing_item_is_named():
     content = json.loads(encode(sound()))["manifest"]
     del content["segments"]
@@ -153,18 +160,60 @@ def test_a_newer_format_is_not_damage():
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
+@pytest.mark.fault
 def test_a_list_of_a_billion_is_refused_before_it_is_built():
     inside = b'{"format":[' + b"0," * 11_000_000 + b"0]}"
     with pytest.raises(DamagedCheckpointError, match="more than 10,000,000 values"):
         decode(manifests._envelope(inside) + inside + b"}\n", "m")
 
 
+@pytest.mark.fault
 def test_deep_nesting_is_refused():
     inside = b'{"format":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"
     with pytest.raises(DamagedCheckpointError, match="nested too deeply"):
         decode(manifests._envelope(inside) + inside + b"}\n", "m")
 
 
+def outcome_within(gigabytes, seconds, hostile):
+    """What decoding says in a process that may use so much memory and time; "" if it took more."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (gigabytes << 30),) * 2)
+        try:
+            decode(hostile, "m")
+        except DamagedCheckpointError as error:
+            os.write(writer, str(error)[:200].encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return text
+
+
+HOSTILE = {
+    "too many values": (b"0," * 120_000_000, "more than 10,000,000 values"),
+    "almost too many lists": (b"[]," * 4_900_000, "no 'format'"),
+    "huge numbers": (b"[" + b"9" * 100_000_000 + b"],", "not valid JSON"),
+    "many large numbers": ((b"9" * 4000 + b",") * 20_000, "no 'format'"),
+    "one huge name": (b'"' + b"x" * 200_000_000 + b'",', "no 'format'"),
+    "too large": (b" " * (257 << 20), "bytes, more than the 268,435,456"),
+}
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.parametrize(("filling", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_manifests_take_bounded_time_and_memory(filling, words):
+    inside = b'{"x":[' + filling + b"0]}"
+    assert words in outcome_within(2, 60, manifests._envelope(inside) + inside + b"}\n")
+
+
+@pytest.mark.fault
 def test_what_would_not_be_read_is_not_written():
     with pytest.raises(CheckpointError, match="6 of its 12 values"):
         encode(sound(tensors={"model/embed": tensor_record(Slice(0, 4096, 4120, (0, 0), (2, 3)))}))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
-from tests.checkpoint.ranks import load_and_continue, train_and_save
+from tests.checkpoint.ranks import load_all, load_and_continue, save_at_odd_moments, train_and_save
 from tests.helpers.launch import launch
 
 EVERYWHERE = [(1, "plain"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (4, "NO_SHARD"), (4, "HYBRID_SHARD")]
@@ -44,6 +44,22 @@ def test_a_save_is_restored_bit_for_bit_on_other_ranks_and_shardings(tmp_path, n
         assert not different
         expected = json.loads((folder / "losses.json").read_text())
         assert json.loads((out / "losses.json").read_text()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_saves_before_a_step_after_an_evaluation_and_with_gradients_are_of_the_state_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    launch(save_at_odd_moments, (str(folder), "FULL_SHARD"), tmp_path, 2).check()
+    launch(load_all, (str(folder), "FULL_SHARD", ["ba0", "ba1", "ba2"], str(tmp_path)), tmp_path, 3).check()
+    for batch in range(3):
+        saved, loaded = (
+            load_file(p) for p in (folder / f"saved{batch}.safetensors", tmp_path / f"ba{batch}.safetensors")
+        )
+        assert saved.keys() == loaded.keys()
+        assert not [name for name in saved if not torch.equal(saved[name], loaded[name])]
+    nothing_trained = open_checkpoint(folder / "ba0").manifest
+    assert nothing_trained.optimizer is not None
+    assert nothing_trained.optimizer["state"] == {}, "no step counted, by a dummy step or otherwise"
 
 
 @pytest.mark.multiprocess

@@ -228,6 +228,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
 # -------------------------------------------------------------------------------------------------- damage and failure
 
 
+@pytest.mark.fault
 def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_path):
     model, opt = train()
     store = CheckpointStore(tmp_path)
@@ -249,6 +250,7 @@ def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_pat
     assert [c.name for c in store.candidates()] == ["ba2"]
 
 
+@pytest.mark.fault
 def test_without_a_lease_damaged_ones_are_passed_over_where_they_lie(tmp_path):
     model, opt = train()
     store = CheckpointStore(tmp_path)
@@ -272,6 +274,7 @@ def test_nothing_saved_is_not_an_error(tmp_path):
     assert load_newest(CheckpointStore(tmp_path / "none"), build("plain")[0]).manifest is None
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["model", "optimizer"])
 def test_a_poisoned_state_is_never_published(tmp_path, value, where):
@@ -289,6 +292,7 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
     save_now(saver, model, opt, 4)
 
 
+@pytest.mark.fault
 def test_a_failure_in_the_background_is_raised_with_its_cause_and_leaves_nothing(tmp_path, monkeypatch):
     model, opt = train()
     saver = open_saver(CheckpointStore(tmp_path))
@@ -306,6 +310,7 @@ def test_a_failure_in_the_background_is_raised_with_its_cause_and_leaves_nothing
     save_now(saver, model, opt, 4)
 
 
+@pytest.mark.fault
 def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     model, opt = train()
     saver = open_saver(CheckpointStore(tmp_path))
@@ -319,6 +324,7 @@ def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
         saver.wait()
 
 
+@pytest.mark.fault
 def test_a_writer_that_was_replaced_hears_of_it(tmp_path):
     model, opt = train()
     old, new = open_saver(CheckpointStore(tmp_path)), None
@@ -338,6 +344,7 @@ class Bomb:
         return (Path("exploded").touch, ())
 
 
+@pytest.mark.fault
 def test_a_pickle_in_the_folder_is_never_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, opt = train()
@@ -358,6 +365,7 @@ def test_a_pickle_in_the_folder_is_never_opened(tmp_path, monkeypatch):
     assert not Path("exploded").exists()
 
 
+@pytest.mark.fault
 def test_a_pickle_in_place_of_a_shard_is_damage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, opt = train()

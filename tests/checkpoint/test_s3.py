@@ -67,6 +67,7 @@ def test_a_run_saves_prunes_and_restores_on_s3(connect):
     assert [c.name for c in store.candidates()] == ["ba3", "ba2"]
 
 
+@pytest.mark.fault
 def test_nothing_is_there_until_the_manifest_is(connect):
     store = CheckpointStore(connect())
     lease = store.acquire()
@@ -78,6 +79,7 @@ def test_nothing_is_there_until_the_manifest_is(connect):
     assert [c.name for c in store.candidates()] == ["ba2", "ba1"]
 
 
+@pytest.mark.fault
 def test_the_lease_is_claimed_by_one(connect):
     url = connect()
     first, second = CheckpointStore(url), CheckpointStore(url)
@@ -105,6 +107,7 @@ def test_large_shards_go_in_parts(connect, monkeypatch):
     assert torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_dropped_connections_are_retried_or_reported_but_never_damage(connect, server):
     url = connect()

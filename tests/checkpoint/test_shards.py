@@ -64,6 +64,7 @@ def write(folder, num_bytes=40_000, **options):
     return content, write_shard(LocalPlace(folder), "s", [content], block_bytes=BLOCK, **options)
 
 
+@pytest.mark.fault
 def test_only_the_blocks_that_are_read_are_verified(tmp_path):
     content, record = write(tmp_path)
     flip(tmp_path / "s", 5 * BLOCK + 1)
@@ -77,6 +78,7 @@ def test_only_the_blocks_that_are_read_are_verified(tmp_path):
         read_wanted(LocalPlace(tmp_path), record, wants)
 
 
+@pytest.mark.fault
 def test_a_file_cut_short_or_gone_is_named(tmp_path):
     _, record = write(tmp_path)
     os.truncate(tmp_path / "s", 39_999)
@@ -87,6 +89,7 @@ def test_a_file_cut_short_or_gone_is_named(tmp_path):
         verify_file(LocalPlace(tmp_path), record)
 
 
+@pytest.mark.fault
 def test_an_exception_in_a_writer_thread_is_raised(tmp_path, small_chunks, monkeypatch):
     calls = []
 
@@ -102,6 +105,7 @@ def test_an_exception_in_a_writer_thread_is_raised(tmp_path, small_chunks, monke
     assert len(calls) < 33, "the others stop too"
 
 
+@pytest.mark.fault
 def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
     def write_a_little(descriptor, pieces, offset):
         return os.pwrite(descriptor, pieces[0][:1000], offset)
@@ -111,12 +115,14 @@ def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
     assert (tmp_path / "s").read_bytes() == content.tobytes()
 
 
+@pytest.mark.fault
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(places, "WRITE", lambda descriptor, pieces, offset: 0)
     with pytest.raises(EOFError, match="took no more bytes"):
         write(tmp_path)
 
 
+@pytest.mark.fault
 def test_a_failing_sync_is_an_error(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(errno.EIO, "Input/output error")
@@ -126,6 +132,7 @@ def test_a_failing_sync_is_an_error(tmp_path, monkeypatch):
         write(tmp_path)
 
 
+@pytest.mark.fault
 def test_a_full_disk_is_an_error(tmp_path, small_chunks):
     with mounted(tmp_path / "disk", "256k") as disk:
         with pytest.raises(OSError, match="No space left") as caught:

@@ -75,6 +75,7 @@ def test_opening_the_folder_above_says_which_one_was_meant(url):
 # -------------------------------------------------------------------------------------------------------- one writer
 
 
+@pytest.mark.fault
 def test_the_last_to_acquire_is_the_writer(url):
     store = CheckpointStore(url)
     old = store.acquire()
@@ -88,6 +89,7 @@ def test_the_last_to_acquire_is_the_writer(url):
     assert names(store) == []
 
 
+@pytest.mark.fault
 def test_a_zombie_that_slips_through_loses_to_the_new_writer(url, monkeypatch):
     store = CheckpointStore(url)
     old = store.acquire()
@@ -120,6 +122,7 @@ def test_a_run_restarted_from_an_older_save_goes_its_own_way(url):
     assert names(store) == ["ba300", "ba600", "ba400", "ba200"]
 
 
+@pytest.mark.fault
 def test_a_writer_alive_on_this_machine_is_not_pushed_aside(tmp_path):
     code = (
         "import sys; from llmfoundry_lite.checkpoint.store import CheckpointStore; "
@@ -136,6 +139,7 @@ def test_a_writer_alive_on_this_machine_is_not_pushed_aside(tmp_path):
     assert CheckpointStore(tmp_path).acquire().epoch == 2
 
 
+@pytest.mark.fault
 def test_a_reused_process_id_is_not_the_writer():
     mine = describe_this_process()
     owner = mine | {"pid": os.getppid(), "started": mine["started"] + 1}
@@ -148,6 +152,7 @@ def test_leases_of_many_launches_do_not_pile_up(url):
     assert len(store.leases.place.names()) <= 8
 
 
+@pytest.mark.fault
 def test_the_epoch_outlives_a_lost_lease_file(url):
     store = CheckpointStore(url)
     for _ in range(3):
@@ -157,6 +162,7 @@ def test_the_epoch_outlives_a_lost_lease_file(url):
     assert store.acquire().epoch == 4
 
 
+@pytest.mark.fault
 def test_acquiring_clears_away_what_dead_writers_left(url):
     store = CheckpointStore(url)
     old = store.acquire()
@@ -169,6 +175,7 @@ def test_acquiring_clears_away_what_dead_writers_left(url):
     assert names(store) == ["ba3", "ba1"]
 
 
+@pytest.mark.fault
 def test_a_clock_set_back_changes_nothing(url, monkeypatch, tmp_path):
     store = CheckpointStore(url)
     lease = store.acquire()
@@ -184,6 +191,7 @@ def test_a_clock_set_back_changes_nothing(url, monkeypatch, tmp_path):
 # -------------------------------------------------------------------------------------------- damage and the way back
 
 
+@pytest.mark.fault
 def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
     store = CheckpointStore(tmp_path)
     lease = store.acquire()
@@ -200,6 +208,7 @@ def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
     assert len([name for name in os.listdir(tmp_path) if name.startswith(".damaged-ba")]) == 2
 
 
+@pytest.mark.fault
 def test_readers_without_the_lease_move_nothing(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, store.acquire(), 1)
@@ -209,6 +218,7 @@ def test_readers_without_the_lease_move_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.fault
 def test_all_damaged_finds_nothing_and_says_so(url):
     store = CheckpointStore(url)
     lease = store.acquire()
@@ -220,6 +230,7 @@ def test_all_damaged_finds_nothing_and_says_so(url):
     assert [("ba2" in a, "ba1" in b) for a, b in [found.notes]] == [(True, True)]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("damage", ["header", "truncated", "deleted", "swapped", "other save", "no manifest"])
 def test_every_damage_to_files_is_found_by_name(tmp_path, damage):
     store = CheckpointStore(tmp_path)
@@ -245,6 +256,32 @@ def test_every_damage_to_files_is_found_by_name(tmp_path, damage):
     assert ("manifest.json: missing" if damage == "no manifest" else f"ba2/{one}: ") in found.notes[0]
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("claim", [2**63, 1 << 40, 1, 10**9])
+def test_a_header_that_lies_about_its_length_is_not_believed(tmp_path, claim):
+    store = CheckpointStore(tmp_path)
+    save(store, store.acquire(), 1)
+    shard = tmp_path / "ba1" / "shard-00000.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[:8] = claim.to_bytes(8, "little")
+    shard.write_bytes(raw)
+    with pytest.raises(DamagedCheckpointError, match=r"ba1/shard-00000.safetensors: its header (claims|is not)"):
+        check_structure(open_checkpoint(tmp_path / "ba1"))
+
+
+@pytest.mark.fault
+def test_a_manifest_of_a_terabyte_is_not_read(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    save(store, lease, 2)
+    os.truncate(tmp_path / "ba2" / "manifest.json", 1 << 40)  # a hole: it takes no disk
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert "bytes, more than the 268,435,456 a manifest may have" in found.notes[0]
+
+
+@pytest.mark.fault
 def test_a_checkpoint_under_another_name_is_not_taken_for_that(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, store.acquire(), 1)
@@ -263,13 +300,26 @@ def test_a_newer_format_stops_the_search(tmp_path, monkeypatch):
         store.newest_intact()
 
 
-@pytest.mark.parametrize("hint", [b"", b'{"name": "ba77"}', b"\xff\xfe", b'{"name": "../../etc", "save_id": 3}'])
+HINTS = {
+    "empty": b"",
+    "torn": b'{"name": "ba2", "sav',
+    "stale": b'{"name": "ba1"}',
+    "dangling": b'{"name": "ba77"}',
+    "not text": b"\xff\xfe",
+    "hostile": b'{"name": "../../etc", "save_id": 3}',
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("hint", HINTS.values(), ids=HINTS)
 def test_the_hint_is_never_trusted(url, hint):
     store = CheckpointStore(url)
-    save(store, store.acquire(), 1)
+    lease = store.acquire()
+    save(store, lease, 1)
+    save(store, lease, 2)
     store.root.put("latest.json", hint)
     found = store.newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert found.checkpoint is not None and found.checkpoint.name == "ba2"
 
 
 def test_the_hint_names_the_newest(url):
@@ -293,6 +343,7 @@ def test_old_ones_go_and_those_to_keep_stay(url):
     assert not store.root.child("ba1").names()
 
 
+@pytest.mark.fault
 def test_the_last_verified_one_is_never_removed(tmp_path):
     store = CheckpointStore(tmp_path)
     lease = store.acquire()
@@ -318,6 +369,7 @@ def test_removal_takes_the_commit_first(url):
 # -------------------------------------------------------------------------------------------------------- other edges
 
 
+@pytest.mark.fault
 def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -325,6 +377,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
         CheckpointStore(blocked / "checkpoints").acquire()
 
 
+@pytest.mark.fault
 def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
     store = CheckpointStore(url)
     lease = store.acquire()
@@ -364,6 +417,7 @@ def test_login_nodes_need_no_torch(tmp_path):
     assert float(done.stdout) < 1.0
 
 
+@pytest.mark.fault
 def test_structure_alone_reads_little_and_finds_what_is_missing(url):
     store = CheckpointStore(url)
     save(store, store.acquire(), 1)
