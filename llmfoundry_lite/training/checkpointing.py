@@ -128,6 +128,8 @@ class Checkpointing(Callback):
 
     def _check_fit(self, manifest: Manifest) -> None:
         """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
+        if manifest.optimizer is None:  # imported
+            raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
         ours, theirs = model_identity(as_dict(self.config)["model"]), model_identity(manifest.config["model"])
         pairs = {f"model.{key}": (value, theirs.get(key)) for key, value in ours.items()}
         batch_size = "global_train_batch_size"
