@@ -1,39 +1,48 @@
 """A run that is stopped and carried on is the run that was not."""
 
-import json
-
 import pytest
+import torch
+from composer.core import Callback
 
-from tests.helpers.launch import train
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+from llmfoundry_lite.checkpoint.format import About, open_saver
+from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from tests.helpers.tiny import tiny_config, values, write_data
+from tests.training.runs import attempt, losses, metrics, run, saved_names, saves, status
 
 pytestmark = pytest.mark.multiprocess
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 
 
-def losses(records):
-    return values(records, "loss/train/total")
+class CountBatches(Callback):
+    """A callback of a user's own, with a state."""
+
+    def __init__(self):
+        self.history: list[int] = []
+
+    def batch_end(self, state, logger):
+        self.history.append(int(state.timestamp.batch))
+        logger.log_metrics({"counted": len(self.history)})
+
+    def state_dict(self):
+        return {"history": self.history}
+
+    def load_state_dict(self, state):
+        self.history = state["history"]
 
 
-def run(tmp_path, config, name, num_ranks=1, **changes):
-    path = write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name, **changes})
-    return train([path], tmp_path, num_ranks).check()
-
-
-def metrics(tmp_path, name):
-    return read_metrics(tmp_path / "runs" / name)
-
-
-@pytest.mark.parametrize("changes", [{}, {"model__resid_pdrop": 0.1}, {"train_loader__num_workers": 2}])
-def test_on_the_same_ranks_the_losses_after_a_stop_are_bit_equal(tmp_path, data, changes):
-    config = tiny_config(data, autoresume=True, max_duration="9ba", eval_interval="3ba", **changes)
+def test_on_the_same_ranks_the_losses_after_a_stop_are_bit_equal(tmp_path, data):
+    callbacks = {f"python:{__name__}:CountBatches": {}}
+    config = tiny_config(data, autoresume=True, max_duration="9ba", eval_interval="3ba", callbacks=callbacks)
     run(tmp_path, config, "whole", 2)
     run(tmp_path, config, "parts", 2, stop_after="4ba")
-    assert json.loads((tmp_path / "runs/parts/status.json").read_text())["status"] == "stopped"
+    assert status(tmp_path, "parts")["status"] == "stopped"
     run(tmp_path, config, "parts", 2)
     whole, parts = metrics(tmp_path, "whole"), metrics(tmp_path, "parts")
-    for key in ("loss/train/total", "data/digest", "lr", "grad_norm", "eval/loss", "time/token"):
+    for key in ("loss/train/total", "data/digest", "lr", "grad_norm", "eval/loss", "time/token", "counted"):
         assert values(parts, key) == values(whole, key), key
 
 
@@ -52,78 +61,116 @@ def test_across_worlds_shardings_and_epochs_the_data_is_the_same_and_the_losses_
     assert "sharding SHARD_GRAD_OP -> NO_SHARD" in output
     whole, switched = metrics(tmp_path, "whole"), metrics(tmp_path, "legs")
     assert values(switched, "data/digest") == values(whole, "data/digest")
-    assert losses(switched) == pytest.approx(losses(whole), abs=1e-3)
-    manifest = json.loads((tmp_path / "runs/legs/checkpoints/ba130/manifest.json").read_text())
-    text = json.dumps(manifest)
-    assert text.count('"first_batch"') == 4
+    assert losses(tmp_path, "legs") == pytest.approx(losses(tmp_path, "whole"), abs=1e-3)
+    segments = open_checkpoint(saves(tmp_path, "legs") / "ba130").manifest.segments
+    assert [(s.first_batch, s.last_batch, s.world_size) for s in segments] == [
+        *((1, 40, 1), (41, 62, 4), (63, 92, 2), (93, 130, 2))
+    ]
 
 
 def test_a_finished_run_launched_again_is_done(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="3ba")
     run(tmp_path, config, "done")
     run(tmp_path, config, "done")
-    assert json.loads((tmp_path / "runs/done/status.json").read_text()) == {
-        "status": "done",
-        "batch": 3,
-        "reason": None,
-    }
+    assert status(tmp_path, "done") == {"status": "done", "batch": 3, "reason": None}
     assert len(metrics(tmp_path, "done")) == 3
 
 
 def test_a_run_never_starts_over_on_top_of_another(tmp_path, data):
     config = tiny_config(data, max_duration="2ba")
     run(tmp_path, config, "one")
-    result = train([str(tmp_path / "one.yaml")], tmp_path)
-    assert result.exit_codes == [2]
-    assert "already holds ba2 of this run; carry on with autoresume=true, or choose another run_name" in result.output
+    refused = attempt(tmp_path, config, "one")
+    assert refused.exit_codes == [2]
+    assert "already holds ba2 of this run; carry on with autoresume=true, or choose another run_name" in refused.output
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, data):
-    config = tiny_config(data, autoresume=True, max_duration="6ba", save_interval="2ba")
-    run(tmp_path, config, "run", stop_after="4ba")
-    shard = tmp_path / "runs/run/checkpoints/ba4/shard-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    output = run(tmp_path, config, "run").output
-    assert "passed over damaged checkpoint" in output
-    assert "carrying on from" in output
-    assert "ba2" in output
-    assert [record["batch"] for record in metrics(tmp_path, "run")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_retention_keeps_the_newest_and_every_kth(tmp_path, data):
+def test_retention_keeps_the_newest_and_every_kth_and_each_save_is_measured(tmp_path, data):
     config = tiny_config(
         data, max_duration="9ba", save_interval="1ba", save_num_checkpoints_to_keep=2, save_keep_every_batches=4
     )
     run(tmp_path, config, "run")
-    names = {path.name for path in (tmp_path / "runs/run/checkpoints").glob("ba*")}
-    assert names == {"ba4", "ba8", "ba9"}
+    assert saved_names(tmp_path, "run") == {"ba4", "ba8", "ba9"}
+    measured = [record for record in metrics(tmp_path, "run") if "checkpoint/bytes" in record]
+    assert measured
+    manifest = open_checkpoint(saves(tmp_path, "run") / "ba9").manifest
+    for record in measured:
+        assert 0 < record["checkpoint/stall_seconds"] < record["checkpoint/durable_seconds"]
+        assert record["checkpoint/bytes"] == pytest.approx(manifest.num_bytes, rel=0.01)
+
+
+def make_tokenizer(folder, text):
+    train_tokenizer([text], 300).save(folder)
+    return {"name": str(folder)}
 
 
 def test_another_model_tokenizer_data_or_batch_size_is_refused_by_name(tmp_path, data):
-    config = tiny_config(data, max_duration="2ba")
+    config = tiny_config(
+        data, max_duration="2ba", tokenizer=make_tokenizer(tmp_path / "ours", "abcabcabd"), model__vocab_size=320
+    )
     run(tmp_path, config, "base")
-    load_path = str(tmp_path / "runs/base/checkpoints/ba2")
-    for changes, words in (
-        ({"model__d_model": 48}, "d_model"),
-        ({"model__no_bias": True}, "no_bias"),
-        ({"global_train_batch_size": 4}, "global_train_batch_size"),
-        ({"train_loader__dataset__shuffle_seed": 4}, "shuffle_seed"),
-    ):
-        other = tiny_config(data, load_path=load_path, **changes)
-        result = train([write_config(tmp_path / "other.yaml", {**other, "run_name": "other"})], tmp_path)
-        assert result.exit_codes == [2], words
-        assert words in result.output
-        assert "Traceback" not in result.output
+    config["load_path"] = str(saves(tmp_path, "base") / "ba2")
+
+    def dataset(**changes):
+        return {"train_loader": {"dataset": {**config["train_loader"]["dataset"], **changes}}}
+
+    for words, changes in {
+        "model.d_model is 48 here and 32 in the checkpoint": {"model": {**config["model"], "d_model": 48}},
+        "model.no_bias is True here and False in the checkpoint": {"model": {**config["model"], "no_bias": True}},
+        "tokenizer is 'sha256:": {"tokenizer": make_tokenizer(tmp_path / "theirs", "xyxyxz")},
+        "global_train_batch_size is 4 here and 8": {"global_train_batch_size": 4},
+        "the data (shards, streams, epoch size)": dataset(local=str(write_data(tmp_path / "data", num_train=400))),
+        "shuffle_seed is 4": dataset(shuffle_seed=4),
+    }.items():
+        refused = attempt(tmp_path, config, "other", **changes)
+        assert refused.exit_codes == [2], words
+        assert words in refused.output
+        assert "Traceback" not in refused.output
+    run(tmp_path, config, "same", max_duration="3ba")
 
 
 def test_weights_alone_begin_a_new_run(tmp_path, data):
     config = tiny_config(data, max_duration="20ba")
     run(tmp_path, config, "base")
-    load_path = str(tmp_path / "runs/base/checkpoints")
-    run(tmp_path, config, "fresh", load_path=load_path, load_weights_only=True, max_duration="2ba")
-    assert losses(metrics(tmp_path, "fresh"))[0] < losses(metrics(tmp_path, "base"))[0] - 1
+    fresh = {"load_path": str(saves(tmp_path, "base")), "load_weights_only": True, "max_duration": "2ba"}
+    run(tmp_path, config, "fresh", **fresh)
+    assert losses(tmp_path, "fresh")[0] < losses(tmp_path, "base")[0] - 1
+
+
+class Weights(torch.nn.Module):
+    """Tensors under given names, dots and all."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            owner = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, torch.nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(last, torch.nn.Parameter(tensor))
+
+
+def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path, data):
+    config = tiny_config(data, max_duration="20ba")
+    run(tmp_path, config, "base")
+    weights = {name: w.bfloat16() for name, w in load_full_tensors(saves(tmp_path, "base") / "ba20").items()}
+    bias = next(name for name in weights if name.endswith("bias"))
+    del weights[bias]
+    saver = open_saver(CheckpointStore(tmp_path / "halves"))
+    saver.save(Weights(weights), None, About(timestamp=Timestamp(batch=1)))
+    saver.wait()
+    config |= {"load_path": str(tmp_path / "halves/ba1"), "load_weights_only": True, "max_duration": "1ba"}
+    refused = attempt(tmp_path, config, "refused")
+    assert refused.exit_codes == [2]
+    assert f"this run has model/{bias}, which the checkpoint lacks" in refused.output
+    assert "load_ignore_keys" in refused.output
+    config["load_ignore_keys"] = [f"model/{bias}"]
+    refused = attempt(tmp_path, config, "refused")
+    assert refused.exit_codes == [2]
+    assert "is BF16, this run keeps F32" in refused.output
+    run(tmp_path, config, "taken", load_cast=True)
+    assert losses(tmp_path, "taken")[0] < losses(tmp_path, "base")[0] - 1
 
 
 def test_fp16_carries_its_loss_scale(tmp_path, data):
@@ -131,4 +178,4 @@ def test_fp16_carries_its_loss_scale(tmp_path, data):
     run(tmp_path, config, "whole")
     run(tmp_path, config, "parts", stop_after="3ba")
     run(tmp_path, config, "parts")
-    assert losses(metrics(tmp_path, "parts")) == losses(metrics(tmp_path, "whole"))
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
