@@ -10,6 +10,7 @@ each kind of source keeps its weights, its model's configuration and its tokeniz
 `models.hf`'s, unpickling `pickles`', writing `checkpoint`'s.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from llmfoundry_lite.pickles import read_dcp_metadata, read_torch_file
 
 HUB = "hf:"
 NARROW = (torch.bfloat16, torch.float16)
+STOOD_IN = "read with stand-ins for everything but tensors and plain values; nothing in it was run"
 
 
 class Weights(NamedTuple):
@@ -75,7 +77,7 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     saver = open_saver(store)
     if tokenizer:
         about, note = keep_tokenizer(tokenizer, out, about)
-        notes.append(note)
+        notes += [note] if note else []
     saver.save(model, None, about)
     saver.wait()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -196,7 +198,7 @@ def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
                 _put(state, path[1:], read_value(folder, metadata, key))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {error}") from None
-    return _from_composer(folder, _with_lists(state), config, [_how(".metadata", "torch.distributed.checkpoint")])
+    return _from_composer(folder, _with_lists(state), config, [f"{folder.name} was {STOOD_IN}"])
 
 
 def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
@@ -251,7 +253,11 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
     else:
         raise CheckpointError(f"{path}: does not say what model it is; add --config and the YAML it was trained with")
     contents = {name: _dig(hugging_face, "tokenizer", name, "content") for name in tokenizers.FILES}
-    tokenizer = {name: json.dumps(value).encode() for name, value in contents.items() if isinstance(value, dict)}
+    tokenizer = {
+        name: json.dumps(_with_special_tokens(value)).encode()
+        for name, value in contents.items()
+        if isinstance(value, dict)
+    }
     return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
 
 
@@ -283,10 +289,20 @@ def _with_lists(tree: Any) -> Any:
     return {key: _with_lists(value) for key, value in tree.items()}
 
 
+def _with_special_tokens(value: Any) -> Any:
+    """Flattening drops empty dictionaries, and `tokenizers` does not read a template without this one."""
+    if isinstance(value, list):
+        return [_with_special_tokens(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    added = {"special_tokens": {}} if value.get("type") == "TemplateProcessing" else {}
+    return added | {key: _with_special_tokens(item) for key, item in value.items()}
+
+
 def _how(name: str, refused: str | None) -> str:
     if refused is None:
         return f"{name} was read by torch's weights-only reader"
-    return f"{name} holds {refused}: read with stand-ins for all but tensors and plain values, nothing was run"
+    return f"{name} holds {refused}, so it was {STOOD_IN}"
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -317,7 +333,7 @@ def build_model(weights: Weights) -> MPT:
 
 
 def keep_tokenizer(files: dict[str, bytes], out: str, about: About) -> tuple[About, str]:
-    """Its files beside the checkpoint, its fingerprint and folder in the manifest; and what to say about it."""
+    """Its files beside the checkpoint, its fingerprint and folder in the manifest; or why not."""
     if "://" in out:
         return about, "its tokenizer is not carried to a URL"
     folder = Path(out).resolve() / "tokenizer"
@@ -327,7 +343,11 @@ def keep_tokenizer(files: dict[str, bytes], out: str, about: About) -> tuple[Abo
     try:
         fingerprint = tokenizers.load_tokenizer(folder).fingerprint
     except DataError as error:
+        for name in files:
+            (folder / name).unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         return about, f"its tokenizer is left out: {error}"
     about.fingerprints["tokenizer"] = fingerprint
     about.config["tokenizer"] = {"name": str(folder)}
-    return about, f"tokenizer {fingerprint} in {folder}"
+    return about, ""

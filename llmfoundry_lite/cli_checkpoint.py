@@ -182,7 +182,7 @@ def diff_checkpoints(a: Where, b: Where) -> None:
         print_table(columns, [row[: len(columns)] for row in rows], right=(1, 2, 3))
     if scalars:
         print_table(("number", "a", "b"), scalars)
-    print(f"{len(rows)} of {num_tensors} tensors differ, {len(scalars)} numbers")
+    print(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
 
 
 @checkpoint.command("export")
@@ -239,12 +239,17 @@ def import_weights(
 
         imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
     manifest = imported.checkpoint.manifest
+    tokenizer = (
+        [manifest.config["tokenizer"]["name"], f"({manifest.fingerprints['tokenizer']})"]
+        if (manifest.fingerprints)
+        else ["none"]
+    )
     print(f"imported {source} as {imported.checkpoint.where}")
     print_lines(
         {
             "from": imported.kind,
             "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
-            "tokenizer": manifest.fingerprints.get("tokenizer", "none"),
+            "tokenizer": " ".join(tokenizer),
             "not carried": "optimizer state, position in the data",
             "train from it": f"load_path={imported.checkpoint.where} load_weights_only=true",
         }
@@ -301,7 +306,11 @@ def verify_visibly(found: Checkpoint) -> None:
     is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
     with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
         task = progress.add_task(found.name, total=num_bytes)
-        place: Any = WatchedPlace(found.place, lambda count: progress.advance(task, count))
+
+        def show(count: int) -> None:  # headers are read twice
+            progress.update(task, completed=min(progress.tasks[task].completed + count, num_bytes))
+
+        place: Any = WatchedPlace(found.place, show)
         verify_checkpoint(replace(found, place=place))
 
 
@@ -332,7 +341,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     for i, heading in enumerate(columns):
         table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
     for row in rows:

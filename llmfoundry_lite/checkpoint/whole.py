@@ -69,7 +69,7 @@ def diff(a: Url, b: Url, *, verify: bool = True) -> Iterator[Difference]:
     for name in sorted(first.manifest.tensors.keys() | second.manifest.tensors.keys()):
         here, there = first.manifest.tensors.get(name), second.manifest.tensors.get(name)
         if here is None or there is None:
-            yield Difference(name, f"only in {first.where if here else second.where}")
+            yield Difference(name, f"only in {'a' if here else 'b'}")
         elif here.shape != there.shape:
             yield Difference(name, f"shape {list(here.shape)} and {list(there.shape)}")
         else:
