@@ -24,17 +24,24 @@ def rank_and_size(group: Group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def gather_json(value: Any, group: Group = None) -> list[Any]:
-    """What each rank passed, in order of rank, on every rank."""
+def gather_json(value: Any, group: Group = None, *, room_bytes: int | None = None) -> list[Any]:
+    """What each rank passed, in order of rank, on every rank.
+
+    Two collectives; with `room_bytes`, of which no rank's JSON needs more, a single one.
+    """
     _, world_size = rank_and_size(group)
     raw = write_json(value)
     if world_size == 1:
         return [json.loads(raw)]
     device = _device(group)
-    length = torch.tensor([len(raw)], dtype=torch.int64, device=device)
-    lengths = [torch.zeros_like(length) for _ in range(world_size)]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(n) for n in lengths)
+    if room_bytes is None:
+        length = torch.tensor([len(raw)], dtype=torch.int64, device=device)
+        lengths = [torch.zeros_like(length) for _ in range(world_size)]
+        dist.all_gather(lengths, length, group=group)
+        longest = max(int(n) for n in lengths)
+    else:
+        assert len(raw) <= room_bytes
+        longest = room_bytes
     padded = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(gathered, padded, group=group)

@@ -186,8 +186,12 @@ class Saver:
         if self.rank == 0:
             assert self.lease is not None, "rank 0 saves under a lease"
             lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
-        epoch, save_id = exchange.tell_all(lease_and_id, self.group)
-        self._plan(found.tensors)
+        signature = _signature(found.tensors)
+        agreed = exchange.gather_json([signature != self._signature, lease_and_id], self.group, room_bytes=256)
+        epoch, save_id = agreed[0][1]
+        if any(is_new for is_new, _ in agreed):
+            self._plan(found.tensors)
+            self._signature = signature
         self.store.on_phase("planned")
         assert self._planner is not None
         self._stage(found.tensors)
@@ -245,15 +249,9 @@ class Saver:
         return saved
 
     def _plan(self, tensors: Tensors) -> None:
-        signature = [
-            (name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
-        ]
-        if not exchange.max_of([int(signature != self._signature)], self.group)[0]:
-            return
         self._planner = StagedPlanner(tensors, self.rank == 0)
         self._plans = agree_on_plans(self._planner, self.group)
         self._planner.state_dict = {}  # or the tensors of this save would be kept alive until the plan changes
-        self._signature = signature
         boxes = [box for box, _, _ in layout(self._plans[self.rank], "")[1]]
         size = sum(box.entry.num_bytes for box in boxes)
         if size > self._buffer.numel():
@@ -335,6 +333,11 @@ class Saver:
             tensors=tensor_records(self._plans, flight.save_id, flight.state.tensors),
             files=tuple(FileRecord(**report["file"]) for report in reports),
         )
+
+
+def _signature(tensors: Tensors) -> list[Any]:
+    """What a plan depends on."""
+    return [(name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None)) for name, tensor in tensors.items()]
 
 
 @dataclass(slots=True, kw_only=True)
