@@ -82,6 +82,6 @@ def _check_file_times(machine: Machine, wall: Callable[[], float]) -> Finding:
         status=Status.WARN if wrong else Status.PASS,
         value=difference * 1e3,
         unit="ms",
-        detail=f"a new file in {machine.folder} against the local clock",
+        detail=f"a new file in {machine.folder.resolve()} against the local clock",
         fix=f"synchronise this machine and the file server: {SET_CLOCK}" if wrong else "",
     )

@@ -62,7 +62,7 @@ def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Findin
         try:
             for name in (READY, *COLLECTIVES):
                 reports, dead = _collect(ranks, deadline)
-                finding = _judge(name, reports, dead, ranks, machine)
+                finding = _judge(name, reports, dead, group)
                 yield finding
                 if len(reports) < num_ranks or (name == READY and finding.status is Status.FAIL):
                     return
@@ -126,16 +126,14 @@ def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Report], di
     return reports, dead
 
 
-def _judge(
-    name: str, reports: dict[int, Report], dead: dict[int, str], ranks: list[_Rank], machine: Machine
-) -> Finding:
-    place = f"{len(ranks)} ranks over {_backend()}"
+def _judge(name: str, reports: dict[int, Report], dead: dict[int, str], group: Group) -> Finding:
+    place = f"{group.num_ranks} ranks over {_backend()}"
     # Who died comes before who waited for the dead one.
     problems = [f"rank {number} {words}" for number, words in sorted(dead.items())]
     problems += [f"rank {number} {report.problem}" for number, report in sorted(reports.items()) if report.problem]
-    silent = [str(number) for number in range(len(ranks)) if number not in reports | dead]
+    silent = [str(number) for number in range(group.num_ranks) if number not in reports | dead]
     if silent and not problems:
-        problems.append(f"no answer from rank {', '.join(silent)} within {machine.ranks_limit_seconds:g} s")
+        problems.append(f"no answer from rank {', '.join(silent)} within {group.limit_seconds:g} s")
     unsupported = next((report.unsupported for report in reports.values() if report.unsupported), "")
     rates = [report.bytes_per_second for report in reports.values()]
     if problems:

@@ -39,7 +39,7 @@ def check(machine: Machine, fsync: Callable[[int], None] = os.fsync) -> Iterator
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_") as file:
             yield _check_write(file.fileno(), size, fsync)
             yield _check_read(file.fileno(), size)
-            yield _check_latency(file.fileno(), fsync, 10 if machine.quick else 50)
+            yield _check_latency(file.fileno(), fsync, 1 if machine.quick else 5)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = f"free space in {folder} (`llmfoundry-lite checkpoint prune`), or name another folder"
@@ -65,7 +65,7 @@ def _check_room(folder: Path, free_bytes: int) -> Finding:
         status=Status.WARN if problems else Status.PASS,
         value=free_bytes / GIB,
         unit="GiB",
-        detail="; ".join([f"{folder} ({kind})", *problems]),
+        detail="; ".join([f"{folder.resolve()} ({kind})", *problems]),
         fix="; ".join(fixes),
     )
 
@@ -110,9 +110,9 @@ def _check_read(descriptor: int, size: int) -> Finding:
     )
 
 
-def _check_latency(descriptor: int, fsync: Callable[[int], None], count: int) -> Finding:
-    seconds, deadline = [], time.perf_counter() + 5
-    while len(seconds) < count and time.perf_counter() < deadline:
+def _check_latency(descriptor: int, fsync: Callable[[int], None], limit_seconds: float) -> Finding:
+    seconds, deadline = [], time.perf_counter() + limit_seconds
+    while len(seconds) < 50 and time.perf_counter() < deadline:
         os.lseek(descriptor, 0, os.SEEK_SET)
         _write_all(descriptor, b"x" * 4096)
         began = time.perf_counter()

@@ -29,11 +29,9 @@ class Machine:
     quick: bool = False
     """Less memory, smaller files, shorter measurements: under 10 s without a GPU."""
     limit_seconds: float = 120
-    """Of one check. Ranks get less, so that the check that started them can say what it saw."""
-
-    @property
-    def ranks_limit_seconds(self) -> float:
-        return 0.8 * self.limit_seconds
+    """Of one check."""
+    ranks_limit_seconds: float = 90
+    """Of the ranks that a check starts; less, so that the check can say what it saw."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

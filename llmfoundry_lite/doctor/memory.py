@@ -94,7 +94,7 @@ def _signed(word: int) -> int:
 def _size_bytes(machine: Machine, device: torch.device) -> int:
     """A share of what is free, and never all: others run here, and comparing needs room too."""
     if device.type == "cuda":
-        free, most = torch.cuda.mem_get_info(device)[0], GIB if machine.quick else 64 * GIB
+        free, most = torch.cuda.mem_get_info(device)[0], GIB if machine.quick else 16 * GIB
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most = 64 * MIB if machine.quick else GIB // 4

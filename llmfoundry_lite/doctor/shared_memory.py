@@ -14,7 +14,7 @@ ENOUGH_BYTES = GIB
 
 def check(machine: Machine) -> Iterator[Finding]:
     if not shared_memory.SHARED_MEMORY.is_dir():
-        yield Finding(check="shared memory", status=Status.SKIP, detail=f"no {shared_memory.SHARED_MEMORY} here")
+        yield Finding(check="/dev/shm", status=Status.SKIP, detail=f"no {shared_memory.SHARED_MEMORY} here")
         return
     yield _check_size()
     yield _check_leftovers()
@@ -30,7 +30,7 @@ def _check_size() -> Finding:
     else:
         problem, fix = "", ""
     return Finding(
-        check="shared memory",
+        check="/dev/shm",
         status=Status.WARN if problem else Status.PASS,
         value=free / GIB,
         unit="GiB free",
@@ -43,7 +43,7 @@ def _check_leftovers() -> Finding:
     stale = shared_memory.find_stale_shared_memory()
     if stale is None:
         detail = "processes that cannot be looked into may be using what is there"
-        return Finding(check="shared-memory leftovers", status=Status.SKIP, detail=detail)
+        return Finding(check="/dev/shm leftovers", status=Status.SKIP, detail=detail)
     owners: Counter[int] = Counter()
     for path in stale:
         try:
@@ -57,7 +57,7 @@ def _check_leftovers() -> Finding:
     if ours < owners.total():
         fixes.append("ask the other owners to start a run or remove theirs")
     return Finding(
-        check="shared-memory leftovers",
+        check="/dev/shm leftovers",
         status=Status.WARN if stale else Status.PASS,
         value=len(stale),
         unit="files",

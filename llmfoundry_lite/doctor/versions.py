@@ -116,7 +116,7 @@ def _check_torch(build: Build) -> Finding:
 def _check_build(build: Build, root: Path) -> Finding:
     """A machine's device files say what it has, whatever torch can see of it."""
     kind = f"CUDA {build.cuda}" if build.cuda else f"HIP {build.hip}" if build.hip else "CPU"
-    vendor = "NVIDIA" if (root / "dev/nvidiactl").exists() else "AMD" if (root / "dev/kfd").exists() else None
+    vendor = "NVIDIA" if (root / "dev/nvidiactl").exists() else "AMD" if _has_amd_accelerator(root) else None
     status, detail, fix = Status.PASS, f"{build.num_devices} devices", ""
     if vendor is None and not build.num_devices:
         detail = "no device on this machine: runs use the CPU"
@@ -141,6 +141,18 @@ def _check_build(build: Build, root: Path) -> Finding:
                 "AMD": "look at `rocminfo`; this user must be in the groups render and video",
             }[vendor or "NVIDIA"]
     return Finding(check="torch build", status=status, value=kind, detail=detail, fix=fix)
+
+
+def _has_amd_accelerator(root: Path) -> bool:
+    """Whether the kernel's list of compute nodes has one as large as an Instinct; processors' graphics are in it too.
+
+    MI100 has 480 SIMD units, a large integrated GPU 80.
+    """
+    for node in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
+        units = dict(line.split() for line in node.read_text().splitlines() if len(line.split()) == 2)
+        if int(units.get("simd_count", 0)) >= 200:
+            return True
+    return False
 
 
 def _check_drivers(root: Path) -> Iterator[Finding]:

@@ -1,0 +1,27 @@
+"""Checks that end badly, for other processes to run: no torch here, so that they begin at once."""
+
+import ctypes
+import signal
+from collections.abc import Iterator
+
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+
+
+def answer(machine: Machine) -> Iterator[Finding]:
+    yield Finding(check="fine", status=Status.PASS)
+
+
+def crash(machine: Machine) -> Iterator[Finding]:
+    yield Finding(check="before", status=Status.PASS)
+    raise ValueError("two\nlines")
+
+
+def segfault(machine: Machine) -> Iterator[Finding]:
+    print("about to read nothing", flush=True)
+    ctypes.string_at(0)
+    yield Finding(check="after", status=Status.PASS)
+
+
+def hang(machine: Machine) -> Iterator[Finding]:
+    signal.pause()
+    yield Finding(check="after", status=Status.PASS)
