@@ -35,7 +35,7 @@ from llmfoundry_lite.checkpoint.places import open_place
 from llmfoundry_lite.checkpoint.shards import Want, read_wanted
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_structure
+from llmfoundry_lite.checkpoint.verify import check_readable
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 Check = Callable[[Manifest], None]
@@ -105,7 +105,7 @@ def load_newest(
         checkpoint, error = None, None
         if is_main:
             try:
-                search = store.newest_intact(check_structure, quarantine=lease, skip=passed)
+                search = store.newest_intact(check_readable, quarantine=lease, skip=passed)
                 checkpoint = search.checkpoint
                 notes += search.notes
             except CheckpointError as caught:

@@ -2,7 +2,8 @@
 
 verify_checkpoint(checkpoint)            every byte hashed; DamagedCheckpointError names file and tensor
 check_structure(checkpoint)              files there, sizes right, headers agree: a few kilobytes read
-read_attachment(checkpoint, name)        what was saved beside the tensors, hashed
+check_readable(checkpoint)               the same, and what was saved beside the tensors hashed
+read_attachment(checkpoint, name)        that, hashed
 describe(checkpoint) -> Description      what `checkpoint inspect` prints
 """
 
@@ -33,6 +34,13 @@ def check_structure(checkpoint: Checkpoint) -> None:
         check_header(checkpoint.place, checkpoint.manifest, index)
 
 
+def check_readable(checkpoint: Checkpoint) -> None:
+    """What one rank looks at before all read the tensors, which are verified as they are read."""
+    check_structure(checkpoint)
+    for file in checkpoint.manifest.attachments:
+        verify_file(checkpoint.place, file)
+
+
 def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
     """What was saved beside the tensors as `name`; None if nothing was. Raises DamagedCheckpointError."""
     for file in checkpoint.manifest.attachments:
@@ -42,7 +50,7 @@ def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
 
 
 def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
-    """Every block of every file is hashed, then `check_structure`."""
+    """Every block of every file is hashed, then `check_readable`."""
     manifest = checkpoint.manifest
     named: list[list[Span]] = [[] for _ in manifest.files]
     for name, tensor in manifest.tensors.items():
@@ -50,9 +58,7 @@ def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
             named[part.file].append(Span(part.begin, part.end, name))
     for file, spans in zip(manifest.files, named, strict=True):
         verify_file(checkpoint.place, file, spans, num_threads=num_threads)
-    for file in manifest.attachments:
-        verify_file(checkpoint.place, file)
-    check_structure(checkpoint)
+    check_readable(checkpoint)
 
 
 def describe(manifest: Manifest) -> Description:

@@ -3,6 +3,7 @@
 import io
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from llmfoundry_lite.checkpoint import shards
 from llmfoundry_lite.checkpoint.format import Saver, open_saver
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.checkpoint.verify import read_attachment, verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import consolidate, diff, diff_scalars, load_full_tensors
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.training.optimizers import Lion
@@ -248,6 +249,27 @@ def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_pat
     assert [("ba4" in a, "ba3" in b) for a, b in [restored.notes]] == [(True, True)]
     assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
     assert [c.name for c in store.candidates()] == ["ba2"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", [lambda path: flip(path, 3), Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_damaged_log_beside_the_tensors_is_damage_too(tmp_path, damage):
+    model, opt = train()
+    store = CheckpointStore(tmp_path)
+    saver = open_saver(store)
+    for batch in (2, 3):
+        log = {"metrics.jsonl": f"{batch} lines".encode(), "empty.txt": b""}
+        saver.save(model, opt, replace(about(batch), attachments=lambda log=log: log))
+        saver.wait()
+    newest = store.newest_intact(verify_checkpoint).checkpoint
+    assert newest is not None and read_attachment(newest, "metrics.jsonl") == b"3 lines"
+    assert (read_attachment(newest, "empty.txt"), read_attachment(newest, "none")) == (b"", None)
+    damage(tmp_path / "ba3" / "metrics.jsonl")
+    with pytest.raises(DamagedCheckpointError, match=r"ba3/metrics.jsonl: "):
+        verify_checkpoint(newest)
+    restored = load_newest(store, model, opt, lease=saver.lease)
+    assert restored.manifest is not None and restored.manifest.timestamp.batch == 2
+    assert "ba3/metrics.jsonl: " in restored.notes[0]
 
 
 @pytest.mark.fault
