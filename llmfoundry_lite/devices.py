@@ -2,7 +2,9 @@
 
 import platform
 import resource
+from pathlib import Path
 
+import psutil
 import torch
 
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
@@ -48,3 +50,14 @@ def vendor() -> str:
 def runtime() -> str | None:
     """The CUDA or ROCm release torch was built for; None on CPUs."""
     return (torch.version.hip or torch.version.cuda) if torch.cuda.is_available() else None
+
+
+def available_memory_bytes() -> int:
+    """RAM that could still be had, by the machine's count or that of the container around us, whichever is less."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return available if limit == "max" else min(available, max(0, int(limit) - used))
+    except OSError:
+        return available

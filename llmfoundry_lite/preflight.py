@@ -186,15 +186,20 @@ def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
     """The resolved configuration as YAML; then parameters, batch arithmetic and memory, as lines for people."""
     batch, length = config.global_train_batch_size, config.max_seq_len
     device_batch = batch // world_size
-    microbatch = config.device_train_microbatch_size or device_batch
+    microbatch = config.microbatch_size or device_batch
+    is_auto = config.device_train_microbatch_size == "auto"
+    division = (
+        "microbatches as large as fit"
+        if is_auto
+        else (f"{-(-device_batch // microbatch)} microbatch(es) of up to {microbatch}")
+    )
     flops = count_flops_per_token(config.model, length)
     lines = [
         yaml.safe_dump(as_dict(config), sort_keys=False),
         f"run            {config.run_name} in {config.run_folder}",
         f"parameters     {count_parameters(config.model):,}",
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
-        f"               {world_size} device(s) x {device_batch} samples in {-(-device_batch // microbatch)} "
-        f"microbatch(es) of up to {microbatch}",
+        f"               {world_size} device(s) x {device_batch} samples in {division}",
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
     ]
@@ -202,7 +207,8 @@ def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
         is_dropped = name == "train" and config.train_loader.drop_last and _samples_per_epoch(config, found) is not None
         dropped = f", {count % batch} of them left out of each epoch" if is_dropped else ""
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
-    lines.append(f"memory         {estimate_training_memory(config, world_size)}")
+    at = " (microbatches of 1 sample)" if is_auto else ""
+    lines.append(f"memory         {estimate_training_memory(config, world_size)}{at}")
     lines += [f"not checked    {note}" for note in found.not_checked]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml max_duration=2
 python scripts/train.py yamls/pretrain/mpt-125m.yaml --dry-run
 """
 
+import os
 from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str]) -> None:
             print(preflight.describe(config, world_size, found))
         return
 
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)  # before torch looks
     from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
 
     train(config)

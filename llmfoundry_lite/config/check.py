@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.layers import Layer, get, source_of
-from llmfoundry_lite.config.schema import TIME_UNITS, Duration, LoaderConfig, ModelConfig, TrainConfig
+from llmfoundry_lite.config.schema import TIME_UNITS, Duration, LoaderConfig, ModelConfig, TrainConfig, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
 Refuse = typing.Callable[[str, str], typing.NoReturn]
@@ -56,7 +56,7 @@ POSITIVE = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
     *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
     *("model.attn_config.alibi_bias_max", "max_seq_len", "global_train_batch_size", "device_eval_batch_size"),
-    *("device_train_microbatch_size", "optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches"),
+    *("optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches", "preemption_grace_seconds"),
     *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
     *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
     *("fsdp_config.data_parallel_shard_degree", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"),
@@ -177,8 +177,16 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         if not 0 <= beta < 1:
             refuse("optimizer.betas", f"{beta} given, expected 0 <= beta < 1")
     microbatch, batch = config.device_train_microbatch_size, config.global_train_batch_size
-    if microbatch is not None and microbatch > batch:
-        refuse("device_train_microbatch_size", f"{microbatch} is more than global_train_batch_size, {batch}")
+    if microbatch not in (None, "auto"):
+        if not isinstance(microbatch, int) or microbatch <= 0:
+            refuse("device_train_microbatch_size", f"{microbatch!r} given, expected a number of samples, or auto")
+        if microbatch > batch:
+            refuse("device_train_microbatch_size", f"{microbatch} is more than global_train_batch_size, {batch}")
+    if config.max_wall_time is not None:
+        try:
+            parse_seconds(config.max_wall_time)
+        except ValueError as error:
+            refuse("max_wall_time", f"{config.max_wall_time!r} given, expected {error}")
     fsdp = config.fsdp_config
     if fsdp and fsdp.data_parallel_shard_degree is not None and fsdp.sharding_strategy != "HYBRID_SHARD":
         refuse(
@@ -202,7 +210,7 @@ def check_world_size(config: TrainConfig, world_size: int) -> None:
             f"global_train_batch_size: {batch} cannot be shared evenly by {world_size} devices; "
             f"start with a number of devices that divides it ({', '.join(divisors)}) or change the batch size"
         )
-    if microbatch is not None and microbatch > batch // world_size:
+    if isinstance(microbatch, int) and microbatch > batch // world_size:
         raise ConfigError(
             f"device_train_microbatch_size: {microbatch} is more than the {batch // world_size} samples "
             f"each device gets ({batch} / {world_size} devices); set it to {batch // world_size} or less"

@@ -124,9 +124,6 @@ def refuse_left_out_keys(values: dict[str, Any], layers: Sequence[Layer]) -> Non
             pop(values, key)
             continue
         raise ConfigError(f"{source_of(key, layers)}: {key}: LLM Foundry's option is left out here; {instead}")
-    for key in ("device_train_microbatch_size", "device_eval_batch_size"):
-        if values.get(key) == "auto":
-            raise ConfigError(
-                f"{source_of(key, layers)}: {key}: auto is left out here; "
-                f"give a number (`--dry-run` estimates the memory it needs)"
-            )
+    if values.get("device_eval_batch_size") == "auto":
+        key = "device_eval_batch_size"
+        raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")

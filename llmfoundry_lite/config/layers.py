@@ -119,16 +119,21 @@ HARDWARE_KEYS = (
     "dist_timeout",
     "max_wall_time",
     "preemption_grace_seconds",
+    "environment",
     "model.attn_config.attn_impl",
     "model.init_device",
-    "train_loader.num_workers",
-    "train_loader.prefetch_factor",
-    "train_loader.pin_memory",
-    "eval_loader.num_workers",
-    "eval_loader.prefetch_factor",
-    "eval_loader.pin_memory",
+    *(
+        f"{loader}.{key}"
+        for loader in ("train_loader", "eval_loader")
+        for key in (
+            *("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "timeout"),
+            *("dataset.local", "dataset.remote", "dataset.predownload", "dataset.cache_limit"),
+            *("dataset.download_retry", "dataset.download_timeout"),
+        )
+    ),
 )
-"""What a hardware overlay may set: how the run is computed here, never what is computed."""
+"""What a hardware overlay may set: how and from which disks the run is computed here, never what is computed. (Where
+a data set lies is the cluster's; that it is the same data set is checked when a run is carried on.)"""
 
 
 def _check_overlay(layer: Layer, *, is_first: bool) -> None:

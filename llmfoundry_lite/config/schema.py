@@ -354,8 +354,8 @@ class TrainConfig:
     eval_subset_num_batches: int = -1
     """Global batches of device_eval_batch_size times the world size; -1 for all."""
     device_eval_batch_size: int = 1
-    device_train_microbatch_size: int | None = None
-    """Samples; default: the device's whole batch."""
+    device_train_microbatch_size: int | str | None = None
+    """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
     accumulate_train_batch_on_tokens: bool = True
     algorithms: AlgorithmsConfig = field(default_factory=AlgorithmsConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
@@ -394,6 +394,8 @@ class TrainConfig:
     """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
     dist_timeout: float = 600.0
     """Seconds a collective may take."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of NCCL, RCCL and torch for this hardware; what the shell has set already stands."""
     progress_bar: bool = False
     log_to_console: bool = True
     console_log_interval: str | int = "1ba"
@@ -406,6 +408,12 @@ class TrainConfig:
     @property
     def sharding(self) -> FSDPConfig:
         return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """As far as it is known before the run starts: auto begins with one sample."""
+        size = self.device_train_microbatch_size
+        return 1 if isinstance(size, str) else size
 
     @property
     def checkpoint_folder(self) -> str:

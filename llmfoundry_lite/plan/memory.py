@@ -62,7 +62,7 @@ def estimate_training_memory(
     return estimate_memory(
         config.model,
         seq_len=config.max_seq_len,
-        microbatch_size=min(config.device_train_microbatch_size or device_batch_size, device_batch_size),
+        microbatch_size=min(config.microbatch_size or device_batch_size, device_batch_size),
         shard_degree=shard_degree,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,

@@ -130,6 +130,10 @@ class Checkpointing(Callback):
         """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
         if manifest.optimizer is None:  # imported
             raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
+        if manifest.config is None or "timestamp" not in manifest.scalars:
+            raise CheckpointError(
+                "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
+            )
         ours, theirs = model_identity(as_dict(self.config)["model"]), model_identity(manifest.config["model"])
         pairs = {f"model.{key}": (value, theirs.get(key)) for key, value in ours.items()}
         batch_size = "global_train_batch_size"
@@ -292,7 +296,7 @@ class Checkpointing(Callback):
             torch=str(torch.__version__),
             world_size=dist.get_world_size(),
             sharding=config.sharding.sharding_strategy,
-            device_train_microbatch_size=config.device_train_microbatch_size,
+            device_train_microbatch_size=int(state.device_train_microbatch_size or 0),
             precision=f"{config.precision} {config.sharding.mixed_precision}",
             attention=config.model.attn_config.attn_impl,
             tokens_per_second=tokens / seconds if seconds else None,

@@ -28,6 +28,8 @@ from llmfoundry_lite.launch import (
     raise_when_interrupted,
 )
 from llmfoundry_lite.models.hf import can_export, export_model
+from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
+from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.builders import (
     build_callbacks,
     build_eval_data,
@@ -41,6 +43,7 @@ from llmfoundry_lite.training.builders import (
 from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
+from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 
@@ -57,6 +60,7 @@ def train(config: TrainConfig) -> None:
         trainer, checkpointing = build_trainer(config, run, preemption)
         raise_when_interrupted()
         preemption.listen()
+        choose_microbatch(config, trainer)
         run.start(trainer, checkpointing)
         if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
             if config.eval_first and trainer.state.evaluators and int(trainer.state.timestamp.batch) == 0:
@@ -117,8 +121,7 @@ def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption)
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
         precision="fp32",  # parallel.py's policy does the casting
-        device_train_microbatch_size=config.device_train_microbatch_size
-        or config.global_train_batch_size // here.world_size,
+        device_train_microbatch_size=config.microbatch_size or config.global_train_batch_size // here.world_size,
         accumulate_train_batch_on_tokens=config.accumulate_train_batch_on_tokens,
         seed=config.seed,
         dist_timeout=config.dist_timeout,
@@ -127,6 +130,22 @@ def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption)
         python_log_level=config.python_log_level,
     )
     return trainer, next(callback for callback in callbacks if isinstance(callback, Checkpointing))
+
+
+def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
+    """With everything in place that takes memory: the model, and the optimizer's state if it has been restored."""
+    if config.device_train_microbatch_size != "auto":
+        return
+    size, measured = choose_microbatch_size(
+        cast(LanguageModel, trainer.state.model),
+        trainer.state.optimizers[0],
+        config.global_train_batch_size // dist.get_world_size(),
+        config.max_seq_len,
+        OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+    )
+    trainer.state.device_train_microbatch_size = size
+    if dist.get_rank() == 0:
+        print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)
 
 
 def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:

@@ -157,9 +157,8 @@ WRONG = {
         "the environment variable LLMFOUNDRY_LITE_NOT_SET is not set; export it"
     ),
     # LLM Foundry's options that are left out
-    "device_train_microbatch_size=auto": (
-        "auto is left out here; give a number (`--dry-run` estimates the memory it needs)"
-    ),
+    "device_train_microbatch_size=automatic": ("'automatic' given, expected a number of samples, or auto"),
+    "max_wall_time=soon": "'soon' given, expected a time such as 3h55m, 90s, 3:55:00 or a number of seconds",
     "model.name=hf_causal_lm": (
         "'hf_causal_lm' is not known; LLM Foundry's Hugging Face models cannot be training targets here; "
         "use mpt_causal_lm"

@@ -1,0 +1,144 @@
+"""`device_train_microbatch_size: auto`: the most samples that fit, found without ever running out of memory.
+
+When one rank runs out of memory in the middle of a step, the others wait for it in a collective that never ends. So
+nothing is tried that might not fit: one sample is measured, then two, then twice as many as long as every rank expects
+from its own measurements that its device has the room. What a step takes grows linearly with the samples, so the last
+two measurements tell the rest. The gradient does not depend on the choice; its digits do, as with any microbatch.
+"""
+
+import math
+from typing import Protocol
+
+import psutil
+import torch
+from torch.optim import Optimizer
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.exchange import max_of
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launch import place
+from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.optimizers import local
+
+MARGIN = 0.95
+"""Of the limit may be planned for: allocators fragment, and other ranks' buffers come and go."""
+GIB = 1 << 30
+
+
+class Meter(Protocol):
+    """Memory of this rank's device."""
+
+    def reset(self) -> None:
+        """Begin a measurement."""
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since."""
+        ...
+
+    def limit_bytes(self) -> int:
+        """The most that may be in use, given what other processes take."""
+        ...
+
+
+def choose_microbatch_size(
+    model: LanguageModel,
+    optimizer: Optimizer,
+    device_batch_size: int,
+    seq_len: int,
+    num_optimizer_slots: int,
+    meter: Meter | None = None,
+) -> tuple[int, str]:
+    """(samples, what was measured in words), the same on every rank. Every rank must call this together.
+
+    Raises ConfigError when not even one sample fits.
+    """
+    meter = meter or (CudaMeter() if devices.device_type() == "cuda" else ResidentMeter())
+    reserved = 0 if optimizer.state else num_optimizer_slots * _parameter_bytes(model)
+    limit = int(meter.limit_bytes() * MARGIN) - reserved
+    _measure(model, 1, seq_len, meter)  # the first step also allocates what stays: gradients, communication buffers
+    # Without a sample there would be parameters, gradients and optimizer state at least.
+    held = (2 + num_optimizer_slots * bool(optimizer.state)) * _parameter_bytes(model)
+    size, peaks = 1, {0: held, 1: _measure(model, 1, seq_len, meter)}
+    while size < device_batch_size:
+        following = min(2 * size, device_batch_size)
+        if max_of([_expect(peaks, following) > limit])[0]:
+            break
+        size = following
+        peaks[size] = _measure(model, size, seq_len, meter)
+    most = _all_agree(_most_that_fits(peaks, limit, device_batch_size))
+    optimizer.zero_grad(set_to_none=True)
+    if most < 1:
+        raise ConfigError(
+            f"device_train_microbatch_size: auto: one sample of {seq_len} tokens needs "
+            f"{(peaks[1] + reserved) / GIB:.1f} GiB and this device has {(limit + reserved) / GIB:.1f}; shard over "
+            "more devices (fsdp_config.sharding_strategy: FULL_SHARD), set fsdp_config.activation_checkpointing: true, "
+            "or shorten max_seq_len"
+        )
+    even = math.ceil(device_batch_size / math.ceil(device_batch_size / most))  # no small remainder at the end
+    expected = (_expect(peaks, even) + reserved) / GIB
+    return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
+
+
+def _measure(model: LanguageModel, num_samples: int, seq_len: int, meter: Meter) -> int:
+    device = next(model.parameters()).device
+    batch = {"input_ids": torch.zeros((num_samples, seq_len), dtype=torch.int64, device=device)}
+    meter.reset()
+    model.train()
+    model.loss(model(batch), batch).backward()
+    return meter.peak_bytes()
+
+
+def _expect(peaks: dict[int, int], size: int) -> int:
+    """Along the line through the last two measurements."""
+    if size in peaks:
+        return peaks[size]
+    *_, (before, lower), (last, peak) = peaks.items()
+    return peak + max(0, peak - lower) * (size - last) // (last - before)
+
+
+def _most_that_fits(peaks: dict[int, int], limit: int, device_batch_size: int) -> int:
+    sizes = range(device_batch_size, 0, -1)
+    return next((size for size in sizes if _expect(peaks, size) <= limit), 0)
+
+
+def _all_agree(size: int) -> int:
+    """The smallest of all ranks."""
+    return -max_of([-size])[0]
+
+
+def _parameter_bytes(model: LanguageModel) -> int:
+    return sum(local(p).numel() * p.element_size() for p in model.parameters())
+
+
+class CudaMeter:
+    """What torch's allocator has taken from the device, fragments included."""
+
+    def reset(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved()
+
+    def limit_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved()
+
+
+class ResidentMeter:
+    """Memory of a process on a CPU; what is free is shared evenly by the ranks of this machine."""
+
+    def __init__(self, num_local_ranks: int | None = None):
+        self.num_local_ranks = num_local_ranks or place().local_world_size
+
+    def reset(self) -> None:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak becomes what is resident now, says proc(5)
+
+    def peak_bytes(self) -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+
+    def limit_bytes(self) -> int:
+        return psutil.Process().memory_info().rss + devices.available_memory_bytes() // self.num_local_ranks
