@@ -196,6 +196,8 @@ def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
                 _put(state, ("model", ".".join(path[2:])), read_tensor(folder, metadata, key))
             elif path[:3] == ("state", "integrations", "huggingface"):
                 _put(state, path[1:], read_value(folder, metadata, key))
+    except CheckpointError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {error}") from None
     return _from_composer(folder, _with_lists(state), config, [f"{folder.name} was {STOOD_IN}"])

@@ -167,19 +167,18 @@ def diff_checkpoints(a: Where, b: Where) -> None:
     from llmfoundry_lite.checkpoint.whole import diff, diff_scalars
 
     rows, num_tensors = [], 0
-    for difference in diff(first.where, second.where):
+    for name, note, num_different, absolute, relative in diff(first.where, second.where):
         num_tensors += 1
-        if not difference.note and not difference.num_different:
-            continue
-        numbers = (f"{difference.num_different:,}", f"{difference.max_absolute:.3e}", f"{difference.max_relative:.3e}")
-        was_compared = not difference.note or difference.note.startswith("dtype")
-        rows.append((difference.name, *(numbers if was_compared else ("", "", "")), difference.note))
+        if note.startswith("dtype"):
+            rows.append((f"{name} ({note})", f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
+        elif note:  # not compared
+            rows.append((name, note, "", ""))
+        elif num_different:
+            rows.append((name, f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
     scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
     print(f"a  {first.where}\nb  {second.where}")
     if rows:
-        has_notes = any(row[-1] for row in rows)
-        columns = ("tensor", "values", "absolute", "relative", "note")[: None if has_notes else -1]
-        print_table(columns, [row[: len(columns)] for row in rows], right=(1, 2, 3))
+        print_table(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:
         print_table(("number", "a", "b"), scalars)
     print(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
@@ -341,7 +340,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i, heading in enumerate(columns):
         table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
     for row in rows:

@@ -36,7 +36,7 @@ def build_trainer(folder: str, *, shard: bool = False):
         for block in mpt.transformer.blocks:
             fully_shard(block)
         fully_shard(model)
-    tokens = torch.randint(97, (16, 32))
+    tokens = torch.randint(97, (24, 32))
     samples = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens]
     return Trainer(
         model=model,
