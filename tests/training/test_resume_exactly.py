@@ -8,7 +8,7 @@ from composer.core import Callback
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import tiny_config, values
-from tests.training.runs import carry_on, losses, metrics, run, saves
+from tests.training.runs import attempt, carry_on, losses, metrics, run, saves
 
 pytestmark = pytest.mark.multiprocess
 
@@ -97,6 +97,17 @@ def test_a_save_before_the_first_batch_holds_no_step_and_leaves_the_run_alone(tm
     assert manifest.optimizer["state"] == {}
     assert not [name for name in manifest.tensors if name.startswith("optim/")]
     assert losses(tmp_path, "saved") == losses(tmp_path, "plain")
+
+
+def test_a_state_that_no_training_run_saved_gives_its_weights_and_no_more(tmp_path, data):
+    config = tiny_config(data, max_duration="2ba")
+    run(tmp_path, config, "run", callbacks=resave_into(tmp_path / "resaved"))
+    config["load_path"] = str(tmp_path / "resaved/ba0")
+    refused = attempt(tmp_path, config, "other")
+    assert refused.exit_codes == [2]
+    assert "was not saved by a training run; load_weights_only=true" in refused.output
+    run(tmp_path, config, "other", load_weights_only=True)
+    assert losses(tmp_path, "other") == losses(tmp_path, "run")
 
 
 def test_another_precision_finds_the_same_state(tmp_path, data):
