@@ -69,7 +69,7 @@ def _kernel_status() -> int | None:
 
 def _check_file_times(machine: Machine, wall: Callable[[], float]) -> Finding:
     before = wall()
-    with tempfile.NamedTemporaryFile(dir=machine.folder, prefix=".doctor_") as file:
+    with tempfile.TemporaryFile(dir=machine.folder) as file:
         file.write(b"now")
         file.flush()
         os.fsync(file.fileno())

@@ -142,9 +142,8 @@ def _judge(name: str, reports: dict[int, Report], dead: dict[int, str], group: G
         return Finding(check=name, status=Status.SKIP, detail=f"{_backend()}: {unsupported}")
     if name == READY or not min(rates):
         return Finding(check=name, status=Status.PASS, detail=place)
-    return Finding(
-        check=name, status=Status.PASS, value=min(rates) / 1e9, unit="GB/s", detail=f"{place}, bus bandwidth"
-    )
+    detail = f"{place}, bus bandwidth at {group.size_bytes / MIB:.0f} MiB"
+    return Finding(check=name, status=Status.PASS, value=min(rates) / 1e9, unit="GB/s", detail=detail)
 
 
 def _backend() -> str:

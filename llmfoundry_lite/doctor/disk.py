@@ -22,6 +22,9 @@ SLOW_FSYNC_SECONDS = 0.1
 """A save syncs every file and folder it makes; a disk that turns needs 0.02 s."""
 ENOUGH_BYTES = 3 * CHECKPOINT_BYTES
 """A save is written beside the one it replaces."""
+PIECE_BYTES = 32 * MIB
+LIMIT_SECONDS = 10
+"""Of writing, and of reading; the piece that was begun is finished."""
 
 FASTER = "name a faster folder with save_folder: a local NVMe disk, or a parallel file system"
 
@@ -34,11 +37,11 @@ def check(machine: Machine, fsync: Callable[[int], None] = os.fsync) -> Iterator
         return
     free_bytes = _free_bytes(folder)
     yield _check_room(folder, free_bytes)
-    size = max(MIB, min((32 if machine.quick else 512) * MIB, free_bytes // 10))
+    most = max(MIB, min((1 if machine.quick else 16) * PIECE_BYTES, free_bytes // 10))
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_") as file:
-            yield _check_write(file.fileno(), size, fsync)
-            yield _check_read(file.fileno(), size)
+        with tempfile.TemporaryFile(dir=folder) as file:  # has no name: nothing stays, however this ends
+            yield _check_write(file.fileno(), most, fsync)
+            yield _check_read(file.fileno())
             yield _check_latency(file.fileno(), fsync, 1 if machine.quick else 5)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -47,7 +50,7 @@ def check(machine: Machine, fsync: Callable[[int], None] = os.fsync) -> Iterator
             fix = f"make {folder} writable for this user, or name another folder"
         else:
             fix = f"look at dmesg and at the mount of {folder}"
-        words = f"{error.strerror} at {size / MIB:,.0f} MiB in {folder}"
+        words = f"{error.strerror}, writing up to {most / MIB:,.0f} MiB in {folder}"
         yield Finding(check="disk write", status=Status.FAIL, detail=words, fix=fix)
 
 
@@ -70,12 +73,18 @@ def _check_room(folder: Path, free_bytes: int) -> Finding:
     )
 
 
-def _check_write(descriptor: int, size: int, fsync: Callable[[int], None]) -> Finding:
-    block = _block()
+def _check_write(descriptor: int, most: int, fsync: Callable[[int], None]) -> Finding:
+    """Pieces that are each synced, as a checkpoint's shards are."""
+    block, size = _block(), 0
     began = time.perf_counter()
-    for _ in range(size // MIB):
-        _write_all(descriptor, block)
-    fsync(descriptor)
+    while size < most and time.perf_counter() - began < LIMIT_SECONDS:
+        piece = min(PIECE_BYTES, most - size)
+        for _ in range(piece // MIB):
+            _write_all(descriptor, block)
+        fsync(descriptor)
+        size += piece // MIB * MIB
+        if piece < PIECE_BYTES:
+            break
     rate = size / (time.perf_counter() - began)
     slow = rate < SLOW_BYTES_PER_SECOND
     return Finding(
@@ -88,22 +97,23 @@ def _check_write(descriptor: int, size: int, fsync: Callable[[int], None]) -> Fi
     )
 
 
-def _check_read(descriptor: int, size: int) -> Finding:
+def _check_read(descriptor: int) -> Finding:
     """Read back what was written, from the disk as far as the system lets go of its own copy."""
-    block = _block()
+    block, wrong, count = _block(), [], 0
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(descriptor, 0, os.SEEK_SET)
-    wrong, began = [], time.perf_counter()
-    for index in range(size // MIB):
-        if _read_all(descriptor, MIB) != block:
-            wrong.append(index)
-    rate = size / (time.perf_counter() - began)
+    began = time.perf_counter()
+    while time.perf_counter() - began < LIMIT_SECONDS and (data := _read_all(descriptor, MIB)):
+        if data != block:
+            wrong.append(count)
+        count += 1
+    rate = count * MIB / (time.perf_counter() - began)
     return Finding(
         check="disk read",
         status=Status.FAIL if wrong else Status.PASS,
         value=rate / 1e6,
         unit="MB/s",
-        detail=f"{len(wrong)} of {size // MIB} MiB are not what was written, from MiB {wrong[0]} on"
+        detail=f"{len(wrong)} of {count} MiB are not what was written, from MiB {wrong[0]} on"
         if wrong
         else "the bytes that were written",
         fix="do not save here; look at dmesg, SMART and the file server's log" if wrong else "",

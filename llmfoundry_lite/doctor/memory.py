@@ -97,5 +97,5 @@ def _size_bytes(machine: Machine, device: torch.device) -> int:
         free, most = torch.cuda.mem_get_info(device)[0], GIB if machine.quick else 16 * GIB
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        most = 64 * MIB if machine.quick else GIB // 4
+        most = 64 * MIB if machine.quick else GIB // 8
     return max(MIB, min(free // 2, most)) // 8 * 8

@@ -43,7 +43,7 @@ def _check_leftovers() -> Finding:
     stale = shared_memory.find_stale_shared_memory()
     if stale is None:
         detail = "processes that cannot be looked into may be using what is there"
-        return Finding(check="/dev/shm leftovers", status=Status.SKIP, detail=detail)
+        return Finding(check="leftovers of runs", status=Status.SKIP, detail=detail)
     owners: Counter[int] = Counter()
     for path in stale:
         try:
@@ -57,7 +57,7 @@ def _check_leftovers() -> Finding:
     if ours < owners.total():
         fixes.append("ask the other owners to start a run or remove theirs")
     return Finding(
-        check="/dev/shm leftovers",
+        check="leftovers of runs",
         status=Status.WARN if stale else Status.PASS,
         value=len(stale),
         unit="files",
