@@ -10,14 +10,21 @@ from tests.helpers.resave import resave_into
 from tests.helpers.tiny import read_metrics, values, write_config
 
 
-def run(tmp_path: Path, config: dict[str, Any], name: str, num_ranks: int = 1, **changes: Any) -> Launch:
+Environment = dict[str, str] | None
+
+
+def run(
+    tmp_path: Path, config: dict[str, Any], name: str, num_ranks: int = 1, env: Environment = None, **changes: Any
+) -> Launch:
     """One launch of run `name`, which must end well."""
-    return attempt(tmp_path, config, name, num_ranks, **changes).check()
+    return attempt(tmp_path, config, name, num_ranks, env, **changes).check()
 
 
-def attempt(tmp_path: Path, config: dict[str, Any], name: str, num_ranks: int = 1, **changes: Any) -> Launch:
+def attempt(
+    tmp_path: Path, config: dict[str, Any], name: str, num_ranks: int = 1, env: Environment = None, **changes: Any
+) -> Launch:
     path = write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name, **changes})
-    return train([path], tmp_path, num_ranks)
+    return train([path], tmp_path, num_ranks, env=env)
 
 
 def carry_on(

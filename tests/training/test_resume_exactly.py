@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
@@ -72,6 +73,7 @@ def test_a_save_right_after_a_skipped_batch_carries_on_from_there(tmp_path, data
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_stays_as_it_was_and_needs_no_optimizer_state(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="6ba", save_interval="3ba", callbacks=callback(Freeze))
     run(tmp_path, config, "whole", 2)
@@ -110,6 +112,7 @@ def test_a_state_that_no_training_run_saved_gives_its_weights_and_no_more(tmp_pa
     assert losses(tmp_path, "other") == losses(tmp_path, "run")
 
 
+@pytest.mark.slow
 def test_another_precision_finds_the_same_state(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="12ba", save_interval="3ba")
     run(tmp_path, config, "fp32")
@@ -120,6 +123,19 @@ def test_another_precision_finds_the_same_state(tmp_path, data):
         assert_same_state(saves(tmp_path, there) / f"ba{batch}", tmp_path / f"resaved/{here}/ba{batch}")
         whole = losses(tmp_path, "fp32")
         assert losses(tmp_path, here) == pytest.approx(whole[batch:], abs=0.06)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_takes_up_what_a_cpu_left_and_the_other_way_round(tmp_path, data):
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    config = tiny_config(data, autoresume=True, max_duration="9ba", save_interval="3ba")
+    run(tmp_path, config, "cpu", env=cpu)
+    carry_on(tmp_path, config, "cpu", 3, "gpu")
+    carry_on(tmp_path, config, "gpu", 6, "back", env=cpu)
+    for there, batch, here in (("cpu", 3, "gpu"), ("gpu", 6, "back")):
+        assert_same_state(saves(tmp_path, there) / f"ba{batch}", tmp_path / f"resaved/{here}/ba{batch}")
+        assert losses(tmp_path, here) == pytest.approx(losses(tmp_path, "cpu")[batch:], abs=2e-3)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def whole(tmp_path_factory, data):
     ("fault", "code", "words"),
     [
         (FullDisk, 2, "shard-00001.safetensors: not written: No space left on device"),
-        (BrokenWriter, 1, "ZeroDivisionError: a bug in the writer"),
+        pytest.param(BrokenWriter, 1, "ZeroDivisionError: a bug in the writer", marks=pytest.mark.slow),
         (PoisonMoments, 2, "not saved: non-finite values in optim/"),
     ],
 )
@@ -180,6 +180,7 @@ def test_when_all_are_damaged_the_run_refuses_and_says_so(tmp_path, data):
     assert (tmp_path / "runs/run/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_can_be_loaded_from_but_not_saved_into(tmp_path, data):
     config = config_for(data)
     with mounted(tmp_path / "disk") as disk:
@@ -194,6 +195,7 @@ def test_a_read_only_folder_can_be_loaded_from_but_not_saved_into(tmp_path, data
     assert values(metrics(tmp_path, "other"), "batch") == [5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_an_interrupted_hint_or_one_that_leads_nowhere_is_not_followed(tmp_path, data, whole):
     run(tmp_path, config_for(data), "run", 2, stop_after="4ba")
     hint = Path(saves(tmp_path, "run")) / "latest.json"
