@@ -37,7 +37,8 @@ def check(machine: Machine, fsync: Callable[[int], None] = os.fsync) -> Iterator
         return
     free_bytes = _free_bytes(folder)
     yield _check_room(folder, free_bytes)
-    most = max(MIB, min((1 if machine.quick else 16) * PIECE_BYTES, free_bytes // 10))
+    most = min((1 if machine.quick else 16) * PIECE_BYTES, free_bytes // 10)
+    most = max(1, most // MIB) * MIB
     try:
         with tempfile.TemporaryFile(dir=folder) as file:  # has no name: nothing stays, however this ends
             yield _check_write(file.fileno(), most, fsync)
@@ -82,9 +83,7 @@ def _check_write(descriptor: int, most: int, fsync: Callable[[int], None]) -> Fi
         for _ in range(piece // MIB):
             _write_all(descriptor, block)
         fsync(descriptor)
-        size += piece // MIB * MIB
-        if piece < PIECE_BYTES:
-            break
+        size += piece
     rate = size / (time.perf_counter() - began)
     slow = rate < SLOW_BYTES_PER_SECOND
     return Finding(

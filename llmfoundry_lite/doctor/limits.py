@@ -10,18 +10,18 @@ ENOUGH_FILES = 4096
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = soft == resource.RLIM_INFINITY
-    enough = endless or soft >= ENOUGH_FILES
-    possible = hard == resource.RLIM_INFINITY or hard >= ENOUGH_FILES
-    yield Finding(
-        check="open files",
-        status=Status.PASS if enough else Status.WARN,
-        value="no limit" if endless else soft,
-        detail="of one process" if enough else f"loader workers and shards may need {ENOUGH_FILES}",
-        fix=""
-        if enough
-        else f"ulimit -n {65536 if hard in (-1,) or hard >= 65536 else hard}"
-        if possible
-        else "raise `nofile` in /etc/security/limits.conf (containers: --ulimit nofile=65536)",
-    )
+    soft, hard = (_or_none(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if soft is None or soft >= ENOUGH_FILES:
+        value = "no limit" if soft is None else soft
+        yield Finding(check="open files", status=Status.PASS, value=value, detail="of one process")
+        return
+    if hard is None or hard >= ENOUGH_FILES:
+        fix = f"ulimit -n {min(hard or 65536, 65536)}"
+    else:
+        fix = "raise nofile in /etc/security/limits.conf (containers: --ulimit nofile=65536)"
+    detail = f"loader workers and shards may need {ENOUGH_FILES}"
+    yield Finding(check="open files", status=Status.WARN, value=soft, detail=detail, fix=fix)
+
+
+def _or_none(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit

@@ -10,6 +10,7 @@ from llmfoundry_lite.doctor.finding import GIB, Finding, Machine, Status
 
 ENOUGH_BYTES = GIB
 """Containers get 64 MiB unless told otherwise, with which loader workers and NCCL end in bus errors."""
+NAME = "leftovers of runs"
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -43,27 +44,31 @@ def _check_leftovers() -> Finding:
     stale = shared_memory.find_stale_shared_memory()
     if stale is None:
         detail = "processes that cannot be looked into may be using what is there"
-        return Finding(check="leftovers of runs", status=Status.SKIP, detail=detail)
+        return Finding(check=NAME, status=Status.SKIP, detail=detail)
     owners: Counter[int] = Counter()
-    for path in stale:
+    ours = []
+    for path in sorted(stale):
         try:
-            owners[path.stat().st_uid] += 1
+            uid = path.stat().st_uid
         except FileNotFoundError:
             continue
-    ours = owners[os.geteuid()]
+        owners[uid] += 1
+        if uid == os.geteuid():
+            ours.append(str(path))
+    if not owners:
+        detail = "blocks and locks that no living run has"
+        return Finding(check=NAME, status=Status.PASS, value=0, unit="files", detail=detail)
     fixes = []
     if ours:
-        fixes.append("the next run removes yours, or: rm " + " ".join(sorted(map(str, stale))[:3]))
-    if ours < owners.total():
-        fixes.append("ask the other owners to start a run or remove theirs")
+        fixes.append(f"your next run removes yours; or: rm {' '.join(ours)}")
+    if owners.total() > len(ours):
+        fixes.append("the next run of each other owner removes theirs")
     return Finding(
-        check="leftovers of runs",
-        status=Status.WARN if stale else Status.PASS,
-        value=len(stale),
+        check=NAME,
+        status=Status.WARN,
+        value=owners.total(),
         unit="files",
-        detail="left by killed runs: " + ", ".join(f"{count} of {_user(uid)}" for uid, count in owners.items() if count)
-        if stale
-        else "blocks and locks that no living run has",
+        detail="left by killed runs: " + ", ".join(f"{count} of {_user(uid)}" for uid, count in owners.items()),
         fix="; ".join(fixes),
     )
 
