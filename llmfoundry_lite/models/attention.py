@@ -14,24 +14,22 @@ def attend(
     k_bshk: torch.Tensor,
     v_bshk: torch.Tensor,
     *,
-    bias_hts: torch.Tensor | None = None,
+    bias_bhts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Causal softmax(q k^T * scale + bias) v, with PyTorch's scaled_dot_product_attention.
 
-    `bias_hts` is added to the scores and must hold the causal mask as well, as `alibi_bias` does; without one,
-    there are as many queries as keys. Returns [b, t, h, k].
+    `bias_bhts` is added to the scores and must hold the causal mask as well, as `alibi_bias` does; b and h may be 1.
+    Without one, there are as many queries as keys. Returns [b, t, h, k].
     """
     q_bhtk, k_bhsk, v_bhsk = (x.transpose(1, 2) for x in (q_bthk, k_bshk, v_bshk))
-    # With three dimensions torch falls back to keeping all scores; with four, its fused kernels take the bias.
-    bias_1hts = None if bias_hts is None else bias_hts[None].to(q_bthk.dtype)
     out_bhtk = F.scaled_dot_product_attention(
         q_bhtk,
         k_bhsk,
         v_bhsk,
-        attn_mask=bias_1hts,
-        is_causal=bias_1hts is None,
+        attn_mask=None if bias_bhts is None else bias_bhts.to(q_bthk.dtype),
+        is_causal=bias_bhts is None,
         dropout_p=dropout_p,
         scale=softmax_scale,
     )
@@ -49,10 +47,22 @@ def alibi_slopes(num_heads: int, bias_max: int = 8) -> list[float]:
     return slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
 
 
-def alibi_bias(slopes_h: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """ALiBi and the causal mask in one fp32 bias, [h, t, s]: -slope * distance back, -inf ahead."""
-    queries_t = torch.arange(num_keys - num_queries, num_keys, device=slopes_h.device)
-    keys_s = torch.arange(num_keys, device=slopes_h.device)
-    distance_ts = queries_t[:, None] - keys_s[None, :]
-    bias_hts = -slopes_h[:, None, None] * distance_ts
-    return bias_hts.masked_fill(distance_ts < 0, float("-inf"))
+def alibi_bias(slopes_h: torch.Tensor, positions_bt: torch.Tensor, may_see_bts: torch.Tensor) -> torch.Tensor:
+    """ALiBi and a mask in one fp32 bias, [b, h, t, t]: -slope * distance back, -inf where a key may not be seen.
+
+    Four dimensions, because with three torch falls back to keeping all scores.
+    """
+    distance_bts = positions_bt[:, :, None] - positions_bt[:, None, :]
+    bias_bhts = -slopes_h[:, None, None] * distance_bts[:, None]
+    return bias_bhts.masked_fill(~may_see_bts[:, None], float("-inf"))
+
+
+def mask_bias(may_see_bts: torch.Tensor) -> torch.Tensor:
+    """A mask as an fp32 bias, [b, 1, t, t]."""
+    bias_bts = torch.zeros(may_see_bts.shape, device=may_see_bts.device)
+    return bias_bts.masked_fill(~may_see_bts, float("-inf"))[:, None]
+
+
+def causal(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Who may see whom in plain text, bool [1, t, t]."""
+    return torch.ones((1, num_tokens, num_tokens), dtype=torch.bool, device=device).tril()

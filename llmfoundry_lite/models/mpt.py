@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend
+from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend, causal, mask_bias
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
 """(hidden_btd, unembedding_vd) -> whatever is wanted of them: logits, a loss, log-probabilities."""
@@ -32,12 +32,21 @@ class MPT(nn.Module):
         scale = config.logit_scale
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
 
-    def forward(self, tokens_bt: torch.Tensor, *, head: Head | None = None) -> Any:
+    def forward(
+        self,
+        tokens_bt: torch.Tensor,
+        *,
+        positions_bt: torch.Tensor | None = None,
+        may_see_bts: torch.Tensor | None = None,
+        head: Head | None = None,
+    ) -> Any:
         """tokens_bt int64 -> logits [b, t, v], or what `head` makes of hidden states and output embedding.
 
-        A head is called inside the forward pass because that is where a sharded embedding is whole.
+        A head is called inside the forward pass because that is where a sharded embedding is whole. Rows that are
+        not plain text, such as several continuations of one context, say what their tokens' positions are and,
+        for each, which others it may see (bool).
         """
-        hidden_btd = self.transformer(tokens_bt)
+        hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts)
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
         return (head or F.linear)(hidden_btd, self.transformer.wte.weight)
@@ -55,19 +64,27 @@ class Transformer(nn.Module):
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
 
-    def forward(self, tokens_bt: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_bt: torch.Tensor,
+        positions_bt: torch.Tensor | None = None,
+        may_see_bts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x_btd = self.wte(tokens_bt)
+        if positions_bt is None:
+            positions_bt = torch.arange(tokens_bt.size(1), device=tokens_bt.device)[None]
         if hasattr(self, "wpe"):
-            positions_t = torch.arange(tokens_bt.size(1), device=tokens_bt.device)
-            x_btd = x_btd + self.wpe(positions_t)
+            x_btd = x_btd + self.wpe(positions_bt)
         x_btd = self.emb_drop(x_btd)
-        bias_hts = None
+        # One for all blocks: h*t*t numbers are kept for the backward pass, and per block they would add up.
+        bias_bhts = None if may_see_bts is None else mask_bias(may_see_bts).to(x_btd.dtype)
         if self.slopes is not None:
-            # One for all blocks: h*t*s numbers are kept for the backward pass, and per block they would add up.
             slopes_h = torch.tensor(self.slopes, device=x_btd.device)
-            bias_hts = alibi_bias(slopes_h, tokens_bt.size(1), tokens_bt.size(1)).to(x_btd.dtype)
+            if may_see_bts is None:
+                may_see_bts = causal(tokens_bt.size(1), tokens_bt.device)
+            bias_bhts = alibi_bias(slopes_h, positions_bt, may_see_bts).to(x_btd.dtype)
         for block in self.blocks:
-            x_btd = block(x_btd, bias_hts)
+            x_btd = block(x_btd, bias_bhts)
         return self.norm_f(x_btd)
 
 
@@ -80,8 +97,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.resid_drop = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, x_btd: torch.Tensor, bias_hts: torch.Tensor | None) -> torch.Tensor:
-        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd), bias_hts))
+    def forward(self, x_btd: torch.Tensor, bias_bhts: torch.Tensor | None) -> torch.Tensor:
+        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd), bias_bhts))
         return x_btd + self.resid_drop(self.ffn(self.norm_2(x_btd)))
 
 
@@ -99,7 +116,7 @@ class Attention(nn.Module):
         self.softmax_scale = options.softmax_scale
         self.dropout_p = options.attn_pdrop
 
-    def forward(self, x_btd: torch.Tensor, bias_hts: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x_btd: torch.Tensor, bias_bhts: torch.Tensor | None) -> torch.Tensor:
         qkv = self.Wqkv(x_btd)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
@@ -111,7 +128,7 @@ class Attention(nn.Module):
             q_bthk,
             k_bthk,
             v_bthk,
-            bias_hts=bias_hts,
+            bias_bhts=bias_bhts,
             softmax_scale=self.softmax_scale,
             dropout_p=self.dropout_p if self.training else 0.0,
         )

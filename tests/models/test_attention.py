@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend
+from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend, causal
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
@@ -28,7 +28,8 @@ def test_one_head_two_dimensions_three_tokens_by_hand():
         expected.append([sum(weights[s] * v[s][j] for s in range(t + 1)) for j in range(2)])
 
     q_bthk, k_bthk, v_bthk = (torch.tensor(x).view(1, 3, 1, 2) for x in (q, k, v))
-    out_bthk = attend(q_bthk, k_bthk, v_bthk, bias_hts=alibi_bias(torch.tensor([slope]), 3, 3))
+    bias_bhts = alibi_bias(torch.tensor([slope]), torch.arange(3)[None], causal(3, q_bthk.device))
+    out_bthk = attend(q_bthk, k_bthk, v_bthk, bias_bhts=bias_bhts)
     torch.testing.assert_close(out_bthk.view(3, 2), torch.tensor(expected))
 
 
@@ -48,9 +49,20 @@ def test_other_head_counts_take_every_second_slope_of_the_next_power_first():
     assert alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
 
 
-def test_bias_of_the_last_queries_is_the_end_of_the_whole_bias():
-    slopes_h = torch.tensor(alibi_slopes(2))
-    assert torch.equal(alibi_bias(slopes_h, 2, 5), alibi_bias(slopes_h, 5, 5)[:, 3:])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_two_continuations_in_one_row_are_as_two_rows(alibi):
+    """context a b, then c d, or e: positions and sight say that neither continuation knows of the other."""
+    torch.manual_seed(0)
+    model = MPT(replace(SMALL, attn_config=AttentionConfig(alibi=alibi))).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    together = torch.tensor([[3, 4, 5, 6, 7]])
+    positions = torch.tensor([[0, 1, 2, 3, 2]])
+    may_see = causal(5, together.device).clone()
+    may_see[0, 4, 2:4] = False
+    logits = model(together, positions_bt=positions, may_see_bts=may_see)[0]
+    torch.testing.assert_close(logits[:4], model(torch.tensor([[3, 4, 5, 6]]))[0])
+    torch.testing.assert_close(logits[[0, 1, 4]], model(torch.tensor([[3, 4, 7]]))[0])
 
 
 @pytest.mark.parametrize(
