@@ -4,15 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
 
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.lease import describe_this_process
-from llmfoundry_lite.checkpoint.places import open_place
+from llmfoundry_lite.checkpoint.places import RemotePlace, open_place
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
@@ -137,6 +139,18 @@ def test_a_writer_alive_on_this_machine_is_not_pushed_aside(tmp_path):
         other.kill()
         other.communicate()
     assert CheckpointStore(tmp_path).acquire().epoch == 2
+
+
+@pytest.mark.fault
+def test_of_many_that_claim_the_lease_at_once_each_gets_a_number_of_its_own(tmp_path):
+    start = threading.Barrier(8)
+
+    def claim(_):
+        start.wait()
+        return CheckpointStore(tmp_path).acquire().epoch
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(claim, range(8))) == list(range(1, 9))
 
 
 @pytest.mark.fault
@@ -390,6 +404,30 @@ def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
         store.publish(draft, lease)
     store.abandon(draft.save_id)
     assert names(store) == [] and not place.names()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("has_arrived", [True, False])
+def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatch, has_arrived):
+    store = CheckpointStore(f"memory://{uuid.uuid4().hex}")
+    lease = store.acquire()
+    save(store, lease, 1)
+    draft = write_draft(store, lease, 2)
+    put = RemotePlace.put
+
+    def lose_the_answer(self, name, data, **options):
+        if has_arrived:
+            put(self, name, data, **options)
+        raise ConnectionResetError("Connection reset by peer")
+
+    monkeypatch.setattr(RemotePlace, "put", lose_the_answer)
+    with pytest.raises(CheckpointError, match="not published: Connection reset by peer"):
+        store.publish(draft, lease)
+    store.abandon(draft.save_id)
+    monkeypatch.undo()
+    assert names(store) == (["ba2", "ba1"] if has_arrived else ["ba1"])
+    for candidate in store.candidates():
+        verify_checkpoint(candidate.checkpoint)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

@@ -9,7 +9,6 @@ from tests.helpers.launch import Launch, train
 from tests.helpers.resave import resave_into
 from tests.helpers.tiny import read_metrics, values, write_config
 
-
 Environment = dict[str, str] | None
 
 
