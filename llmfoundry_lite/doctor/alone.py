@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+from llmfoundry_lite.doctor.finding import INSTALL, Finding, Machine, Status
 
 Check = Callable[[Machine], Iterable[Finding]]
 
@@ -59,7 +59,7 @@ def run_alone(name: str, check: Check, machine: Machine) -> Iterator[Finding]:
             words = f"its process {describe_end(process)}{last_words(output.name)}"
             yield Finding(check=name, status=Status.FAIL, detail=words, fix=REPORT_FIX)
         finally:
-            process.kill()  # also after its last word: leaving CUDA has been seen to hang
+            process.kill()  # also after its last word: how a driver takes itself down is not waited for
             process.join(5)
 
 
@@ -114,6 +114,7 @@ def _run_check(name: str, check: Check, machine: Machine, sender: Connection) ->
             sender.send(finding.with_seconds(time.monotonic() - began))
             began = time.monotonic()
     except Exception as error:
-        finding = Finding(check=name, status=Status.FAIL, detail=reason(error), fix=REPORT_FIX)
+        fix = INSTALL if isinstance(error, ImportError) else REPORT_FIX
+        finding = Finding(check=name, status=Status.FAIL, detail=reason(error), fix=fix)
         sender.send(finding.with_seconds(time.monotonic() - began))
     sender.send(DONE)

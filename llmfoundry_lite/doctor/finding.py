@@ -6,6 +6,7 @@ from pathlib import Path
 
 GIB = 1 << 30
 MIB = 1 << 20
+INSTALL = "make install, or pip install --no-deps -r requirements-without-torch.txt where the image brings torch"
 
 
 class Status(StrEnum):

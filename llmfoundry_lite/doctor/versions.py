@@ -12,10 +12,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
+from llmfoundry_lite.doctor.finding import INSTALL, Finding, Machine, Status, shorten
 
 OLDEST_TORCH = Version("2.11")
-INSTALL = "make install, or pip install --no-deps -r requirements-without-torch.txt where the image brings torch"
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 

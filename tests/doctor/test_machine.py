@@ -266,4 +266,5 @@ def test_a_torch_that_cannot_be_imported_is_found_and_not_a_traceback(tmp_path):
     status = {finding["check"]: finding["status"] for finding in record["findings"]}
     assert status["versions"] == status["gemm"] == status["collectives"] == "fail"
     assert status["disk write"] == "pass"
-    assert "libcudnn.so.9: cannot open" in record["findings"][2]["detail"]
+    first = next(finding for finding in record["findings"] if finding["status"] == "fail")
+    assert "libcudnn.so.9: cannot open" in first["detail"] and "make install" in first["fix"]
