@@ -4,7 +4,7 @@
 
 Two real ranks hold one 125M MPT with AdamW's state, sharded by `parallel`, and save it in turns: our `Saver`, torch's
 `dcp.save` and `dcp.async_save`, and what Composer's CheckpointSaver calls for sharded state. Every round also measures
-the limits on the same bytes at the same time of day: a copy of the local state in memory, a plain write + fsync of one
+the limits on the same bytes: a copy of the local state in memory, a plain write + fsync of one
 file per rank, a plain read. Then our side alone, from 10M to 350M parameters.
 
 How it is counted. Stall: the slowest rank's time in the call that starts a save, collecting the state included.
@@ -13,7 +13,10 @@ theirs (torch syncs its data files itself, so this costs the peers next to nothi
 makes its buffers, is reported apart. `async_save` is given a stager that lives as long as ours does, so that its
 buffers are reused too. Loads start from a page cache from which the files were dropped (posix_fadvise after fsync),
 checked with mincore; a host's cache below a virtual disk cannot be dropped from here. "Unverified" is our own `load`
-with its hashing left out (`verify=False`, of the Python function only).
+with its hashing left out (`verify=False`, of the Python function only). Before each measurement, whosever it is, the
+ranks touch and free the memory it will need, see `warm_up`.
+
+Nothing is left in `--folder` unless this process is killed with SIGKILL.
 """
 
 import ctypes
@@ -44,7 +47,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from llmfoundry_lite.checkpoint import exchange
-from llmfoundry_lite.checkpoint.format import About, open_saver
+from llmfoundry_lite.checkpoint.format import About, as_bytes, open_saver
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.places import LocalPlace
 from llmfoundry_lite.checkpoint.restore import load
@@ -64,12 +67,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "350m": {"d_model": 1024, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
 }
 NUM_RANKS = 2
+GROWTH_ROUNDS = 2
+"""Warm saves of each size are enough to see how it grows."""
 BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 GIB = 1 << 30
 CHUNK_BYTES = 8 << 20
 OURS, SAVE, ASYNC_SAVE, COMPOSER = "ours", "dcp.save", "dcp.async_save", "Composer"
-SIDES = (OURS, SAVE, ASYNC_SAVE, COMPOSER)
+SIDES = (OURS, ASYNC_SAVE, SAVE, COMPOSER)
+LIMITS = "limits"
 MARK = "@@"
 """Begins a line of a rank that is meant for the process that started it."""
 
@@ -104,7 +110,12 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
                 if (missing := _missing_memory(name)) is not None:
                     growth[name] = {"left_out": missing}
                     continue
-                settings = {"what": "growth", "size": name, "num_rounds": num_rounds, "folder": work}
+                settings = {
+                    "what": "growth",
+                    "size": name,
+                    "num_rounds": min(num_rounds, GROWTH_ROUNDS),
+                    "folder": work,
+                }
                 growth[name] = _measure_on_ranks(settings, console)
     except Interrupted as interrupted:
         raise SystemExit(interrupted.exit_code) from None
@@ -166,12 +177,15 @@ def _make_folder(folder: Path, option: str) -> None:
 
 def _missing_memory(size: str) -> str | None:
     """Why a size is left out: state, staged copy or read buffers, and room for the page cache."""
-    needed = int(2.5 * size_bytes(size)) + 2 * GIB
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) << 10
+    needed, available = int(2.5 * size_bytes(size)) + 2 * GIB, available_bytes()
     if available >= needed:
         return None
     return f"needs about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} are available"
+
+
+def available_bytes() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 # ------------------------------------------------------------------------------------------------------------- judging
@@ -267,8 +281,9 @@ def table_of_sides(report: dict[str, Any]) -> TableRows:
         rows.append([name, "", f"{first[key]:.3f}", "", spread(seconds), rate(seconds), ""])
     title = (
         f"{report['parameters']:,} parameters, {total / GIB:.2f} GiB with AdamW's state on {NUM_RANKS} ranks, "
-        f"{max(report['local_bytes']) / GIB:.2f} GiB on one; {len(warm)} warm rounds, seconds; files dropped from the page cache: "
-        f"at most {report['resident_after_drop']:.1%} stayed"
+        f"{max(report['local_bytes']) / GIB:.2f} GiB on one; seconds, {len(warm)} warm rounds; before loads "
+        f"posix_fadvise dropped the files from the page cache, where mincore then found "
+        f"{report['resident_after_drop']:.1%} of them"
     )
     headings = [
         "",
@@ -361,7 +376,7 @@ def _measure_on_ranks(settings: dict[str, Any], console: Console) -> dict[str, A
                     processes.append(
                         subprocess.Popen(
                             command,
-                            stdin=subprocess.PIPE,
+                            stdin=subprocess.DEVNULL,
                             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                             stderr=stderr,
                             text=True,
@@ -371,13 +386,15 @@ def _measure_on_ranks(settings: dict[str, Any], console: Console) -> dict[str, A
             for process in processes:
                 threading.Thread(target=_end_together, args=(process, processes), daemon=True).start()
             result = None
+            assert processes[0].stdout is not None
             for line in processes[0].stdout:
                 if line.startswith(MARK):
                     message = json.loads(line.removeprefix(MARK))
                     result = message.get("result", result)
                     if "progress" in message:
                         console.print(f"  {message['progress']}", highlight=False)
-            if any([process.wait() for process in processes]) or result is None:
+            codes = [process.wait() for process in processes]
+            if any(codes) or result is None:
                 raise DataError(f"a rank failed: {_last_words(logs)}")
             return result
         finally:
@@ -456,24 +473,27 @@ def measure_sides(
         COMPOSER: composer_save(model, optimizer),
     }
     limits = Limits(local_tensors(model, optimizer), work)
-    memory = {side: Memory() for side in SIDES}
+    local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
+    memory = {side: Memory(local_bytes) for side in SIDES}
     rounds, resident = [], 0.0
     for number in range(num_rounds + 1):
-        found: dict[str, Any] = {"copy_seconds": limits.copy()}
-        for side in SIDES if number % 2 == 0 else reversed(SIDES):
+        found: dict[str, Any] = {}
+        turns = (LIMITS, *SIDES)  # ours is compared with its neighbours, the limits and async_save
+        for side in turns if number % 2 == 0 else reversed(turns):
+            if side == LIMITS:
+                found |= limits.measure()
+                continue
             folder = work / side.replace(".", "-")
+            saved = folder / f"ba{number}" if side == OURS else folder
             found[side] = measure_save(starts[side], folder, number, memory[side])
             if side == OURS:
-                loads, stayed = measure_loads(model, optimizer, folder / f"ba{number}", number)
+                loads, stayed = measure_loads(model, optimizer, saved, number, 2 * local_bytes)
                 found |= loads
                 resident = max(resident, stayed)
-            remove(folder if side != OURS else folder / f"ba{number}")
-        found |= limits.write_and_read()
+            remove(saved)
         rounds.append(found)
-        _say(
-            progress=f"round {number}/{num_rounds}: "
-            + ", ".join(f"{s} {found[s]['durable_seconds']:.2f} s" for s in SIDES)
-        )
+        seconds = ", ".join(f"{side} {found[side]['durable_seconds']:.2f} s" for side in SIDES)
+        _say(progress=f"round {number} of {num_rounds}: {seconds}")
     return {"rounds": rounds, "resident_after_drop": resident}
 
 
@@ -481,11 +501,13 @@ def measure_growth(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Path, num_rounds: int
 ) -> dict[str, Any]:
     """Ours alone."""
-    start, memory, rounds = our_save(model, optimizer, work), Memory(), []
+    local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
+    start, memory, rounds = our_save(model, optimizer, work), Memory(local_bytes), []
     for number in range(num_rounds + 1):
         found = measure_save(start, work, number, memory)
         drop_from_cache(work / f"ba{number}")
-        found["load_verified_seconds"] = timed(lambda folder=work / f"ba{number}": load(folder, model, optimizer))
+        work_on = work / f"ba{number}"
+        found["load_verified_seconds"] = timed(lambda: load(work_on, model, optimizer), 2 * local_bytes)
         remove(work / f"ba{number}")
         rounds.append(found)
         _say(progress=f"save {number}/{num_rounds}: {found['durable_seconds']:.2f} s")
@@ -494,6 +516,7 @@ def measure_growth(
 
 def measure_save(start: Start, folder: Path, batch: int, memory: "Memory") -> dict[str, Any]:
     """{stall_seconds, durable_seconds, extra_bytes}, of the slowest or largest rank."""
+    warm_up(2 * memory.local_bytes)  # pages for the file, and a copy at the first save
     with memory.watched():
         dist.barrier()
         started = time.perf_counter()
@@ -509,19 +532,20 @@ def measure_save(start: Start, folder: Path, batch: int, memory: "Memory") -> di
 
 
 def measure_loads(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, number: int
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, number: int, needs_bytes: int
 ) -> tuple[dict[str, Any], float]:
     """Verified and not, in turns who goes first; and the largest share of the files that was still cached."""
     found, resident = {}, 0.0
     for verify in (True, False) if number % 2 == 0 else (False, True):
         resident = max(resident, drop_from_cache(folder))
         key = "load_verified_seconds" if verify else "load_unverified_seconds"
-        found[key] = timed(lambda verify=verify: load(folder, model, optimizer, verify=verify))
+        found[key] = timed(lambda verify=verify: load(folder, model, optimizer, verify=verify), needs_bytes)
     return found, resident
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Callable[[], Any], needs_bytes: int) -> float:
     """All ranks at once; seconds of the slowest."""
+    warm_up(needs_bytes)
     dist.barrier()
     started = time.perf_counter()
     work()
@@ -635,9 +659,16 @@ class Limits:
         self.folder = folder / f"limits-{dist.get_rank()}"
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def copy(self) -> float:
-        """Seconds; the best of three, into memory that has been touched."""
-        return min(timed(self._copy) for _ in range(3))
+    def measure(self) -> dict[str, float]:
+        """Seconds. Memory that is copied into has been touched before; the best of three copies counts."""
+        path = self.folder / "bytes"
+        found = {"copy_seconds": min(timed(self._copy, 0) for _ in range(3))}
+        found["write_seconds"] = timed(lambda: self._write(path), self.buffer.numel())
+        drop_from_cache(self.folder)
+        found["read_seconds"] = timed(lambda: self._read(path), self.buffer.numel())
+        path.unlink()
+        LocalPlace(self.folder).sync()
+        return found
 
     def _copy(self) -> None:
         begin = 0
@@ -648,24 +679,15 @@ class Limits:
         if device_type() == "cuda":
             torch.cuda.synchronize()
 
-    def write_and_read(self) -> dict[str, float]:
-        path = self.folder / "bytes"
-        found = {"write_seconds": timed(lambda: self._write(path))}
-        drop_from_cache(self.folder)
-        found["read_seconds"] = timed(lambda: self._read(path))
-        path.unlink()
-        LocalPlace(self.folder).sync()
-        return found
-
     def _write(self, path: Path) -> None:
-        content = memoryview(self.buffer.numpy())
+        content: Any = memoryview(as_bytes(self.buffer))  # pyright: ignore[reportArgumentType]
         with path.open("wb", buffering=0) as file:
             for begin in range(0, len(content), CHUNK_BYTES):
                 file.write(content[begin : begin + CHUNK_BYTES])
             os.fsync(file.fileno())
 
     def _read(self, path: Path) -> None:
-        content = memoryview(self.buffer.numpy())
+        content: Any = memoryview(as_bytes(self.buffer))  # pyright: ignore[reportArgumentType]
         with path.open("rb", buffering=0) as file:
             for begin in range(0, len(content), CHUNK_BYTES):
                 file.readinto(content[begin : begin + CHUNK_BYTES])
@@ -700,10 +722,24 @@ def resident_pages(path: Path) -> bytes:
         return bytes(byte & 1 for byte in found.raw)
 
 
+def warm_up(num_bytes: int) -> None:
+    """Touch and free as much memory as a measurement will take, before its clock starts.
+
+    A virtual machine gives free memory back to its host, and getting it again takes longer than anything measured here.
+    """
+    num_bytes = min(num_bytes, available_bytes() // 2 // NUM_RANKS)
+    if not num_bytes:
+        return
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        for page in range(0, num_bytes, mmap.PAGESIZE):
+            memory[page] = 1
+
+
 class Memory:
     """How much more of it a side takes at its highest than before its first save, what it keeps included."""
 
-    def __init__(self) -> None:
+    def __init__(self, local_bytes: int) -> None:
+        self.local_bytes = local_bytes
         self.kept_bytes = 0
         self.extra_bytes = 0
 
