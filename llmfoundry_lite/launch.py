@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError
@@ -89,6 +90,7 @@ def place() -> Place:
 
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
+    _shield_resource_tracker()
     raise_when_interrupted()
     adopt_srun()
     try:
@@ -103,6 +105,13 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
         report(describe(error))
         _leave(error.exit_code if isinstance(error, UserError | Interrupted) else EXIT_BUG)
     sys.exit(EXIT_DONE)
+
+
+def _shield_resource_tracker() -> None:
+    """Start Python's tracker of shared memory deaf to SIGUSR1, as it is to SIGTERM: SLURM sends a signal to every
+    process of a step, and a tracker that dies is replaced by one that complains of each name it has not heard of."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited
+    resource_tracker.ensure_running()
 
 
 def raise_when_interrupted() -> None:

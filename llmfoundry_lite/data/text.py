@@ -10,6 +10,7 @@ Shapes: b = samples in the batch of one rank, t = max_seq_len.
 import json
 import multiprocessing
 import os
+import signal
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -59,7 +60,7 @@ def build_text_loader(
         dataset,
         batch_size=dataset.device_batch_size,
         collate_fn=collate,
-        worker_init_fn=_leave_with_the_rank,
+        worker_init_fn=_stay_with_the_rank,
         num_workers=num_workers,
         pin_memory=pin_memory,
         # torch refuses these three without workers, but a YAML may turn workers off with one override.
@@ -157,7 +158,21 @@ def format_digest(digest: int) -> str:
     return f"{digest % 2**64:016x}"
 
 
-def _leave_with_the_rank(worker: int) -> None:
+def _stay_with_the_rank(worker: int) -> None:
+    _outlive_preemption()
+    _leave_with_the_rank()
+
+
+def _outlive_preemption() -> None:
+    """Serve the rank until it has saved: SLURM sends a signal to every process of a step, not to the ranks alone.
+
+    Only the first SIGTERM is passed over. torch and multiprocessing end workers that way, each with one of its own.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _leave_with_the_rank() -> None:
     """End a DataLoader worker soon after its rank was killed.
 
     torch's workers look for their parent only between two batches; one that waits at StreamingDataset's barrier, for
