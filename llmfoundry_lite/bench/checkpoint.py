@@ -96,7 +96,8 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
     folder = folder.absolute()
     sizes = ("tiny",) if quick else tuple(sizes)
     size = "tiny" if quick else "125m"
-    _check(sizes, num_rounds, folder, max(size_bytes(name) for name in (size, *sizes)))
+    _check(sizes, num_rounds)
+    _check_disk(folder, max(size_bytes(name) for name in (size, *sizes)))
     if out is not None:
         _make_folder(out, "--out")
     raise_when_interrupted()
@@ -153,11 +154,14 @@ def model_config(size: str) -> ModelConfig:
     return ModelConfig(max_seq_len=2048, no_bias=True, **SHAPES[size])
 
 
-def _check(sizes: Sequence[str], num_rounds: int, folder: Path, largest_bytes: int) -> None:
+def _check(sizes: Sequence[str], num_rounds: int) -> None:
     if unknown := [name for name in sizes if name not in SHAPES]:
         raise UserError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
     if num_rounds < 1:
         raise UserError(f"--num-rounds: {num_rounds} is fewer than 1")
+
+
+def _check_disk(folder: Path, largest_bytes: int) -> None:
     _make_folder(folder, "--folder")
     needed, free = 2 * largest_bytes, shutil.disk_usage(folder).free
     if free < needed:
@@ -505,10 +509,10 @@ def measure_growth(
     start, memory, rounds = our_save(model, optimizer, work), Memory(local_bytes), []
     for number in range(num_rounds + 1):
         found = measure_save(start, work, number, memory)
-        drop_from_cache(work / f"ba{number}")
-        work_on = work / f"ba{number}"
-        found["load_verified_seconds"] = timed(lambda: load(work_on, model, optimizer), 2 * local_bytes)
-        remove(work / f"ba{number}")
+        saved = work / f"ba{number}"
+        drop_from_cache(saved)
+        found["load_verified_seconds"] = timed(lambda saved=saved: load(saved, model, optimizer), 2 * local_bytes)
+        remove(saved)
         rounds.append(found)
         _say(progress=f"save {number}/{num_rounds}: {found['durable_seconds']:.2f} s")
     return {"rounds": rounds}
