@@ -1,0 +1,240 @@
+"""One run, stopped and carried on again and again, on up to 64 ranks: the same batches, and no shard for nothing."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streaming import MDSWriter, Stream
+
+from llmfoundry_lite.data import text
+from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
+from llmfoundry_lite.data.text import PAD_TOKEN, batch_digest, build_text_dataset, build_text_loader, format_digest
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+NUM_LANES = 192
+LAYOUTS = [(1, 1), (1, 3), (2, 1), (3, 4), (2, 8), (3, 8), (4, 8), (6, 8), (8, 8), (64, 1), (1, 64), (16, 4), (12, 8)]
+"""(nodes, ranks per node); each divides the 192 samples of the global batch."""
+
+
+def digest_of_ids(ids: np.ndarray) -> int:
+    """Of the rows that these samples stand for, as a rank computes it."""
+    tokens = np.where(ids == NO_SAMPLE, PAD_TOKEN, ids)[:, None] * np.ones(2, np.int64)
+    return batch_digest(torch.from_numpy(tokens))
+
+
+def global_digest(ids_of_ranks: list[np.ndarray]) -> str:
+    return format_digest(sum(digest_of_ids(ids) for ids in ids_of_ranks))
+
+
+def read_leg(order, epoch, first_batch, num_batches, world_size, num_workers):
+    """Per rank: the sample ids of the batches of one leg (of one epoch), [num_batches, lanes of the rank]."""
+    ids_of_ranks = []
+    for rank in range(world_size):
+        slices = []
+        for worker in range(max(1, num_workers)):
+            lanes, steps = share_of_worker(
+                order,
+                rank=rank,
+                world_size=world_size,
+                worker=worker,
+                num_workers=max(1, num_workers),
+                first_batch=first_batch,
+            )
+            steps = steps[: -(-num_batches // max(1, num_workers))]
+            slices.append(iter(order.epoch(epoch).sample_ids(lanes, steps)))
+        turns = itertools.islice(itertools.cycle(slices), num_batches)  # as the DataLoader takes from its workers
+        ids_of_ranks.append(np.stack([next(turn) for turn in turns]))
+    return ids_of_ranks
+
+
+@st.composite
+def mixtures(draw):
+    sizes = draw(st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=6), min_size=1, max_size=3))
+    return SampleOrder(
+        shard_sizes_per_stream=sizes,
+        choose_per_stream=[NUM_LANES + draw(st.integers(0, 2 * sum(stream))) for stream in sizes],
+        num_lanes=NUM_LANES,
+        seed=draw(st.integers(0, 2**40)),
+        shuffle=draw(st.booleans()),
+        drop_last=draw(st.booleans()),
+        window_samples=draw(st.sampled_from([NUM_LANES, 1000, 10**6])),
+    )
+
+
+@given(data=st.data(), order=mixtures())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests(data, order):
+    whole = [order.epoch(epoch).sample_ids(range(NUM_LANES), range(order.num_batches)) for epoch in range(3)]
+    expected = [global_digest([ids]) for epoch in whole for ids in epoch]
+    found, seen = [], [Counter() for _ in whole]
+    while len(found) < len(expected):
+        epoch, first_batch = divmod(len(found), order.num_batches)
+        nodes, ranks_per_node = data.draw(st.sampled_from(LAYOUTS))
+        length = data.draw(st.integers(1, order.num_batches - first_batch))
+        ranks = read_leg(
+            order, epoch, first_batch, length, nodes * ranks_per_node, data.draw(st.sampled_from([0, 1, 2, 5]))
+        )
+        for ids_of_ranks in zip(*ranks, strict=True):
+            found.append(global_digest(list(ids_of_ranks)))
+            seen[epoch].update(itertools.chain.from_iterable(ids.tolist() for ids in ids_of_ranks))
+    assert found == expected
+
+    begin = 0
+    for sizes, choose in zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True):
+        for counts in seen:
+            of_stream = [counts[sample] for sample in range(begin, begin + sum(sizes))]
+            assert max(of_stream) <= -(-choose // sum(sizes))  # none more often than the mixture says
+            assert choose - order.dropped_samples <= sum(of_stream) <= choose
+        begin += sum(sizes)
+
+
+def test_a_skipped_a_repeated_and_a_torn_batch_each_change_the_digests():
+    """What the test above would see."""
+    order = SampleOrder(
+        shard_sizes_per_stream=[[500, 900]], choose_per_stream=[1400], num_lanes=NUM_LANES, seed=1, shuffle=True
+    )
+    ids = order.epoch(0).sample_ids(range(NUM_LANES), range(order.num_batches))
+    digests = [global_digest([row]) for row in ids]
+    assert len(set(digests)) == len(digests)
+    torn = np.concatenate([ids[2][:100], ids[3][100:]])
+    assert global_digest([torn]) not in digests
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(8, 8), (2, 8), (64, 1), (3, 8)])
+def test_a_node_needs_its_share_of_the_shards_and_two_more(num_nodes, ranks_per_node):
+    """C4-like: 1,920 shards of 500 samples. A node's lanes are one span of the ring of shards: it reads the shards
+    inside, and one at either end that it shares with its neighbour."""
+    order = SampleOrder(
+        shard_sizes_per_stream=[[500] * 1920], choose_per_stream=[500 * 1920], num_lanes=NUM_LANES, seed=4, shuffle=True
+    )
+    shards_of_nodes = []
+    for node in range(num_nodes):
+        lanes = [
+            share_of_worker(order, rank=node * ranks_per_node + local, world_size=num_nodes * ranks_per_node)[0]
+            for local in range(ranks_per_node)
+        ]
+        of_node = range(lanes[0].start, lanes[-1].stop)
+        assert [lane for part in lanes for lane in part] == list(of_node)
+        ids = order.epoch(1).sample_ids(of_node, range(order.num_batches))
+        shards_of_nodes.append(set((ids // 500).ravel().tolist()))
+    assert max(map(len, shards_of_nodes)) <= 1920 / num_nodes + 2
+    assert sum(map(len, shards_of_nodes)) <= 1920 + 2 * num_nodes
+
+
+def test_stops_cost_a_node_few_shards_twice():
+    """Stopped every 500 batches and carried on with other numbers of nodes, whose disks are empty each time.
+
+    A lane that reads b batches in order of its shards, shuffled within blocks of w samples, touches at most
+    (b + 2 w) / shard size + 2 of them: downloads follow what is read, however often the layout changes.
+    """
+    size, batches_per_leg, window = 500, 500, NUM_LANES * 100
+    order = SampleOrder(
+        shard_sizes_per_stream=[[size] * 1920],
+        choose_per_stream=[size * 1920],
+        num_lanes=NUM_LANES,
+        seed=4,
+        shuffle=True,
+        window_samples=window,
+    )
+    for first_batch, num_nodes in zip(range(0, order.num_batches, batches_per_leg), itertools.cycle([8, 2, 64, 3])):
+        steps = range(first_batch, min(first_batch + batches_per_leg, order.num_batches))
+        ids = order.epoch(0).sample_ids(range(NUM_LANES), steps)
+        lanes_per_node = NUM_LANES // num_nodes
+        for node in range(num_nodes):
+            shards = np.unique(ids[:, node * lanes_per_node : (node + 1) * lanes_per_node] // size)
+            per_lane = (len(steps) + 2 * window // NUM_LANES) / size + 2
+            assert len(shards) <= lanes_per_node * per_lane
+
+
+# Real data sets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def downloads(monkeypatch) -> list[str]:
+    """The shards that this process has downloaded so far."""
+    names = []
+    download_file = Stream._download_file
+
+    def download_and_note(self, from_basename, to_basename=None):
+        if from_basename != "index.json":
+            names.append(from_basename)
+        return download_file(self, from_basename, to_basename)
+
+    monkeypatch.setattr(Stream, "_download_file", download_and_note)
+    return names
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Make this process one rank of a larger world, on a machine of its own, without the other ranks."""
+    monkeypatch.setattr(text, "maybe_init_dist", lambda: False)
+    monkeypatch.setattr("streaming.base.dataset.maybe_init_dist", lambda: False)
+
+    def become(rank: int, world_size: int) -> None:
+        for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+def write_shards(folder: Path, num_samples: int, first: int) -> Path:
+    with MDSWriter(out=str(folder), columns={"tokens": "bytes"}, size_limit=3_000) as writer:
+        for number in range(first, first + num_samples):
+            writer.write({"tokens": np.arange(number, number + 8).tobytes()})
+    return folder
+
+
+def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_more_than_it_reads(
+    tmp_path, as_rank, downloads
+):
+    """Each rank a machine whose cache begins empty; the first leg ends in the first epoch, the last in the second."""
+    remotes = {"a": write_shards(tmp_path / "a", 4_000, 0), "b": write_shards(tmp_path / "b", 2_000, 4_000)}
+    batch, place, seen = 64, {"epoch": 0, "sample_in_epoch": 0}, []
+
+    def read(rank, world_size, leg, num_batches, place):
+        as_rank(rank, world_size)
+        cache = tmp_path / f"{leg}-{rank}"
+        streams = {
+            "a": {"remote": str(remotes["a"]), "local": str(cache / "a"), "proportion": 0.5},
+            "b": {"remote": str(remotes["b"]), "local": str(cache / "b"), "proportion": 0.5},
+        }
+        dataset = build_text_dataset(
+            max_seq_len=8,
+            global_batch_size=batch,
+            streams=streams,
+            shuffle=True,
+            shuffle_seed=3,
+            shuffle_block_size=batch * 8,
+            epoch_size=5_120,
+            predownload=batch // world_size,
+        )
+        dataset.load_state_dict(dataset.state_dict(0, True) | place)
+        loader = iter(build_text_loader(dataset))
+        rows = [next(loader)["input_ids"] for _ in range(num_batches)]
+        loader.close()
+        numbers = torch.cat(rows)[:, 0].tolist()
+        return dataset.order, rows, len({dataset.spanner[number][0] for number in numbers})
+
+    for leg, (world_size, num_batches) in enumerate([(8, 30), (64, 50), (1, 20)]):
+        ranks = []
+        for rank in range(world_size):
+            downloads.clear()
+            order, rows, num_shards_read = read(rank, world_size, leg, num_batches, place)
+            ranks.append(rows)
+            assert num_shards_read <= len(downloads) <= num_shards_read + 2  # what its two threads fetch ahead
+        seen += [format_digest(sum(batch_digest(rows_bt) for rows_bt in rows)) for rows in zip(*ranks, strict=True)]
+        done = place["epoch"] * order.num_batches + place["sample_in_epoch"] // batch + num_batches
+        epoch, batch_in_epoch = divmod(done, order.num_batches)
+        place = {"epoch": epoch, "sample_in_epoch": batch_in_epoch * batch}
+    expected = [
+        format_digest(batch_digest(torch.from_numpy(ids[:, None] + np.arange(8))))
+        for epoch in range(2)
+        for ids in order.epoch(epoch).sample_ids(range(batch), range(order.num_batches))
+    ]
+    assert seen == expected[:100]
