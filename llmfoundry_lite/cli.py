@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.cli_checkpoint import checkpoint
-from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, UserError
 
 EXIT_INTERRUPTED = 130
 """What shells report for a program ended by Ctrl-C."""
@@ -138,6 +138,39 @@ def bench_checkpoint(
     from llmfoundry_lite.bench.checkpoint import run
 
     run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)
+
+
+@bench.command("switch")
+def bench_switch(
+    data_folder: Annotated[
+        Path, typer.Option("--data", help="Of `data prepare`; the standard library's source if it is not there yet.")
+    ] = Path("data/python-stdlib"),
+    num_batches: Annotated[int, typer.Option(min=3, help="Of each run.")] = 120,
+    every: Annotated[int, typer.Option(min=1, help="Batches from one switch to the next.")] = 20,
+    precision: Annotated[str, typer.Option(help="fp32 or amp_bf16.")] = "fp32",
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 17,
+    other_python: Annotated[
+        str | None, typer.Option(help="The Python of an environment with another torch; cluster D is launched with it.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; those that are timed run alone.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="A folder for switch.json, .md and .png.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
+) -> None:
+    """One run on several "clusters" and switching between them: is it the same run? Exit code 1 if not."""
+    from llmfoundry_lite.bench.switch import run
+
+    report = run(
+        data=data_folder,
+        num_batches=num_batches,
+        every=every,
+        precision=precision,
+        seed=seed,
+        other_python=other_python,
+        jobs=jobs,
+        out=out,
+        keep=keep,
+    )
+    raise typer.Exit(EXIT_DONE if report["passed"] else EXIT_BUG)
 
 
 @app.command("report")
