@@ -174,14 +174,21 @@ def bench_switch(
 
 
 @app.command("report")
-def report_run(
-    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/mpt-quickstart.")],
+def report_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or URLs of such.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for figure, report.md and report.json [the run].")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
+    ] = None,
     prompt: Annotated[str, typer.Option(help="What the sample of generated text starts with.")] = "def ",
 ) -> None:
-    """Show a run: its losses beside baselines, a sample of what it writes, a plot."""
-    from llmfoundry_lite.report import report
+    """Show a run: losses beside baselines, where it ran and what that took, a sample, a plot. Several: how far they
+    are apart, batch by batch."""
+    from llmfoundry_lite.report.report import report
 
-    report(run, prompt)
+    report(runs, out=out, prices=price or (), prompt=prompt)
 
 
 @app.command("doctor")

@@ -1,62 +1,276 @@
-"""Figures of a run."""
+"""Figures of runs. Owns how things are drawn; what is drawn comes as plain arrays.
 
+    plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
+    plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
+
+A hundred thousand batches are thinned before they are drawn: of each stretch its lowest and its highest value.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
+from numpy.typing import NDArray
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-Record = dict[str, Any]
+from matplotlib.patches import Patch
 
 TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
+CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
+SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
+MAX_POINTS = 4000
+"""Drawn of one curve; a figure is a quarter as many pixels wide."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
-def plot_run(records: list[Record], path: Path, *, title: str, baselines: dict[str, float] | None = None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One run. Batches ascend; a loss that was not finite is NaN."""
+
+    name: str
+    batches: Ints
+    losses: Floats
+    tokens_per_second: Floats
+    eval_batches: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    eval_losses: Floats = field(default_factory=lambda: np.empty(0))
+    not_finite: Sequence[int] = ()
+    """The batches to mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Batches that ran on one kind of hardware; spans with equal labels get the same shade."""
+
+    first_batch: int
+    last_batch: int
+    label: str
+    """Parts are joined by ` · `: where there is room they stand below each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far a run is from the first one, at the batches that both have."""
+
+    name: str
+    batches: Ints
+    absolute: Floats
+    digests_part_at: int | None = None
+
+
+def plot_run(
+    path: Path,
+    curve: Curve,
+    spans: Sequence[Span] = (),
+    *,
+    title: str,
+    baselines: Mapping[str, float] | None = None,
+) -> None:
     """Loss against batch, with validation and baselines, above throughput; written to `path` as PNG."""
-    figure, (loss, speed) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained", dpi=130
+    strips = 1 if spans else 0
+    figure, (*strip, loss, speed) = plt.subplots(
+        2 + strips,
+        1,
+        figsize=(8, 6 + 0.4 * strips),
+        sharex=True,
+        height_ratios=(*[0.32] * strips, 3, 1),
+        layout="constrained",
+        dpi=130,
     )
-    batches, losses = _series(records, "loss/train/total")
-    loss.plot(batches, losses, color=TRAIN, linewidth=1, alpha=0.35)
-    loss.plot(batches, _smooth(losses), color=TRAIN, linewidth=1.8, label="training (smoothed)")
-    eval_batches, eval_losses = _series(records, "eval/loss")
-    if eval_losses:
-        loss.plot(eval_batches, eval_losses, "o-", color=VALIDATION, linewidth=1.5, markersize=4, label="validation")
-        loss.annotate(
-            f"{eval_losses[-1]:.3f}",
-            (eval_batches[-1], eval_losses[-1]),
-            (6, -3),
-            textcoords="offset points",
-            fontsize=9,
-        )
+    loss.plot(*thin(curve.batches, curve.losses), color=TRAIN, linewidth=1, alpha=0.35)
+    loss.plot(*thin(curve.batches, smooth(curve.losses)), color=TRAIN, linewidth=1.8, label="training (smoothed)")
+    if len(curve.eval_losses):
+        dots = "o-" if len(curve.eval_losses) <= 100 else "-"
+        points = thin(curve.eval_batches, curve.eval_losses)
+        label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
+        loss.plot(*points, dots, color=VALIDATION, linewidth=1.5, markersize=4, label=label)
     for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
+    _mark_not_finite(loss, curve)
     loss.set_ylabel("loss, nats per token")
-    loss.set_title(title, fontsize=11)
-    loss.legend(frameon=False, fontsize=9)
-    batches, rates = _series(records, "throughput/tokens_per_sec")
-    speed.plot(batches, rates, color=TRAIN, linewidth=1.2)
+    loss.legend(frameon=False, fontsize=9, loc="upper right")
+    speed.plot(*thin(curve.batches, curve.tokens_per_second), color=TRAIN, linewidth=1.2)
     speed.set_ylim(bottom=0)
     speed.set_ylabel("tokens/s")
-    speed.set_xlabel("batch")
-    for axes in (loss, speed):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+    _finish_axes((loss, speed), [curve])
+    if spans:
+        _shade((loss, speed), spans)
+        _label_strips(figure, strip, [spans], [""])
+    figure.axes[0].set_title(title, fontsize=11)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    points = [(record["batch"], record[key]) for record in records if record.get(key) is not None]
-    return [batch for batch, _ in points], [value for _, value in points]
+def plot_comparison(
+    path: Path,
+    curves: Sequence[Curve],
+    differences: Sequence[Difference],
+    spans: Sequence[Sequence[Span]] = (),
+    *,
+    title: str,
+) -> None:
+    """The losses of several runs, and below, on a logarithmic scale, how far each is from the first one.
+
+    `spans`, where any are known, are those of each curve. Differences of exactly zero have no place on the scale; the
+    legend says how many there are.
+    """
+    strips = len(curves) if any(spans) else 0
+    figure, (*strip, loss, gap) = plt.subplots(
+        2 + strips,
+        1,
+        figsize=(8, 6 + 0.3 * strips),
+        sharex=True,
+        height_ratios=(*[0.2] * strips, 2.6, 1.4),
+        layout="constrained",
+        dpi=130,
+    )
+    for i, curve in enumerate(curves):
+        look = {"color": CURVES[i % len(CURVES)], "linestyle": "-" if i == 0 else "--"}
+        loss.plot(*thin(curve.batches, curve.losses), linewidth=2.2 if i == 0 else 1.3, label=curve.name, **look)
+        if len(curve.eval_losses):
+            loss.plot(curve.eval_batches, curve.eval_losses, "o" if i == 0 else "x", color=look["color"], markersize=5)
+        _mark_not_finite(loss, curve)
+    if any(len(curve.eval_losses) for curve in curves):
+        loss.plot([], [], "o", color=REFERENCE, markersize=5, label="validation (x: other runs)")
+    loss.set_ylabel("loss, nats per token")
+    loss.legend(frameon=False, fontsize=9, loc="upper right")
+    for i, difference in enumerate(differences, start=1):
+        _plot_difference(gap, difference, CURVES[i % len(CURVES)])
+    gap.set_yscale("log")
+    if not gap.lines:
+        gap.set_ylim(1e-7, 1)
+    gap.set_ylabel(f"|difference| from\n{curves[0].name}")
+    gap.legend(frameon=False, fontsize=8, loc="best")
+    _finish_axes((loss, gap), curves)
+    if strips:
+        _label_strips(figure, strip, spans, [curve.name for curve in curves])
+    figure.axes[0].set_title(title, fontsize=11)
+    figure.savefig(path)
+    plt.close(figure)
 
 
-def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average, corrected for its start."""
-    smoothed, average = [], 0.0
-    for i, value in enumerate(values, start=1):
-        average = weight * average + (1 - weight) * value
-        smoothed.append(average / (1 - weight**i))
-    return smoothed
+def _plot_difference(axes: Any, difference: Difference, color: str) -> None:
+    known = difference.absolute[np.isfinite(difference.absolute)]
+    num_zero = int((known == 0).sum())
+    label = difference.name
+    if not len(known):
+        label += ": no common batch"
+    elif num_zero:
+        label += f": zero at {num_zero:,} of {len(known):,} batches"
+    above = np.where(difference.absolute > 0, difference.absolute, np.nan)
+    if np.isfinite(above).any():
+        axes.plot(*thin(difference.batches, above), color=color, linewidth=1, marker=".", markersize=2, label=label)
+    else:
+        axes.plot([], [], color=color, linewidth=1, label=label)
+    if difference.digests_part_at is not None:
+        at = difference.digests_part_at
+        axes.axvline(at, color=color, linestyle=":", label=f"{difference.name}: other data from batch {at:,}")
+
+
+def _mark_not_finite(axes: Any, curve: Curve) -> None:
+    if curve.not_finite:
+        heights = np.zeros(len(curve.not_finite))
+        label = f"not finite: {len(curve.not_finite):,} of {curve.name}"
+        label, at_the_foot = f"not finite: {len(curve.not_finite):,} of {curve.name}", axes.get_xaxis_transform()
+        (marks,) = axes.plot(curve.not_finite, heights, "|", color=VALIDATION, label=label, transform=at_the_foot)
+        marks.set(markersize=10, clip_on=False)
+
+
+def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    first = min(int(curve.batches[0]) for curve in curves)
+    last = max(int(curve.batches[-1]) for curve in curves)
+    panels[-1].set_xlim(first - 0.5, last + 0.5)
+    panels[-1].set_xlabel("batch")
+
+
+# ------------------------------------------------------------------------------------------------ hardware
+
+
+def _shade(panels: Sequence[Any], spans: Sequence[Span]) -> None:
+    shades = _shades([spans])
+    for axes in panels:
+        for span in spans:
+            axes.axvspan(span.first_batch - 0.5, span.last_batch + 0.5, color=shades[span.label], linewidth=0, zorder=0)
+
+
+def _shades(spans: Sequence[Sequence[Span]]) -> dict[str, str]:
+    labels = dict.fromkeys(span.label for row in spans for span in row)
+    return {label: SHADES[i % len(SHADES)] for i, label in enumerate(labels)}
+
+
+def _label_strips(figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Span]], names: Sequence[str]) -> None:
+    """A bar for each run, with what each span ran on: written into it if all labels fit, else numbers and a legend."""
+    shades = _shades(rows)
+    numbers = {label: str(i) for i, label in enumerate(shades, start=1)}
+    for axes, spans, name in zip(strips, rows, names, strict=True):
+        for span in spans:
+            axes.axvspan(span.first_batch - 0.5, span.last_batch + 0.5, color=shades[span.label], linewidth=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+        axes.set_ylim(0, 1)
+        if name:
+            axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+    figure.draw_without_rendering()
+    is_tall = len(rows) == 1
+    texts = {label: label.replace(" · ", "\n", 1) if is_tall else label for label in shades}
+    fits = all(
+        _fits(figure, axes, span, texts[span.label]) for axes, spans in zip(strips, rows, strict=True) for span in spans
+    )
+    for axes, spans in zip(strips, rows, strict=True):
+        for span in spans:
+            text = texts[span.label] if fits else numbers[span.label]
+            if _fits(figure, axes, span, text):
+                middle = (span.first_batch + span.last_batch) / 2
+                axes.text(middle, 0.5, text, ha="center", va="center", fontsize=8, color="#333333")
+    if not fits:
+        handles = [Patch(color=shades[label], label=f"{numbers[label]}  {label}") for label in shades]
+        figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
+
+
+def _fits(figure: Any, axes: Any, span: Span, text: str) -> bool:
+    """Whether `text` is narrower than its span, a little air included."""
+    drawn = axes.text(0, 0, text, fontsize=8)
+    width = drawn.get_window_extent(figure.canvas.get_renderer()).width
+    drawn.remove()
+    (left, _), (right, _) = axes.transData.transform([(span.first_batch - 0.5, 0), (span.last_batch + 0.5, 0)])
+    return width + 6 < right - left
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[NDArray[Any], Floats]:
+    """At most `max_points` of them, among these the lowest and the highest of every stretch; NaN stays a gap only
+    where a whole stretch is NaN."""
+    if len(values) <= max_points:
+        return batches, values
+    edges = np.linspace(0, len(values), max_points // 2 + 1).astype(int)[:-1]
+    stretch = np.repeat(np.arange(len(edges)), np.diff(np.append(edges, len(values))))
+    kept = set()
+    for fill, order in ((np.inf, 1), (-np.inf, -1)):
+        ranked = np.lexsort((order * np.where(np.isnan(values), fill, values), stretch))
+        kept.update(ranked[edges].tolist())
+    chosen = np.array(sorted(kept))
+    return batches[chosen], values[chosen]
+
+
+def smooth(values: Floats) -> Floats:
+    """Mean over some nine neighbours, or a fiftieth of many, as many on either side; NaN are passed over."""
+    num = len(values)
+    reach = max(4, num // 100)
+    at = np.arange(num)
+    half = np.minimum(reach, np.minimum(at, num - 1 - at))
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    total, count = sums[at + half + 1] - sums[at - half], counts[at + half + 1] - counts[at - half]
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -1,0 +1,229 @@
+"""The facts of a report -> what people read. Console and Markdown are two renderings of the same sections, and every
+number in these is one of the facts, which is what report.json holds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Facts = dict[str, Any]
+
+UNKNOWN = "-"
+
+
+@dataclass(slots=True)
+class Section:
+    title: str
+    columns: Sequence[str] = ()
+    rows: list[Sequence[str]] = field(default_factory=list)
+    right: Sequence[int] = ()
+    lines: list[str] = field(default_factory=list)
+    """Below the table."""
+    text: str = ""
+    """As it is, to the letter."""
+
+
+def build_sections(facts: Facts) -> list[Section]:
+    sections = []
+    for run in facts["runs"]:
+        sections.append(losses(run))
+        if run["segments"]:
+            sections.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
+    if facts["comparisons"]:
+        sections.append(comparisons(facts["comparisons"]))
+    if facts["sample"]:
+        sections.append(Section(f"A sample, after {facts['sample']['prompt']!r}", text=facts["sample"]["text"]))
+    return sections
+
+
+def losses(run: Facts) -> Section:
+    rows = []
+    if run["training_loss"] is not None:
+        rows.append((f"training loss, last {run['training_loss_batches']} batches", f"{run['training_loss']:.4f}", ""))
+    per_byte = run["bytes_per_token"]
+    for name, nats in (
+        ("validation loss", run["validation_loss"]),
+        *((f"{name} model", nats) for name, nats in (run["baselines"] or {}).items()),
+    ):
+        if nats is not None:
+            rows.append((name, f"{nats:.4f}", f"{nats / math.log(2) / per_byte:.3f}" if per_byte else ""))
+    done = f"{run['num_batches']:,} batches"
+    if run["first_batch"] > 1:
+        done += f" ({run['first_batch']:,} to {run['last_batch']:,})"
+    if run["tokens"] is not None:
+        done += f", {run['tokens']:,} tokens"
+    if run["tokens_per_second"] is not None:
+        done += f", {run['tokens_per_second']:,.0f} tokens/s"
+    launches = run["num_launches"]
+    lines = [f"{done}, in {launches} launch{'' if launches == 1 else 'es'}"]
+    if run["baselines"]:
+        lines.append("baselines are counted with add-one smoothing on the training tokens")
+    if run["not_finite"]:
+        lines.append(f"loss not finite: {listed(run['not_finite'])}; in no figure here")
+    return Section(run["run"], ("", "nats per token", "bits per byte"), rows, (1, 2), lines + run["notes"])
+
+
+def segments(run: Facts, *, with_cost: bool) -> Section:
+    facts, total = run["segments"], run["total"]
+    has_energy = any(fact["energy_kwh"] is not None for fact in facts)
+    rows = [
+        (
+            f"{fact['first_batch']:,}-{fact['last_batch']:,}",
+            fact["device"] or "not known: since the last save",
+            count(fact["num_devices"]),
+            fact["sharding"] or UNKNOWN,
+            fact["precision"] or UNKNOWN,
+            count(fact["tokens"]),
+            count(fact["tokens_per_second_per_device"]),
+            UNKNOWN if fact["mfu"] is None else f"{fact['mfu']:.1%}",
+            clock(fact["hours"]),
+            small(fact["energy_kwh"]),
+            small(fact["cost"]),
+        )
+        for fact in facts
+    ]
+    if len(facts) > 1:
+        sums = (count(total["tokens"]), "", "", clock(total["hours"]), small(total["energy_kwh"]), small(total["cost"]))
+        rows.append(("total", "", "", "", "", *sums))
+    columns = (
+        *("batches", "device", "count", "sharding", "precision", "tokens", "tokens/s per device", "MFU", "time"),
+        *("kWh", "cost"),
+    )
+    shown = [i for i in range(len(columns)) if (i != 9 or has_energy) and (i != 10 or with_cost)]
+    lines = ["time is that of training, evaluation and saves, without start-up"]
+    if any(fact["mfu"] is None for fact in facts):
+        lines.append("no MFU or energy where the run knew no peak of the device")
+    if has_energy:
+        lines.append("kWh at the board's rated power: devices alone, at full draw all the time")
+    if with_cost:
+        lines.append("cost is devices x time x the price given")
+    return Section(
+        f"Where {run['name']} ran, by {run['segments_from']}",
+        [columns[i] for i in shown],
+        [[row[i] for i in shown] for row in rows],
+        [shown.index(i) for i in (2, 5, 6, 7, 8, 9, 10) if i in shown],
+        lines,
+    )
+
+
+def comparisons(facts: Sequence[Facts]) -> Section:
+    rows, lines = [], []
+    for pair in facts:
+        rows.append(
+            (
+                pair["other"],
+                f"{pair['num_common']:,}",
+                at(pair["max_absolute"], pair["max_absolute_batch"], "{:.3e}"),
+                UNKNOWN if pair["mean_absolute"] is None else f"{pair['mean_absolute']:.3e}",
+                at(pair["final_difference"], pair["final_batch"], "{:+.3e}"),
+                at(pair["validation_difference"], pair["validation_batch"], "{:+.3e}"),
+                digests(pair),
+            )
+        )
+        lines += remarks(pair)
+    columns = (
+        *("run", "common batches", "largest |difference|", "mean", "final loss", "validation loss", "data digests"),
+    )
+    title = f"Losses beside those of {facts[0]['first']}, batch by batch"
+    return Section(title, columns, rows, (1, 2, 3, 4, 5), lines)
+
+
+def digests(pair: Facts) -> str:
+    if not pair["num_digests"]:
+        return "none to compare"
+    if pair["digests_part_at"] is None:
+        return f"equal in all {pair['num_digests']:,}"
+    return f"part at batch {pair['digests_part_at']:,}"
+
+
+def remarks(pair: Facts) -> list[str]:
+    other, first = pair["other"], pair["first"]
+    if not pair["num_common"]:
+        return [f"{other} and {first} have no batch in common: nothing can be said of their difference"]
+    lines = []
+    if pair["num_equal"] == pair["num_compared"] > 0:
+        lines.append(f"{other}: every loss equals that of {first} to the last bit")
+    if pair["not_finite_in_one"]:
+        lines.append(f"{other}: loss not finite in one of the two alone: {listed(pair['not_finite_in_one'])}")
+    if not pair["num_compared"]:
+        lines.append(f"{other}: no batch has a finite loss in both")
+    if 0 < pair["num_digests"] < pair["num_common"]:
+        lines.append(f"{other}: {pair['num_digests']:,} of {pair['num_common']:,} common batches have both digests")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def listed(batches: Sequence[int], most: int = 8) -> str:
+    text = ", ".join(f"{batch:,}" for batch in batches[:most])
+    more = f" and {len(batches) - most:,} more" if len(batches) > most else ""
+    return f"batch{'' if len(batches) == 1 else 'es'} {text}{more}"
+
+
+def at(value: float | None, batch: int | None, form: str) -> str:
+    return UNKNOWN if value is None else f"{form.format(value)} at {batch:,}"
+
+
+def count(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def small(value: float | None) -> str:
+    """Two decimals, or three digits of what is less than one."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.3g}"
+
+
+def clock(hours: float | None) -> str:
+    if hours is None:
+        return UNKNOWN
+    minutes, seconds = divmod(round(hours * 3600), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+# --------------------------------------------------------------------------------------------------- renderings
+
+
+def print_sections(sections: Sequence[Section], width: int | None) -> None:
+    """`width`: of a line where nobody says how wide it may be."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(width=width, highlight=False)
+    for section in sections:
+        console.print(f"[bold]{escape(section.title)}[/bold]")
+        if section.rows:
+            table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for i, heading in enumerate(section.columns):
+                table.add_column(heading, justify="right" if i in section.right else "left", overflow="fold")
+            for row in section.rows:
+                table.add_row(*map(escape, row))
+            console.print(table)
+        for line in section.lines:
+            console.print(line, markup=False)
+        if section.text:
+            console.print(section.text, markup=False)
+        console.print()
+
+
+def markdown(sections: Sequence[Section], figure: str) -> str:
+    """GitHub's dialect, with the figure after the first section."""
+    blocks = []
+    for i, section in enumerate(sections):
+        blocks.append(f"## {section.title}")
+        if section.rows:
+            rule = ["---:" if i in section.right else "---" for i in range(len(section.columns))]
+            table = [section.columns, rule, *[[cell.replace("|", r"\|") for cell in row] for row in section.rows]]
+            heading = [cell.replace("|", r"\|") for cell in section.columns]
+            blocks.append("\n".join(f"| {' | '.join(row)} |" for row in [heading, *table[1:]]))
+        blocks.append("\n".join(f"- {line}" for line in section.lines))
+        if section.text:
+            fence = "`" * 4
+            blocks.append(f"{fence}text\n{section.text}\n{fence}")
+        if i == 0:
+            blocks.append(f"![loss]({figure})")
+    return "\n\n".join(block for block in blocks if block) + "\n"

@@ -1,0 +1,183 @@
+"""One run or several, told to people and to programs: tables, a figure, a sample of what the model writes.
+
+    llmfoundry-lite report runs/mpt-1b                      loss.png, report.md, report.json beside it
+    llmfoundry-lite report runs/legs runs/whole --out both  how far apart they are, batch by batch; report.png
+
+Reads what runs leave behind (metrics.jsonl, config.yaml, the newest checkpoint's manifest, huggingface/) and the data
+set a run names, if that is on this disk; asks nothing of the training code.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmfoundry_lite import plots
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.report.comparison import compare
+from llmfoundry_lite.report.page import build_sections, markdown, print_sections
+from llmfoundry_lite.report.reading import LOSS, RATE, SECONDS, TOKENS, VALIDATION, Run, is_local, read_run
+from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
+
+PROMPT = "def "
+TAIL = 20
+"""Batches over which the last training loss is a mean."""
+PIPE_WIDTH = 160
+"""Columns of a line that goes to a file, where nothing says how wide it may be."""
+
+
+def report(
+    places: Sequence[str], *, out: Path | None = None, prices: Sequence[str] = (), prompt: str = PROMPT
+) -> dict[str, Any]:
+    """Print the tables and write figure, Markdown and JSON into `out`, by default the first run; returns the facts.
+
+    Raises DataError if there is no run at one of `places`, ConfigError for a price that cannot be read.
+    """
+    by_device = parse_prices(prices)
+    runs = [read_run(where) for where in places]
+    folder = out or folder_of(runs[0])
+    names = distinct_names(runs)
+    facts: dict[str, Any] = {
+        "runs": [describe(run, name, by_device) for run, name in zip(runs, names, strict=True)],
+        "comparisons": [],
+        "sample": sample(runs[0], prompt) if len(runs) == 1 else None,
+        "prices_per_device_hour": by_device,
+        "figure": "loss.png" if len(runs) == 1 else "report.png",
+    }
+    for name in unused_prices(runs, by_device):
+        facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = folder / facts["figure"]
+    curves = [curve_of(run, name) for run, name in zip(runs, names, strict=True)]
+    spans = [spans_of(segment_facts(run, {})) for run in runs]
+    if len(runs) == 1:
+        plots.plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=facts["runs"][0]["baselines"])
+    else:
+        pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
+        facts["comparisons"] = [asdict(comparison) for comparison, _ in pairs]
+        differences = [difference for _, difference in pairs]
+        plots.plot_comparison(figure, curves, differences, spans, title=" and ".join(names))
+    sections = build_sections(facts)
+    print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
+    (folder / "report.md").write_text(markdown(sections, facts["figure"]))
+    (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    print(f"plot: {figure}\nthe same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}")
+    return facts
+
+
+def folder_of(run: Run) -> Path:
+    if not is_local(run.place):
+        raise ConfigError(f"{run.where} is not on this disk; say with --out DIR where the report goes")
+    return Path(run.place.url)
+
+
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """Run names; places where two runs have one name."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [run.where for run in runs]
+
+
+# --------------------------------------------------------------------------------------------------- one run
+
+
+def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
+    log = run.log
+    trained = log.batch > 0
+    losses, validation = finite(log[LOSS]), finite(log[VALIDATION])
+    tokens, rates = finite(log[TOKENS]), finite(log[RATE])
+    evaluated = log.batch[np.isfinite(log[VALIDATION])]
+    baselines, bytes_per_token = measure_data(run)
+    segments = segment_facts(run, prices)
+    return {
+        "run": run.where,
+        "name": name,
+        "num_batches": int(trained.sum()),
+        "first_batch": int(log.batch[0]),
+        "last_batch": int(log.batch[-1]),
+        "num_launches": len(np.unique(log.launch)),
+        "tokens": int(tokens[-1]) if len(tokens) else None,
+        "tokens_per_second": float(rates[-1]) if len(rates) else None,
+        "training_seconds": float(np.nansum(log[SECONDS])),
+        "training_loss": float(losses[-TAIL:].mean()) if len(losses) else None,
+        "training_loss_batches": len(losses[-TAIL:]),
+        "validation_loss": float(validation[-1]) if len(validation) else None,
+        "validation_batch": int(evaluated[-1]) if len(evaluated) else None,
+        "baselines": baselines,
+        "bytes_per_token": bytes_per_token,
+        "not_finite": log.not_finite,
+        "batches_trained_twice": log.num_repeated,
+        "seconds_trained_twice": log.repeated_seconds,
+        "segments_from": run.segments_from,
+        "segments": [asdict(segment) for segment in segments],
+        "total": total(segments),
+        "notes": list(run.notes),
+    }
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
+
+
+def curve_of(run: Run, name: str) -> plots.Curve:
+    log = run.log
+    evaluated = np.isfinite(log[VALIDATION])
+    return plots.Curve(
+        name=name,
+        batches=log.batch,
+        losses=log[LOSS],
+        tokens_per_second=log[RATE],
+        eval_batches=log.batch[evaluated],
+        eval_losses=log[VALIDATION][evaluated],
+        not_finite=log.not_finite,
+    )
+
+
+def measure_data(run: Run) -> tuple[dict[str, float] | None, float | None]:
+    """Baselines and bytes per validation token, where the data set is ours, local and small; else None."""
+    config = run.config or {}
+    train, validation = ((config.get(key) or {}).get("dataset") for key in ("train_loader", "eval_loader"))
+    if not train or not validation or not validation["local"] or train["local"] != validation["local"]:
+        return None, None
+    folder = Path(train["local"])
+    summary_file = folder / "summary.json"
+    if not summary_file.is_file():
+        return None, None
+    splits = json.loads(summary_file.read_text())["splits"]
+    counts = splits[validation["split"]]
+    bytes_per_token = counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
+    if splits[train["split"]]["tokens"] > 100_000_000:
+        return None, bytes_per_token
+
+    from llmfoundry_lite.data.baselines import measure_baselines
+
+    vocab_size = config["model"]["vocab_size"]
+    baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
+    return {"bigram": baselines.bigram, "unigram": baselines.unigram}, bytes_per_token
+
+
+def sample(run: Run, prompt: str, num_tokens: int = 120) -> dict[str, str] | None:
+    """What the exported model writes after `prompt`; None where none was exported."""
+    folder = Path(run.place.url) / "huggingface"
+    if not is_local(run.place) or not (folder / "tokenizer.json").is_file():
+        return None
+
+    import torch
+
+    from llmfoundry_lite.data.tokenizer import load_tokenizer
+    from llmfoundry_lite.models.generate import generate
+    from llmfoundry_lite.models.hf import import_model
+    from llmfoundry_lite.models.mpt import MPT
+
+    config, weights = import_model(folder)
+    model = MPT(config)
+    model.load_state_dict(weights)
+    model.eval()
+    tokenizer = load_tokenizer(folder)
+    tokens_t = generate(
+        model, torch.tensor(tokenizer.encode(prompt) or [tokenizer.eos_token_id]), num_tokens, temperature=0.7, top_k=40
+    )
+    return {"prompt": prompt, "text": tokenizer.decode(tokens_t.tolist())}
