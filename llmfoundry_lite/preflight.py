@@ -6,6 +6,7 @@ neither Composer nor streaming, so that the answer comes quickly.
 
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -182,8 +183,11 @@ def _round_up(vocab_size: int) -> int:
 # ------------------------------------------------------------------------------------------------ dry run
 
 
-def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
-    """The resolved configuration as YAML; then parameters, batch arithmetic and memory, as lines for people."""
+def describe(config: TrainConfig, world_size: int, found: Preflight, local_world_size: int | None = None) -> str:
+    """The resolved configuration as YAML; then parameters, batch arithmetic and memory, as lines for people.
+
+    `local_world_size`: devices in each node, default all of them; HYBRID_SHARD shards within a node.
+    """
     batch, length = config.global_train_batch_size, config.max_seq_len
     device_batch = batch // world_size
     microbatch = config.microbatch_size or device_batch
@@ -208,9 +212,15 @@ def describe(config: TrainConfig, world_size: int, found: Preflight) -> str:
         dropped = f", {count % batch} of them left out of each epoch" if is_dropped else ""
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
     at = " (microbatches of 1 sample)" if is_auto else ""
-    lines.append(f"memory         {estimate_training_memory(config, world_size)}{at}")
+    lines.append(f"memory         {estimate_training_memory(config, world_size, local_world_size)}{at}")
+    lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     lines += [f"not checked    {note}" for note in found.not_checked]
     return "\n".join(lines)
+
+
+def _describe_variable(name: str, value: str) -> str:
+    found = os.environ.get(name, value)
+    return f"{name}={value}" if found == value else f"{name}={found}, as the shell has it, not {value}"
 
 
 def _describe_duration(config: TrainConfig, found: Preflight) -> str:

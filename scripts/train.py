@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
             print(note)
     if invocation.dry_run:
         if place().rank == 0:
-            print(preflight.describe(config, world_size, found))
+            print(preflight.describe(config, world_size, found, place().local_world_size))
         return
 
     for name, value in config.environment.items():

@@ -12,6 +12,9 @@ from llmfoundry_lite.config.layers import Layer, get, source_of
 from llmfoundry_lite.config.schema import TIME_UNITS, Duration, LoaderConfig, ModelConfig, TrainConfig, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
+LONGEST_GRACE_SECONDS = 25
+"""`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
+
 Refuse = typing.Callable[[str, str], typing.NoReturn]
 """(key, what is wrong with it) -> ConfigError, with the file that has the key."""
 
@@ -275,6 +278,13 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
         if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
             key = f"scheduler.{key}"
             notes.append(f"{source_of(key, layers)}: {key}: {span} is longer than the run, {run}: {meaning}")
+    grace = config.preemption_grace_seconds
+    if grace > LONGEST_GRACE_SECONDS:
+        key = "preemption_grace_seconds"
+        notes.append(
+            f"{source_of(key, layers)}: {key}: {grace:g} is for srun alone; `composer` and `torchrun` kill after 30 s "
+            f"({LONGEST_GRACE_SECONDS} or less leaves them time)"
+        )
     return notes
 
 
