@@ -7,7 +7,7 @@ gathered and written once, after that batch's evaluation, under the number of th
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
@@ -19,11 +19,25 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
 from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.training.wandb_files import offline_steps
 
 METRICS = "metrics.jsonl"
 
 Record = dict[str, Any]
-Mirror = Callable[[Record], None]
+
+
+class Mirror:
+    """Shows each record elsewhere. A launch `begin`s, is called with one record after the other, and is `close`d."""
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        """Before the first record: what earlier launches have written, and which of it ran elsewhere and came with
+        the checkpoint, in order of batch."""
+
+    def __call__(self, record: Record) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
 
 
 class RunLog(LoggerDestination):
@@ -41,9 +55,10 @@ class RunLog(LoggerDestination):
         """Begin to write, after the lines of `history` that are not here. What was logged before waits in the first
         record."""
         self.mirrors = mirrors
-        if history:
-            take_over(self.path, history)
+        missed = [json.loads(line) for line in take_over(self.path, history)] if history else []
         self.launch = 1 + last_launch(self.path)
+        for mirror in mirrors:
+            mirror.begin(self.path, in_order(missed))
         self.file = self.path.open("a")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -77,7 +92,7 @@ class RunLog(LoggerDestination):
             self.file.close()
             self.file = None
         for mirror in self.mirrors:
-            getattr(mirror, "close", lambda: None)()
+            mirror.close()
         self.mirrors = []
 
     def _append(self, record: Record) -> None:
@@ -110,25 +125,32 @@ def last_launch(path: Path) -> int:
     return max((json.loads(line)["launch"] for line in content.splitlines()), default=0)
 
 
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """Of each batch the last, by batch."""
+    latest = {record["batch"]: record for record in records}
+    return [latest[batch] for batch in sorted(latest)]
+
+
 def log_until(path: Path, batch: int) -> bytes:
     """The lines of the batches up to `batch`, those of earlier launches too: what a save of that batch takes along."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return b"".join(line for line in lines if line.endswith(b"\n") and json.loads(line)["batch"] <= batch)
 
 
-def take_over(path: Path, history: bytes) -> None:
+def take_over(path: Path, history: bytes) -> list[bytes]:
     """Append the lines of a log that came with a checkpoint and are not here: what other machines have trained."""
     last_launch(path)  # cuts off a torn line
     here = set(path.read_bytes().splitlines()) if path.exists() else set()
     missing = [line for line in history.splitlines() if line not in here]
     with path.open("ab") as file:
         file.writelines(line + b"\n" for line in missing)
+    return missing
 
 
 # ------------------------------------------------------------------------------------------------- mirrors
 
 
-class ConsoleLine:
+class ConsoleLine(Mirror):
     """One line each `interval`: where the run is, its loss, its speed, the time it still needs."""
 
     def __init__(self, max_duration: Duration, interval: Duration, stream: TextIO = sys.stdout):
@@ -173,7 +195,7 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class ProgressBar:
+class ProgressBar(Mirror):
     """The console line as a bar that stays in place."""
 
     def __init__(self, max_duration: Duration, progress: Callable[[], float]):
@@ -199,15 +221,20 @@ def wandb_run_id(run_folder: Path) -> str | None:
     return file.read_text().strip() if file.exists() else None
 
 
-class WandbMirror:
+class WandbMirror(Mirror):
     """The same wandb run across launches: its id is kept in the run directory, and in checkpoints for other machines.
-    WANDB_MODE=offline works."""
+    WANDB_MODE=offline works.
+
+    wandb takes no step twice: of a batch that is trained again after a restore, it keeps what was logged first. And it
+    writes and sends every 15 seconds only: what a killed launch had logged after that is logged again from our log.
+    """
 
     def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
         import wandb
 
-        run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
-        (run_folder / WANDB_ID).write_text(run_id + "\n")
+        self.folder = run_folder
+        self.id = wandb_run_id(run_folder) or secrets.token_hex(4)
+        (run_folder / WANDB_ID).write_text(self.id + "\n")
         self.run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -216,29 +243,56 @@ class WandbMirror:
             tags=config.tags or None,
             dir=str(run_folder),
             config=settings,
-            **{"id": run_id, "resume": "allow", **config.init_kwargs},
+            **{"id": self.id, "resume": "allow", **config.init_kwargs},
         )
+        self.last_step = -1
+        self.lost: list[Record] = []
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        """A server says itself which step comes next; offline, the other machine's part has what was trained there."""
+        self.last_step = max([self.run.step - 1, *offline_steps(self.folder, self.id)])
+        elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
+        records = map(json.loads, log.open()) if log.exists() else iter(())
+        self.lost = in_order(r for r in records if r["batch"] > self.last_step and r["batch"] not in elsewhere)
 
     def __call__(self, record: Record) -> None:
-        self.run.log({key: value for key, value in record.items() if is_number(value)}, step=record["batch"])
+        lost, self.lost = self.lost, []
+        for known in (*(known for known in lost if known["batch"] < record["batch"]), record):
+            if known["batch"] > self.last_step:
+                numbers = {key: value for key, value in known.items() if is_number(value)}
+                self.run.log(numbers, step=known["batch"], commit=True)
 
     def close(self) -> None:
         self.run.finish()
 
 
-class TensorboardMirror:
-    def __init__(self, config: TensorboardConfig, run_folder: Path):
-        from torch.utils.tensorboard import SummaryWriter
+class TensorboardMirror(Mirror):
+    """Every step once: a launch declares void what an earlier one wrote of the batches it trains again."""
 
-        self.writer = SummaryWriter(config.log_dir or str(run_folder / "tensorboard"))
+    def __init__(self, config: TensorboardConfig, run_folder: Path):
+        self.folder = config.log_dir or str(run_folder / "tensorboard")
+        self.writer: Any = None
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        for record in missed:
+            self(record)
+        self.close()  # the first record of this launch, too, may go back behind these
 
     def __call__(self, record: Record) -> None:
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.folder, purge_step=record["batch"])
         for key, value in record.items():
             if is_number(value) and key != "batch":
                 self.writer.add_scalar(key, value, global_step=record["batch"])
+        # Whatever a checkpoint has, this has; else a killed launch would leave a hole before the batch it goes back to.
+        self.writer.flush()
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
 
 
 def is_number(value: Any) -> bool:

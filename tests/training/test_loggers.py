@@ -1,10 +1,17 @@
 import io
 import json
+import os
+import shutil
+import signal
+from concurrent.futures import wait
 
 import pytest
+from composer.core import Callback
 
 from llmfoundry_lite.config.schema import Duration
-from llmfoundry_lite.training.loggers import ConsoleLine, console_line, duration_text, last_launch
+from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.loggers import ConsoleLine, WandbMirror, console_line, duration_text, last_launch
+from llmfoundry_lite.training.wandb_files import offline_steps, read_records
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
 
@@ -71,12 +78,7 @@ def test_metrics_hold_what_the_readme_promises_and_mirrors_agree(tmp_path, data)
         assert len(record["data/digest"]) == 16
     assert "throughput/device/mfu" not in records[0], "an unknown device has no MFU"
 
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    steps = [event.step for event in events.Scalars("loss/train/total")]
-    assert steps == [1, 2, 3, 4]
+    assert tensorboard_steps(run) == wandb_steps(run) == [1, 2, 3, 4]
     assert json.loads((run / "status.json").read_text())["status"] == "done"
 
 
@@ -86,3 +88,87 @@ def test_a_progress_bar_takes_the_place_of_lines(tmp_path, data):
     output = train([path], tmp_path).check().output
     assert "100%" in output
     assert "batch 2/2" in output
+
+
+class KilledAt(Callback):
+    """SIGKILL before this batch (the first is 1), once the save before it is whole."""
+
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def batch_start(self, state, logger):
+        if int(state.timestamp.batch) + 1 == self.batch:
+            wait([next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._flight.task])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.multiprocess
+def test_batches_trained_twice_are_in_every_mirror_once(tmp_path, data):
+    """Killed after batch 5, the run carries on from what it saved after batch 4; wandb has lost all of it by then. Then
+    once more, in another folder that has nothing but the save."""
+    loggers = {"wandb": {"project": "tests"}, "tensorboard": {}}
+    changes = {"max_duration": "8ba", "save_interval": "4ba", "save_folder": str(tmp_path / "saves")}
+    config = tiny_config(data, loggers=loggers, autoresume=True, **changes)
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    killed = {"python:tests.training.test_loggers:KilledAt": {"batch": 6}}
+    path = write_config(tmp_path / "killed.yaml", {**config, "callbacks": killed})
+    assert train([path], tmp_path, env=offline).exit_codes == [-signal.SIGKILL]
+    run = tmp_path / "runs/tiny"
+    assert tensorboard_steps(run) == [1, 2, 3, 4, 5]
+
+    path = write_config(tmp_path / "tiny.yaml", config)
+    shutil.copytree(tmp_path / "saves", tmp_path / "saves-at-4")
+    train([path], tmp_path, env=offline).check()
+    batches = [json.loads(line)["batch"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert batches.count(5) == 2
+    assert tensorboard_steps(run) == wandb_steps(run) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+    elsewhere = ["run_folder=elsewhere", f"save_folder={tmp_path / 'saves-at-4'}"]
+    train([path, *elsewhere], tmp_path, env=offline).check()
+    assert tensorboard_steps(tmp_path / "elsewhere") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert wandb_steps(tmp_path / "elsewhere") == [5, 6, 7, 8], "the other folder's part has the first four"
+
+
+def tensorboard_steps(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("loss/train/total")]
+
+
+def wandb_steps(run):
+    return offline_steps(run, (run / "wandb_id").read_text().strip())
+
+
+def test_wandb_is_given_what_it_lost_and_nothing_that_it_has(tmp_path):
+    """Batches 3 to 5 were logged and never written; 3 was saved, so that 4 and 5 are trained again. 2 is known."""
+
+    class Run:
+        offline, step, steps = False, 3, []
+
+        def log(self, numbers, step, commit):
+            self.steps.append((step, numbers["loss"]))
+
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(json.dumps({"batch": batch, "loss": float(batch)}) + "\n" for batch in range(1, 6)))
+    mirror = WandbMirror.__new__(WandbMirror)
+    mirror.run, mirror.folder, mirror.id = Run(), tmp_path, "id"
+    mirror.begin(log, [])
+    for batch in (2, 3, 4, 5):
+        mirror({"batch": batch, "loss": batch + 0.5})
+    assert Run.steps == [(3, 3.5), (4, 4.5), (5, 5.5)]
+    Run.steps.clear()
+    mirror.begin(log, [])
+    mirror({"batch": 5, "loss": 5.5})
+    assert Run.steps == [(3, 3.0), (4, 4.0), (5, 5.5)]
+
+
+def test_a_wandb_file_that_was_cut_off_is_read_to_its_last_whole_record():
+    def part(kind, text):
+        return b"\0" * 4 + len(text).to_bytes(2, "little") + bytes([kind]) + text
+
+    content = b":W&B\0\0\0" + part(1, b"one") + part(2, b"tw") + part(4, b"o")
+    assert list(read_records(content + part(1, b"three")[:-1])) == [b"one", b"two"]
+    filled = content + part(1, b"x" * (32768 - len(content) - 7 - 5)) + b"\0" * 5 + part(1, b"next block")
+    assert list(read_records(filled))[-1] == b"next block"
