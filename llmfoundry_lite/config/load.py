@@ -15,7 +15,7 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_config, check_kinds, find_surprises
 from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import EvalConfig, TaskConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -45,6 +45,86 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     check_config(config, layers)
     notes += find_surprises(config, layers)
     return Invocation(config, dry_run=bool(flags), notes=notes)
+
+
+EVAL_CHOICES = {
+    "tokenization": ("separate", "joint"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+TASK_CHOICES = {
+    "icl_task_type": (
+        *("multiple_choice", "schema", "language_modeling"),
+        *("generation_task_with_answers", "perplexity"),
+    ),
+    "tokenization": ("separate", "joint"),
+}
+TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
+"""Keys of older task lists."""
+TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
+
+
+def load_eval_config(arguments: Sequence[str]) -> EvalConfig:
+    """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs. Raises ConfigError in one line."""
+    for flag in (argument for argument in arguments if argument.startswith("-")):
+        raise ConfigError(f"command line: unknown option {flag}; expected YAML files or key=value pairs")
+    layers = read_layers(arguments)
+    values = merge_layers(layers)
+    values.setdefault("suite", Path(layers[0].source).stem)
+    if not values.get("models"):
+        raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
+    config = build_block(EvalConfig, values, "", layers)
+    for key, choices in EVAL_CHOICES.items():
+        if getattr(config, key) not in choices:
+            raise ConfigError(
+                f"{source_of(key, layers)}: {key}: {getattr(config, key)!r} is not known; "
+                f"expected {' or '.join(choices)}"
+            )
+    for key in ("device_batch_tokens", "max_seq_len", "limit"):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"{source_of(key, layers)}: {key}: {value} given, expected a number above 0")
+    for name in config.models:
+        if not re.fullmatch(r"\w[\w.\-]*", name):
+            raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")
+    return config
+
+
+def load_tasks(entries: Sequence[Any], task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
+    """Tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
+
+    A file holds one task, or a list of them under `icl_tasks`. Raises ConfigError.
+    """
+    tasks: list[TaskConfig] = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, str):
+            name = entry if entry.endswith((".yaml", ".yml")) else f"{task_folder}/{entry}.yaml"
+            layer = read_layers([name])[0]
+            inside = layer.values.get("icl_tasks")
+            tasks += load_tasks(inside if inside is not None else [merge_layers([layer])], task_folder, [layer])
+        else:
+            tasks.append(_build_task(entry, f"icl_tasks[{number}]", layers))
+    return tasks
+
+
+def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
+    values = dict(entry) if isinstance(entry, dict) else entry
+    if isinstance(values, dict):
+        for key in TASK_WITHOUT_EFFECT:
+            values.pop(key, None)
+        for theirs, ours in TASK_SYNONYMS.items():
+            if theirs in values:
+                values[ours] = values.pop(theirs)
+        if isinstance(values.get("num_fewshot"), int):
+            values["num_fewshot"] = [values["num_fewshot"]]
+    task = build_block(TaskConfig, values, path, layers)
+    where = f"{source_of(path, layers)}: {task.label}"
+    for key, choices in TASK_CHOICES.items():
+        value = getattr(task, key)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{where}: {key}: {value!r} is not known; expected {', '.join(choices)}")
+    if not task.num_fewshot or min(task.num_fewshot) < 0:
+        raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, expected one number or more, 0 or above")
+    return task
 
 
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:

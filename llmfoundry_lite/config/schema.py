@@ -429,3 +429,84 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     return plain(asdict(config))
+
+
+# ----------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TaskConfig:
+    """One task, in LLM Foundry's words; its task lists load unchanged."""
+
+    label: str
+    icl_task_type: str
+    """multiple_choice, schema, language_modeling, generation_task_with_answers or perplexity."""
+    dataset_uri: str
+    """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
+    num_fewshot: list[int] = field(default_factory=lambda: [0])
+    """One result for each."""
+    fewshot_random_seed: int = 1234
+    fewshot_fixed: bool = False
+    """The same examples for every item, instead of a choice that depends on (seed, item) alone. They come from the
+    first items of the file, which are then not evaluated."""
+    prompt_string: str = ""
+    """Once, before everything."""
+    example_delimiter: str = "\n"
+    """Before each example but the first, and before the item."""
+    continuation_delimiter: str = " "
+    """Between a context and its answer."""
+    prelimiter: str = ""
+    """Before each context."""
+    strip_dataset: bool = True
+    """Strip white space around the columns' texts."""
+    tokenization: str | None = None
+    """separate: context and answer each on their own, as LLM Foundry does; joint: together, then divided, as
+    lm-evaluation-harness does. Default: the evaluation's."""
+    has_categories: bool = False
+    """Also give the mean of each value of the column `category`."""
+    max_new_tokens: int | None = None
+    """Generation; default: as many as the longest answer has."""
+    early_stopping_criteria: list[str] = field(default_factory=list)
+    """Generation: texts that end an answer."""
+    do_normalization: bool = True
+    """Generation: compare in lower case, without punctuation, articles and extra spaces."""
+    cot_delimiter: str = ""
+    """Generation: the answer is what follows the last of these."""
+    hf_loading_vars: dict[str, Any] = field(default_factory=dict)
+    """Arguments of datasets.load_dataset."""
+    hf_parsing_map: dict[str, list[str]] = field(default_factory=dict)
+    """Our column -> theirs, joined by spaces."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalConfig:
+    """An evaluation. Precedence: these defaults < YAML files, in order < key=value arguments."""
+
+    models: dict[str, str]
+    """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
+    model, or hf:NAME."""
+    icl_tasks: list[Any]
+    """Names of files in task_folder (without .yaml), files, or tasks written out here."""
+    suite: str
+    """Default: the first YAML file's name."""
+    results_folder: str = "results"
+    """Holds <suite>/<model>.json and <model>.items.jsonl."""
+    task_folder: str = "evals"
+    tokenization: str = "separate"
+    precision: str = "fp32"
+    """Of weights and hidden states: fp32, bf16 or fp16; log-probabilities are always fp32."""
+    device_batch_tokens: int | None = None
+    """Tokens in one forward pass; default: 2,048 on a CPU, 32,768 on an accelerator."""
+    max_seq_len: int | None = None
+    """Default: the model's."""
+    limit: int | None = None
+    """Only the first so many items of each task: a try, not a result."""
+    tokenizer: str | None = None
+    """Default: the model's own."""
+    fsdp: bool = False
+    """Shard each model over all ranks instead of keeping it whole on each."""
+    redo: bool = False
+    """Evaluate again what results_folder has already."""
+    environment: dict[str, str] = field(default_factory=dict)
+    dist_timeout: float = 600.0
+    variables: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""In-context learning: tasks -> prompts -> log-probabilities -> Results. See `harness`."""

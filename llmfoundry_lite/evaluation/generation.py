@@ -1,0 +1,69 @@
+"""Answers the model writes itself: greedy decoding, and when a text counts as right."""
+
+import re
+import string
+from collections.abc import Callable, Sequence
+
+import torch
+
+from llmfoundry_lite.checkpoint.exchange import gather_json
+from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.evaluation.scoring import Scorable
+from llmfoundry_lite.evaluation.tasks import Encoder, Prepared
+
+
+def answer_all(
+    model: Scorable,
+    tokenizer: Encoder,
+    task: Prepared,
+    max_batch_tokens: int,
+    rank: int,
+    world_size: int,
+    on_progress: Callable[[str, int, int], None],
+) -> list[str]:
+    """The model's answer to each item, in order; the items are shared by the ranks."""
+    num_tokens = task.config.max_new_tokens or longest_answer(tokenizer, task)
+    found: list[tuple[int, str]] = []
+    for start in range(0, len(task.items), world_size):
+        number = min(start + rank, len(task.items) - 1)  # a rank without one repeats the last, for sharded models
+        text = write(model, tokenizer, task.items[number].requests[0].context, num_tokens, task.config)
+        if start + rank < len(task.items):
+            found.append((number, text))
+        on_progress(task.name, min(start + world_size, len(task.items)), len(task.items))
+    return [text for _, text in sorted((n, t) for share in gather_json(found) for n, t in share)]
+
+
+def longest_answer(tokenizer: Encoder, task: Prepared) -> int:
+    lengths = (len(tokenizer.encode(" " + answer)) for item in task.items for answer in item.answers)
+    return max(lengths, default=1)
+
+
+@torch.no_grad()
+def write(model: Scorable, tokenizer: Encoder, context: Sequence[int], num_tokens: int, config: TaskConfig) -> str:
+    """The likeliest continuation, to the end of text, a stopping text or `num_tokens`."""
+    written: list[int] = []
+    for _ in range(num_tokens):
+        window = [*context, *written][-model.max_seq_len :]
+        token = model.likeliest(torch.tensor([window], device=model.device))
+        if token == tokenizer.eos_token_id:
+            break
+        written.append(token)
+        text = tokenizer.decode(written)
+        if any(stop in text for stop in config.early_stopping_criteria):
+            return re.split("|".join(map(re.escape, config.early_stopping_criteria)), text)[0]
+    return tokenizer.decode(written)
+
+
+def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
+    """Whether the text begins with one of the answers, after the clean-up LLM Foundry takes from TriviaQA."""
+    if config.cot_delimiter:
+        text = text.split(config.cot_delimiter)[-1]
+    clean = normalise if config.do_normalization else str.strip
+    return any(clean(text).startswith(clean(answer)) for answer in answers if clean(answer))
+
+
+def normalise(text: str) -> str:
+    """Lower case; no punctuation, articles, underscores or double spaces."""
+    marks = string.punctuation + "‘’´`"
+    text = "".join(" " if c in marks else c for c in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())

@@ -1,0 +1,286 @@
+"""(prepared model, tokenizer, tasks) -> Results, on one rank or several.
+
+Owns the metrics and the files: `<suite>/<model>.json` and `.items.jsonl`, written after every task, so that an
+evaluation that was killed does not do a finished task again.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.checkpoint.exchange import gather_json, rank_and_size
+from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.evaluation.generation import answer_all, is_right
+from llmfoundry_lite.evaluation.perplexity import prepare_text
+from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
+from llmfoundry_lite.evaluation.tasks import GENERATION, Encoder, Item, Prepared, prepare, read_rows
+
+Record = dict[str, Any]
+
+METRICS = {
+    "multiple_choice": ("acc_per_token", "acc", "acc_norm"),
+    "schema": ("acc_per_token", "acc", "acc_norm"),
+    "language_modeling": ("acc",),
+    "generation_task_with_answers": ("acc",),
+    "perplexity": (),
+}
+MAIN_METRIC = {"multiple_choice": "acc_per_token", "schema": "acc_per_token"}
+"""What goes into tables and the average, as in LLM Foundry; `acc` for the others."""
+
+Progress = Callable[[str, int, int], None]
+"""(task, items done, items)"""
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What one model did on a suite; `tasks` are in the order they were asked for."""
+
+    model: str
+    suite: str
+    source: str
+    save_id: str | None = None
+    num_tokens_trained: int | None = None
+    tokenizer: str = ""
+    precision: str = "fp32"
+    tasks: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def average(self) -> float | None:
+        """The mean of the tasks' accuracies, each counting the same."""
+        values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
+        return sum(values) / len(values) if values else None
+
+    def as_json(self) -> Record:
+        return {
+            "model": self.model,
+            "suite": self.suite,
+            "source": self.source,
+            "save_id": self.save_id,
+            "num_tokens_trained": self.num_tokens_trained,
+            "tokenizer": self.tokenizer,
+            "precision": self.precision,
+            "average": self.average,
+            "tasks": self.tasks,
+        }
+
+
+def evaluate(
+    model: Scorable,
+    tokenizer: Encoder,
+    tasks: Sequence[TaskConfig],
+    results: Results,
+    files: "ResultFiles | None" = None,
+    *,
+    tokenization: str = "separate",
+    max_batch_tokens: int = 2048,
+    max_seq_len: int | None = None,
+    limit: int | None = None,
+    on_progress: Progress = lambda task, done, total: None,
+) -> Results:
+    """Ask all `tasks`, or those that `files` does not have yet. With several ranks all must call this; all get the
+    same Results, and rank 0 writes.
+
+    Raises DataError for a task that cannot be read, before anything is computed.
+    """
+    prepared = [
+        task
+        for config in tasks
+        for task in prepare_task(
+            config, tokenizer, min(max_seq_len or model.max_seq_len, model.max_seq_len), tokenization, limit
+        )
+    ]
+    for task in prepared:
+        if files is not None and (known := files.find(task, results)) is not None:
+            results.tasks[task.name] = known
+            continue
+        record, items = run_task(model, tokenizer, task, max_batch_tokens, on_progress)
+        results.tasks[task.name] = record
+        if files is not None:
+            files.add(results, task.name, items)
+    return results
+
+
+def prepare_task(
+    config: TaskConfig, tokenizer: Encoder, max_seq_len: int, tokenization: str, limit: int | None
+) -> list[Prepared]:
+    if config.icl_task_type == "perplexity":
+        return [prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit)]
+    rows = read_rows(config)
+    return [
+        prepare(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, limit=limit)
+        for shots in config.num_fewshot
+    ]
+
+
+def run_task(
+    model: Scorable, tokenizer: Encoder, task: Prepared, max_batch_tokens: int, on_progress: Progress
+) -> tuple[Record, list[Record]]:
+    """(the task's line in Results, one record for each item)"""
+    started = time.monotonic()
+    on_progress(task.name, 0, len(task.items))
+    rank, world_size = rank_and_size(None)
+    if task.kind in GENERATION:
+        texts = answer_all(model, tokenizer, task, max_batch_tokens, rank, world_size, on_progress)
+        items = [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
+    else:
+        scores = _score_all(model, task, max_batch_tokens, rank, world_size, on_progress)
+        items = [_record(task, item, scores) for item in _numbered(task.items)]
+    return summarise(task, items, time.monotonic() - started), items
+
+
+def _score_all(
+    model: Scorable, task: Prepared, max_batch_tokens: int, rank: int, world_size: int, on_progress: Progress
+) -> dict[int, Score]:
+    found: dict[int, Score] = {}
+    num_requests = sum(len(item.requests) for item in task.items)
+    for scores in score(model, [item.requests for item in task.items], max_batch_tokens, rank, world_size):
+        found.update(scores)
+        done = min(num_requests, len(found) * world_size)
+        on_progress(task.name, len(task.items) * done // num_requests, len(task.items))
+    shares = gather_json([[number, *value] for number, value in found.items()])
+    return {number: Score(*value) for share in shares for number, *value in share}
+
+
+def _numbered(items: Iterable[Item]) -> Iterable[tuple[int, Item]]:
+    """Each item with the number of its first request."""
+    number = 0
+    for item in items:
+        yield number, item
+        number += len(item.requests)
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+def _record(task: Prepared, numbered: tuple[int, Item], scores: dict[int, Score]) -> Record:
+    first, item = numbered
+    found = [scores[first + i] for i in range(len(item.requests))]
+    sums = [value.log_probability for value in found]
+    tokens = [len(request.continuation) for request in item.requests]
+    characters = [request.num_characters for request in item.requests]
+    record: Record = {
+        "task": task.name,
+        "index": item.index,
+        "log_probability": sums,
+        "num_tokens": tokens,
+        "num_characters": characters,
+        "num_trimmed": max(request.num_trimmed for request in item.requests),
+    }
+    if item.category is not None:
+        record["category"] = item.category
+    if task.kind == "language_modeling":
+        record["acc"] = int(found[0].is_greedy)
+    if task.kind in ("multiple_choice", "schema"):
+        scales = {"acc_per_token": tokens, "acc": [1] * len(sums), "acc_norm": [max(n, 1) for n in characters]}
+        rated = {name: [s / n for s, n in zip(sums, scale, strict=True)] for name, scale in scales.items()}
+        record["gold"] = item.gold
+        # On ties the first, as both other harnesses have it.
+        record["chosen"] = {name: values.index(max(values)) for name, values in rated.items()}
+        record |= {name: int(chosen == item.gold) for name, chosen in record["chosen"].items()}
+        record["tie"] = {name: values.count(max(values)) > 1 for name, values in rated.items()}
+        record["has_duplicates"] = item.has_duplicates
+    return record
+
+
+def _generation_record(task: Prepared, item: Item, text: str) -> Record:
+    record: Record = {"task": task.name, "index": item.index, "text": text, "answers": list(item.answers)}
+    if item.category is not None:
+        record["category"] = item.category
+    return {**record, "acc": int(is_right(task.config, text, item.answers))}
+
+
+def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
+    """The task's numbers: means with their standard errors, and counts of what was odd."""
+    record: Record = {
+        "type": task.kind,
+        "n": len(items),
+        "num_fewshot": task.num_fewshot,
+        "tokenization": task.config.tokenization,
+        "fingerprint": task.fingerprint,
+        "metric": MAIN_METRIC.get(task.kind, "acc"),
+    }
+    for name in METRICS[task.kind]:
+        record[name], record[f"{name}_stderr"] = mean_and_error([item[name] for item in items])
+    if task.kind in MAIN_METRIC:
+        record["chance"] = sum(1 / len(item["num_tokens"]) for item in items) / len(items)
+        record["num_ties"] = sum(item["tie"][record["metric"]] for item in items)
+        record["num_duplicates"] = sum(item["has_duplicates"] for item in items)
+    if task.kind == "language_modeling":
+        record["perplexity"] = math.exp(-sum(item["log_probability"][0] for item in items) / len(items))
+    if task.kind == "perplexity":
+        nats = -sum(item["log_probability"][0] for item in items)
+        record["perplexity"] = math.exp(nats / sum(item["num_tokens"][0] for item in items))
+        record["bits_per_byte"] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
+        record["metric"] = "bits_per_byte"
+    categories = sorted({item["category"] for item in items if "category" in item})
+    if categories:
+        metric = record["metric"]
+        record["categories"] = {
+            name: mean_and_error([item[metric] for item in items if item.get("category") == name])[0]
+            for name in categories
+        }
+    trimmed = sum(1 for item in items if item.get("num_trimmed"))
+    odd = {"num_trimmed": trimmed, "skipped": task.skipped}
+    return {**record, **{key: value for key, value in odd.items() if value}, "seconds": round(seconds, 3)}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, sd / sqrt(n) with n - 1 in the variance; 0 for a single value."""
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
+    return mean, math.sqrt(variance / n)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+class ResultFiles:
+    """`<folder>/<suite>/<model>.json` and `.items.jsonl`. All ranks read, rank 0 writes."""
+
+    def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
+        self.path = folder / suite / f"{model}.json"
+        self.items_path = folder / suite / f"{model}.items.jsonl"
+        self.is_main = rank_and_size(None)[0] == 0
+        self.known: Record = {}
+        if self.path.exists() and not redo:
+            with contextlib.suppress(ValueError):
+                self.known = json.loads(self.path.read_text())
+        self.lines: dict[str, list[str]] = {}
+        if self.known and self.items_path.exists():
+            for line in self.items_path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a torn line belongs to a task that is not in the JSON
+                    self.lines.setdefault(json.loads(line)["task"], []).append(line)
+
+    def find(self, task: Prepared, results: Results) -> Record | None:
+        """The finished result of this very task on this very model, if it is here."""
+        same = ("source", "save_id", "tokenizer", "precision")
+        if any(self.known.get(key) != getattr(results, key) for key in same):
+            return None
+        record: Record | None = self.known.get("tasks", {}).get(task.name)
+        if record is None or record["fingerprint"] != task.fingerprint:
+            return None
+        is_whole = len(self.lines.get(task.name, [])) == record["n"] == len(task.items)
+        return record if is_whole else None
+
+    def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
+        if not self.is_main:
+            return
+        self.lines[name] = [json.dumps(item) for item in items]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (line for task in results.tasks for line in self.lines[task])
+        # Items first: a task counts as finished when the JSON has it.
+        _replace(self.items_path, "".join(line + "\n" for line in lines))
+        _replace(self.path, json.dumps(results.as_json(), indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    os.replace(draft, path)

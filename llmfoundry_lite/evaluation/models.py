@@ -1,0 +1,231 @@
+"""A name -> a model ready to be scored, with its tokenizer: from a checkpoint, a run, an exported folder, the Hub.
+
+Portable checkpoints and folders in MPT's and GPT-2's layouts become our MPT, which shares prefixes; any other causal
+language model of transformers runs as it is, row by row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmfoundry_lite.checkpoint.places import open_place
+from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import check_structure
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer
+from llmfoundry_lite.errors import CheckpointError, DataError, ExportError
+from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
+from llmfoundry_lite.models.hf import import_model
+from llmfoundry_lite.models.mpt import MPT
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Shard = Callable[[nn.Module], None]
+"""Spreads a model over all ranks, in place (parallel.py's; the script brings it)."""
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """A model under evaluation."""
+
+    source: str
+    """What it was loaded from."""
+    save_id: str | None
+    """Of its checkpoint."""
+    num_tokens_trained: int | None
+    model: Any
+    """Scorable."""
+    tokenizer: Tokenizer
+    fingerprint: str
+    """Tokenizer's."""
+
+
+def find_checkpoint(where: str) -> Checkpoint | None:
+    """The checkpoint at `where`, or the newest intact one of a run or folder; None if there is none to be seen."""
+    inside = f"{where.rstrip('/')}/checkpoints"
+    for url in (where, inside):
+        place = open_place(url)
+        if "manifest.json" in place.names():
+            return open_checkpoint(url)
+        found = CheckpointStore(url).newest_intact(check_structure).checkpoint
+        if found is not None:
+            return found
+    return None
+
+
+def load_subject(
+    where: str,
+    *,
+    tokenizer: str | None = None,
+    precision: str = "fp32",
+    device: torch.device,
+    shard: Shard | None = None,
+) -> Subject:
+    """Raises CheckpointError for one that does not verify, DataError when there is nothing or no tokenizer."""
+    if where.startswith("hf:"):
+        return _load_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, precision, device, shard)
+    if "://" not in where and not Path(where).exists():
+        raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
+    if "://" not in where and (Path(where) / "config.json").is_file():
+        return _load_folder(where, Path(where), tokenizer, precision, device, shard)
+    checkpoint = find_checkpoint(where)
+    if checkpoint is None:
+        raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
+    return _load_checkpoint(where, checkpoint, tokenizer, precision, device, shard)
+
+
+def _load_checkpoint(
+    where: str, checkpoint: Checkpoint, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
+) -> Subject:
+    manifest = checkpoint.manifest
+    config = build_block(ModelConfig, manifest.config["model"], "model")
+    name = tokenizer or (manifest.config.get("tokenizer") or {}).get("name")
+    if name is None or not (is_local_or_cached(name) or tokenizer):
+        raise DataError(
+            f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
+        )
+    found = load_tokenizer(name)
+    trained_with = manifest.fingerprints.get("tokenizer")
+    if trained_with is not None and trained_with != found.fingerprint:
+        raise DataError(
+            f"models: {where} was trained with another tokenizer ({trained_with}) than {name} ({found.fingerprint})"
+        )
+    weights = load_full_tensors(checkpoint.where)
+    return Subject(
+        source=checkpoint.where,
+        save_id=manifest.save_id,
+        num_tokens_trained=manifest.timestamp.token or None,
+        model=_build(config, weights, precision, device, shard),
+        tokenizer=found,
+        fingerprint=found.fingerprint,
+    )
+
+
+def _load_folder(
+    where: str, folder: Path, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
+) -> Subject:
+    found = load_tokenizer(tokenizer or folder)
+    try:
+        config, weights = import_model(folder)
+    except ExportError as error:
+        if shard is not None:
+            raise DataError(f"models: {where} can only be evaluated whole: {error}; set fsdp=false") from None
+        model: Any = _load_plain(folder, precision, device)
+    else:
+        model = _build(config, weights, precision, device, shard)
+    return Subject(
+        source=where,
+        save_id=None,
+        num_tokens_trained=None,
+        model=model,
+        tokenizer=found,
+        fingerprint=found.fingerprint,
+    )
+
+
+def _fetch(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.h5", "*.msgpack"]))
+    except Exception as error:  # whatever the Hub or the network raise
+        raise DataError(f"models: hf:{name} cannot be had: {str(error).splitlines()[0]}") from error
+
+
+def _build(
+    config: ModelConfig, weights: dict[str, torch.Tensor], precision: str, device: torch.device, shard: Shard | None
+) -> "TreeModel":
+    with torch.device("meta"):
+        model = MPT(config)
+    model = model.to(DTYPES[precision]).eval().requires_grad_(False)
+    if shard is None:
+        converted = {name: tensor.to(device, DTYPES[precision]) for name, tensor in weights.items()}
+        _check_names(model, converted)
+        model.load_state_dict(converted, assign=True)
+    else:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        _check_names(model, weights)
+        shard(model)
+        model.to_empty(device=device)
+        converted: dict[str, Any] = {name: tensor.to(DTYPES[precision]) for name, tensor in weights.items()}
+        set_model_state_dict(model, converted, options=StateDictOptions(full_state_dict=True))
+    return TreeModel(model, device)
+
+
+def _check_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    expected = model.state_dict().keys()
+    if expected != weights.keys():
+        names = sorted(expected ^ weights.keys())
+        raise CheckpointError(f"the weights are not those of the model they name: {names[0]} and {len(names) - 1} more")
+
+
+class TreeModel:
+    """Our MPT, as scoring wants it."""
+
+    shares_prefixes = True
+
+    def __init__(self, model: MPT, device: torch.device):
+        self.model = model
+        self.device = device
+        self.max_seq_len = model.config.max_seq_len
+
+    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+        return self.model(
+            inputs.tokens_bt,
+            positions_bt=inputs.positions_bt,
+            may_see_bts=inputs.may_see_bts,
+            head=partial(score_hidden, wanted=wanted),
+        )
+
+    def likeliest(self, tokens_1t: torch.Tensor) -> int:
+        def head(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
+            return (hidden_btd[0, -1].float() @ unembedding_vd.float().T).argmax()
+
+        return int(self.model(tokens_1t, head=head))
+
+
+def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainModel":
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"models: {folder} is no causal language model that transformers loads: {error}") from error
+    return PlainModel(model.to(device).eval(), device)
+
+
+class PlainModel:
+    """Any causal language model of transformers. Padding is on the right, where causal attention never looks."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model = model
+        self.device = device
+        config = model.config
+        self.max_seq_len = next(
+            (
+                int(getattr(config, name))
+                for name in ("max_position_embeddings", "n_positions", "max_seq_len")
+                if getattr(config, name, None)
+            ),
+            2048,
+        )
+
+    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+        assert inputs.positions_bt is None, "rows are plain text"
+        logits_btv = self.model(input_ids=inputs.tokens_bt).logits
+        return score_logits(logits_btv[wanted.rows_n, wanted.columns_n].float(), wanted.expected_n)
+
+    def likeliest(self, tokens_1t: torch.Tensor) -> int:
+        return int(self.model(input_ids=tokens_1t).logits[0, -1].argmax())

@@ -1,0 +1,121 @@
+"""A suite: every model of a configuration on every task, and the table that compares them."""
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
+from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
+from llmfoundry_lite.evaluation.models import DTYPES, Shard, load_subject
+from llmfoundry_lite.evaluation.tables import print_table, write_tables
+from llmfoundry_lite.launch import place
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
+
+
+def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
+    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks."""
+    device = start_process_group(config)
+    shard = build_shard(config, device) if config.fsdp else None
+    folder = Path(config.results_folder)
+    all_results = []
+    for name, where in config.models.items():
+        subject = load_subject(
+            where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
+        )
+        results = Results(
+            model=name,
+            suite=config.suite,
+            source=subject.source,
+            save_id=subject.save_id,
+            num_tokens_trained=subject.num_tokens_trained,
+            tokenizer=subject.fingerprint,
+            precision=config.precision,
+        )
+        progress = ProgressLine(name)
+        evaluate(
+            subject.model,
+            subject.tokenizer,
+            tasks,
+            results,
+            ResultFiles(folder, config.suite, name, redo=config.redo),
+            tokenization=config.tokenization,
+            max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
+            max_seq_len=config.max_seq_len,
+            limit=config.limit,
+            on_progress=progress,
+        )
+        progress.close()
+        all_results.append(results)
+        del subject
+    if place().rank == 0:
+        print_table(all_results, Console())
+        for path in write_tables(all_results, folder / config.suite):
+            print(path)
+    return all_results
+
+
+def start_process_group(config: EvalConfig) -> torch.device:
+    here = place()
+    device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
+    if here.world_size > 1 and not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=config.dist_timeout)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    return device
+
+
+def build_shard(config: EvalConfig, device: torch.device) -> Shard:
+    """What spreads a model over all ranks."""
+    from llmfoundry_lite.parallel import Precision, build_mesh, shard_model
+
+    if not dist.is_initialized():  # one process: a group of its own, on no network
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fsdp = FSDPConfig()
+    mesh = build_mesh(fsdp, device.type, place().world_size, place().local_world_size)
+    dtype = DTYPES[config.precision]
+
+    def shard(model: nn.Module) -> None:
+        shard_model(model, fsdp, Precision(parameters=dtype, reduction=dtype), mesh)  # type: ignore[arg-type]
+
+    return shard
+
+
+class ProgressLine:
+    """One line that is rewritten on a terminal, or a line for each task that is done elsewhere."""
+
+    def __init__(self, model: str):
+        self.model = model
+        self.task, self.started = "", 0.0
+        self.is_terminal = sys.stderr.isatty()
+        self.is_main = place().rank == 0
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        if not self.is_main:
+            return
+        if task != self.task:
+            self.task, self.started = task, time.monotonic()
+        seconds = time.monotonic() - self.started
+        text = f"{self.model} · {task} · {done}/{total}"
+        if done == total:
+            text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
+        elif done:
+            text += f" · ETA {seconds * (total - done) / done:.0f} s"
+        if self.is_terminal:
+            print(f"\r\033[K{text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif done == total:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.task = ""

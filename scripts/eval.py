@@ -1,0 +1,26 @@
+"""Evaluate models in context.
+
+python scripts/eval.py yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b models.base=runs/other/checkpoints/ba400
+composer -n 8 scripts/eval.py yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b
+"""
+
+import os
+from collections.abc import Sequence
+
+from llmfoundry_lite.config.load import load_eval_config, load_tasks
+from llmfoundry_lite.launch import run_and_exit
+
+
+def main(arguments: Sequence[str]) -> None:
+    config = load_eval_config(arguments)
+    tasks = load_tasks(config.icl_tasks, config.task_folder)
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)  # before torch looks
+
+    from llmfoundry_lite.suite import run_suite  # imports torch
+
+    run_suite(config, tasks)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,179 @@
+"""The fast path against one forward pass for every choice."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.evaluation.models import PlainModel, TreeModel
+from llmfoundry_lite.evaluation.packing import Row, pack
+from llmfoundry_lite.evaluation.scoring import Score, score
+from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.models.mpt import MPT
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=50)
+ALIBI = replace(SMALL, attn_config=AttentionConfig(alibi=True), no_bias=True)
+
+
+def build(config=SMALL):
+    torch.manual_seed(0)
+    model = MPT(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return TreeModel(model, CPU)
+
+
+def request(context, continuation):
+    return Request(tuple(context), tuple(continuation), len(continuation), 0)
+
+
+def questions(num, num_choices=3, shared=0, seed=0):
+    """Groups of requests with a context each, behind `shared` tokens that are the same for all."""
+    generator = random.Random(seed)
+
+    def tokens(n):
+        return [generator.randrange(50) for _ in range(n)]
+
+    beginning = tokens(shared)
+    groups = []
+    for _ in range(num):
+        context = beginning + tokens(generator.randint(1, 12))
+        groups.append([request(context, tokens(generator.randint(1, 6))) for _ in range(num_choices)])
+    return groups
+
+
+def one_by_one(model, groups):
+    """No tricks: log-probabilities of the continuation's tokens from the logits of the whole text."""
+    scores = {}
+    for number, each in enumerate(r for group in groups for r in group):
+        text = torch.tensor([[*each.context, *each.continuation]])
+        log_p = F.log_softmax(model.model(text)[0].double(), dim=-1)
+        at = range(len(each.context) - 1, text.size(1) - 1)
+        value = sum(float(log_p[i, text[0, i + 1]]) for i in at)
+        scores[number] = Score(value, all(int(log_p[i].argmax()) == int(text[0, i + 1]) for i in at))
+    return scores
+
+
+def all_scores(model, groups, max_batch_tokens=256, world_size=1):
+    found = {}
+    for rank in range(world_size):
+        for part in score(model, groups, max_batch_tokens, rank, world_size):
+            assert not found.keys() & part.keys()
+            found |= part
+    return found
+
+
+@pytest.mark.parametrize("config", [SMALL, ALIBI, replace(SMALL, attn_config=AttentionConfig(qk_ln=True, clip_qkv=6))])
+@pytest.mark.parametrize("shared", [0, 40])
+def test_scores_are_those_of_one_forward_pass_for_each_choice(config, shared):
+    model, groups = build(config), questions(23, shared=shared)
+    found, expected = all_scores(model, groups), one_by_one(model, groups)
+    assert found.keys() == expected.keys()
+    for number, value in expected.items():
+        assert found[number].log_probability == pytest.approx(value.log_probability, abs=1e-5 * len(groups[0]))
+        assert found[number].is_greedy == value.is_greedy
+
+
+def test_results_do_not_depend_on_how_many_ranks_share_the_work():
+    model, groups = build(), questions(17)
+    alone = all_scores(model, groups)
+    for world_size in (2, 3, 5):
+        assert all_scores(model, groups, world_size=world_size) == alone
+
+
+def test_every_rank_takes_as_many_steps_as_the_others():
+    model, groups = build(), questions(9)
+    steps = {len(list(score(model, groups, 64, rank, 4))) for rank in range(4)}
+    assert len(steps) == 1
+
+
+def test_equal_choices_score_equally_to_the_last_bit():
+    model = build()
+    groups = [[request([1, 2, 3], [4, 5]), request([1, 2, 3], [6]), request([1, 2, 3], [4, 5])]]
+    found = all_scores(model, groups)
+    assert found[0] == found[2]
+
+
+def test_nothing_is_computed_twice():
+    context = list(range(10))
+    row = Row()
+    for number, continuation in enumerate(([20, 21, 22], [20, 21, 23], [30])):
+        row.add(request(context, continuation), number)
+    # The context, then 20 and 21, which two continuations share; the last token of each is predicted, never read.
+    assert row.tokens == [*context, 20, 21]
+    assert sorted(row.targets) == [
+        (9, 20, 0),
+        (9, 20, 1),
+        (9, 30, 2),
+        (10, 21, 0),
+        (10, 21, 1),
+        (11, 22, 0),
+        (11, 23, 1),
+    ]
+
+
+def test_a_token_sees_what_came_before_it_and_no_sibling():
+    row = Row()
+    row.add(request([1, 2], [3, 4]), 0)
+    row.add(request([1, 2], [5, 6]), 1)
+    assert row.tokens == [1, 2, 3, 5]
+    assert row.positions == [0, 1, 2, 2]
+    assert row.may_see(5).astype(int).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+def test_a_fixed_beginning_is_shared_by_many_items():
+    groups = questions(40, shared=60)
+    num_tokens = sum(len(row) for batch in pack(groups, 4096) for row in batch.rows)
+    longest_of_each = sum(max(len(r.context) + len(r.continuation) for r in group) for group in groups)
+    assert num_tokens < 0.6 * longest_of_each
+
+
+def test_batches_are_little_more_than_their_tokens():
+    batches = pack(questions(200, seed=3), 512)
+    used = sum(len(row) for batch in batches for row in batch.rows)
+    computed = sum(batch.width * len(batch.rows) for batch in batches)
+    assert used / computed > 0.9
+    assert all(batch.width * len(batch.rows) <= 512 for batch in batches)
+
+
+class Logits:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class LikeTransformers:
+    """As a model of transformers is called."""
+
+    def __init__(self, model):
+        self.model, self.config = model, model.config
+
+    def __call__(self, input_ids):
+        return Logits(self.model(input_ids))
+
+
+def test_a_model_that_knows_no_trees_is_read_row_by_row():
+    ours, groups = build(), questions(11)
+    plain = PlainModel(LikeTransformers(ours.model), CPU)
+    found, expected = all_scores(plain, groups), one_by_one(ours, groups)
+    assert [found[n].log_probability for n in sorted(found)] == pytest.approx(
+        [expected[n].log_probability for n in sorted(expected)], abs=1e-4
+    )
+
+
+def test_log_probabilities_of_a_bf16_model_come_from_fp32_logits():
+    """LLM Foundry takes them from bf16 logits, where steps of 0.06 nats decide between choices."""
+    model = build()
+    model.model.to(torch.bfloat16)
+    values = [value.log_probability for value in all_scores(model, questions(20)).values()]
+    as_bf16 = [float(torch.tensor(value).bfloat16()) for value in values]
+    assert sum(a != b for a, b in zip(values, as_bf16, strict=True)) > 0.9 * len(values)
