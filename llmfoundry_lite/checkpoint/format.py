@@ -301,12 +301,12 @@ class Saver:
         assert self.lease is not None
         place, prefix = self.store.draft(manifest.save_id)
         records = []
-        for name, content in about.attachments().items():
-            try:
+        try:
+            for name, content in about.attachments().items():
                 record = write_shard(place, name, [content], num_threads=1)
-            except (OSError, EOFError) as error:
-                raise CheckpointError(f"{place.url}/{name}: not written: {error}") from error
-            records.append(replace(record, name=prefix + name))
+                records.append(replace(record, name=prefix + name))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{place.url}: what goes with the tensors was not written: {error}") from error
         self.store.publish(replace(manifest, attachments=tuple(records)), self.lease)
 
     def _gather_manifest(self, flight: "_Flight") -> Manifest:
