@@ -26,6 +26,7 @@ import mmap
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,6 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import DataError, UserError
-from llmfoundry_lite.launch import Interrupted, raise_when_interrupted
 from llmfoundry_lite.models.flops import count_parameters
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -100,27 +100,7 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
     _check_disk(folder, max(size_bytes(name) for name in (size, *sizes)))
     if out is not None:
         _make_folder(out, "--out")
-    raise_when_interrupted()
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as work:
-            beside = _measure_on_ranks(
-                {"what": "sides", "size": size, "num_rounds": num_rounds, "folder": work}, console
-            )
-            growth = {}
-            for name in sizes:
-                if (missing := _missing_memory(name)) is not None:
-                    growth[name] = {"left_out": missing}
-                    continue
-                settings = {
-                    "what": "growth",
-                    "size": name,
-                    "num_rounds": min(num_rounds, GROWTH_ROUNDS),
-                    "folder": work,
-                }
-                growth[name] = _measure_on_ranks(settings, console)
-    except Interrupted as interrupted:
-        raise SystemExit(interrupted.exit_code) from None
-    report = {
+    report: dict[str, Any] = {
         "machine": {
             "cores": len(os.sched_getaffinity(0)),
             "device": device_type(),
@@ -131,18 +111,40 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
         },
         "num_ranks": NUM_RANKS,
         "num_rounds": num_rounds,
-        **beside,
-        "growth": growth,
+        "growth": {},
     }
-    report["targets"] = judge(report)
-    tables = [table_of_sides(report), table_of_targets(report), table_of_growth(report)]
-    for title, headings, rows in tables:
-        _print_table(console, title, headings, rows)
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as work:
+        settings = {"num_rounds": num_rounds, "folder": work}
+        report |= _measure_on_ranks({"what": "sides", "size": size, **settings}, console)
+        report["targets"] = judge(report)
+        tables = [table_of_sides(report), table_of_targets(report)]
+        for table in tables:
+            _print_table(console, *table)
+        settings["num_rounds"] = min(num_rounds, GROWTH_ROUNDS)
+        for name in sizes:
+            missing = _missing_memory(name)
+            report["growth"][name] = (
+                {"left_out": missing}
+                if missing
+                else _measure_on_ranks({"what": "growth", "size": name, **settings}, console)
+            )
+    tables.append(table_of_growth(report))
+    _print_table(console, *tables[-1])
     if out is not None:
         (out / "bench-checkpoint.json").write_text(json.dumps(report, indent=1) + "\n")
         (out / "bench-checkpoint.md").write_text("\n".join(_markdown(*table) for table in tables))
         console.print(f"written: {out / 'bench-checkpoint.json'} and bench-checkpoint.md beside it")
     return report
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise, as Ctrl-C does, so that the ranks and the files go with this process."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def size_bytes(size: str) -> int:
