@@ -145,7 +145,8 @@ def plot_comparison(
     if not gap.lines:
         gap.set_ylim(1e-7, 1)
     gap.set_ylabel(f"|difference| from\n{curves[0].name}")
-    gap.legend(frameon=False, fontsize=8, loc="best")
+    if differences:
+        gap.legend(frameon=False, fontsize=8, loc="best")
     _finish_axes((loss, gap), curves)
     if strips:
         _label_strips(figure, strip, spans, [curve.name for curve in curves])
@@ -219,30 +220,33 @@ def _label_strips(figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Sp
         axes.set_ylim(0, 1)
         if name:
             axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-    figure.draw_without_rendering()
+    figure.draw_without_rendering()  # which gives every panel its place
     is_tall = len(rows) == 1
     texts = {label: label.replace(" · ", "\n", 1) if is_tall else label for label in shades}
-    fits = all(
-        _fits(figure, axes, span, texts[span.label]) for axes, spans in zip(strips, rows, strict=True) for span in spans
-    )
-    for axes, spans in zip(strips, rows, strict=True):
-        for span in spans:
-            text = texts[span.label] if fits else numbers[span.label]
-            if _fits(figure, axes, span, text):
-                middle = (span.first_batch + span.last_batch) / 2
-                axes.text(middle, 0.5, text, ha="center", va="center", fontsize=8, color="#333333")
-    if not fits:
+    wide = {text: _width(figure, text) for text in (*texts.values(), *numbers.values())}
+
+    def fits(axes: Any, span: Span, text: str) -> bool:
+        (left, _), (right, _) = axes.transData.transform([(span.first_batch - 0.5, 0), (span.last_batch + 0.5, 0)])
+        return wide[text] + 6 < right - left
+
+    spans_of_strips = [(axes, span) for axes, spans in zip(strips, rows, strict=True) for span in spans]
+    all_fit = all(fits(axes, span, texts[span.label]) for axes, span in spans_of_strips)
+    for axes, span in spans_of_strips:
+        text = texts[span.label] if all_fit else numbers[span.label]
+        if fits(axes, span, text):
+            middle = (span.first_batch + span.last_batch) / 2
+            axes.text(middle, 0.5, text, ha="center", va="center", fontsize=8, color="#333333")
+    if not all_fit:
         handles = [Patch(color=shades[label], label=f"{numbers[label]}  {label}") for label in shades]
         figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
 
 
-def _fits(figure: Any, axes: Any, span: Span, text: str) -> bool:
-    """Whether `text` is narrower than its span, a little air included."""
-    drawn = axes.text(0, 0, text, fontsize=8)
+def _width(figure: Any, text: str) -> float:
+    """In pixels."""
+    drawn = figure.text(0, 0, text, fontsize=8)
     width = drawn.get_window_extent(figure.canvas.get_renderer()).width
     drawn.remove()
-    (left, _), (right, _) = axes.transData.transform([(span.first_batch - 0.5, 0), (span.last_batch + 0.5, 0)])
-    return width + 6 < right - left
+    return width
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -274,3 +278,26 @@ def smooth(values: Floats) -> Floats:
     counts = np.concatenate([[0], np.cumsum(known)])
     total, count = sums[at + half + 1] - sums[at - half], counts[at + half + 1] - counts[at - half]
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def plot_curves(panels: dict[str, dict[str, list[tuple[float, float, float]]]], path: Path, *, x_label: str) -> None:
+    """Small multiples: title -> name -> (x, y, error of y); written to `path` as PNG."""
+    num_columns = min(3, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    figure, grid = plt.subplots(
+        num_rows, num_columns, figsize=(4 * num_columns, 3 * num_rows), squeeze=False, layout="constrained", dpi=130
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
+        for name, points in curves.items():
+            x, y, error = zip(*points, strict=True)
+            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1.5, capsize=2, label=name)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(x_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    if any(len(curves) > 1 for curves in panels.values()):
+        grid.flat[0].legend(frameon=False, fontsize=9)
+    figure.savefig(path)
+    plt.close(figure)

@@ -38,6 +38,8 @@ class Log:
     launch: NDArray[np.int64]
     digest: list[str | None]
     columns: dict[str, Floats]
+    tokens: Floats
+    """In each batch; NaN where the log does not have the batch before it."""
     not_finite: list[int]
     """Batches whose loss was neither skipped over nor a number: null in the file."""
     num_unreadable: int
@@ -48,15 +50,6 @@ class Log:
 
     def __getitem__(self, column: str) -> Floats:
         return self.columns[column]
-
-    @property
-    def tokens(self) -> Floats:
-        """In each batch; NaN where the log does not have the batch before it."""
-        counts = np.full(len(self.batch), np.nan)
-        counts[1:] = np.where(np.diff(self.batch) == 1, np.diff(self[TOKENS]), np.nan)
-        if self.batch[0] <= 1:
-            counts[0] = self[TOKENS][0]
-        return counts
 
     def within(self, first_batch: int, last_batch: int) -> slice:
         return slice(*np.searchsorted(self.batch, (first_batch, last_batch + 1)).tolist())
@@ -87,7 +80,7 @@ def read_run(where: str) -> Run:
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from None
     is_run = METRICS in names or CONFIG in names
-    newest = find_newest(place if not is_run else checkpoints_of(place, config), notes)
+    newest = find_newest(folder_of_checkpoints(place, config) if is_run else place.url, notes)
     if newest is not None:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(lines, newest, notes)
@@ -124,22 +117,21 @@ def read_config(place: Place, notes: list[str]) -> dict[str, Any] | None:
 # ----------------------------------------------------------------------------------------------- checkpoints
 
 
-def checkpoints_of(place: Place, config: dict[str, Any] | None) -> Place:
+def folder_of_checkpoints(place: Place, config: dict[str, Any] | None) -> str:
     """The `save_folder` of the configuration; else where a run directory has its own, wherever that was moved to."""
-    folder = (config or {}).get("save_folder")
-    return open_place(folder) if folder else place.child("checkpoints")
+    return (config or {}).get("save_folder") or place.child("checkpoints").url
 
 
-def find_newest(folder: Place, notes: list[str]) -> Checkpoint | None:
+def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
     """The newest checkpoint whose manifest can be read. A report does without when there is none."""
     try:
-        search = CheckpointStore(folder.url).newest_intact()
+        search = CheckpointStore(folder).newest_intact()
     except CheckpointError as error:
         notes.append(f"where it ran is not known: {error}")
         return None
     notes.extend(search.notes)
     if search.checkpoint is None:
-        notes.append(f"where it ran is not known: no checkpoint in {folder.url}")
+        notes.append(f"where it ran is not known: no checkpoint in {folder}")
     return search.checkpoint
 
 
@@ -179,16 +171,26 @@ def parse_log(lines: Iterable[bytes]) -> Log:
     batches = sorted(latest)
     rows = [latest[batch] for batch in batches]
     values = np.array([row[3:] for row in rows], dtype=np.float64).reshape(len(rows), len(COLUMNS))
+    columns = {key: values[:, i] for i, key in enumerate(COLUMNS)}
     return Log(
         batch=np.array(batches, np.int64),
         launch=np.array([row[0] for row in rows], np.int64),
         digest=[row[1] for row in rows],
-        columns={key: values[:, i] for i, key in enumerate(COLUMNS)},
+        columns=columns,
+        tokens=count_tokens(batches, columns[TOKENS]),
         not_finite=[batch for batch, row in zip(batches, rows, strict=True) if row[2]],
         num_unreadable=num_unreadable,
         num_repeated=num_repeated,
         repeated_seconds=repeated_seconds,
     )
+
+
+def count_tokens(batches: list[int], so_far: Floats) -> Floats:
+    counts = np.full(len(batches), np.nan)
+    counts[1:] = np.where(np.diff(batches) == 1, np.diff(so_far), np.nan)
+    if batches and batches[0] <= 1:
+        counts[0] = so_far[0]
+    return counts
 
 
 def readable(lines: Iterable[bytes]) -> Iterable[dict[str, Any] | None]:
