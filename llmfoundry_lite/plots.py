@@ -25,6 +25,9 @@ SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
 MAX_POINTS = 4000
 """Drawn of one curve; a figure is a quarter as many pixels wide."""
 
+CROWD = 400
+"""Points of one curve that can still be told apart."""
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -97,6 +100,7 @@ def plot_run(
     speed.plot(*thin(curve.batches, curve.tokens_per_second), color=TRAIN, linewidth=1.2)
     speed.set_ylim(bottom=0)
     speed.set_ylabel("tokens/s")
+    speed.yaxis.set_major_formatter("{x:,.0f}")
     _finish_axes((loss, speed), [curve])
     if spans:
         _shade((loss, speed), spans)
@@ -131,7 +135,7 @@ def plot_comparison(
     )
     for i, curve in enumerate(curves):
         look = {"color": CURVES[i % len(CURVES)], "linestyle": "-" if i == 0 else "--"}
-        loss.plot(*thin(curve.batches, curve.losses), linewidth=2.2 if i == 0 else 1.3, label=curve.name, **look)
+        _plot_with_mean(loss, curve.batches, curve.losses, 2.2 if i == 0 else 1.3, curve.name, **look)
         if len(curve.eval_losses):
             loss.plot(curve.eval_batches, curve.eval_losses, "o" if i == 0 else "x", color=look["color"], markersize=5)
         _mark_not_finite(loss, curve)
@@ -165,12 +169,21 @@ def _plot_difference(axes: Any, difference: Difference, color: str) -> None:
         label += f": zero at {num_zero:,} of {len(known):,} batches"
     above = np.where(difference.absolute > 0, difference.absolute, np.nan)
     if np.isfinite(above).any():
-        axes.plot(*thin(difference.batches, above), color=color, linewidth=1, marker=".", markersize=2, label=label)
+        _plot_with_mean(axes, difference.batches, above, 1.3, label, color=color, marker=".", markersize=2)
     else:
         axes.plot([], [], color=color, linewidth=1, label=label)
     if difference.digests_part_at is not None:
         at = difference.digests_part_at
-        axes.axvline(at, color=color, linestyle=":", label=f"{difference.name}: other data from batch {at:,}")
+        axes.axvline(at, color="#333333", linestyle=":", label=f"{difference.name}: other data from batch {at:,}")
+
+
+def _plot_with_mean(axes: Any, batches: Ints, values: Floats, linewidth: float, label: str, **look: Any) -> None:
+    """Each value, and where they are too many to be told apart, the mean of neighbours over them."""
+    if len(values) <= CROWD:
+        axes.plot(batches, values, linewidth=linewidth, label=label, **look)
+        return
+    axes.plot(*thin(batches, values), color=look["color"], linewidth=0.6, alpha=0.35)
+    axes.plot(*thin(batches, smooth(values)), linewidth=linewidth, label=label, **look | {"marker": None})
 
 
 def _mark_not_finite(axes: Any, curve: Curve) -> None:
@@ -190,6 +203,7 @@ def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
     last = max(int(curve.batches[-1]) for curve in curves)
     panels[-1].set_xlim(first - 0.5, last + 0.5)
     panels[-1].set_xlabel("batch")
+    panels[-1].xaxis.set_major_formatter("{x:,.0f}")
 
 
 # ------------------------------------------------------------------------------------------------ hardware

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from llmfoundry_lite.config.check import check_world_size
+from llmfoundry_lite.config.load import load_tasks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -46,6 +47,7 @@ def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Prefligh
         if loader is not None and loader.name == "text":
             _check_data(name, loader, config, found, must_exist=must_exist)
     _check_tokenizer(config, found, must_exist=must_exist)
+    _check_tasks(config, must_exist=must_exist)
     num_samples = _samples_per_epoch(config, found)
     if num_samples is not None and num_samples < config.global_train_batch_size and config.train_loader.drop_last:
         raise DataError(
@@ -59,6 +61,18 @@ def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
     """None where only StreamingDataset can tell: streams have weights, and epoch_size takes or repeats samples."""
     dataset: TextDatasetConfig = config.train_loader.dataset
     return None if dataset.streams or dataset.epoch_size is not None else found.num_samples.get("train")
+
+
+def _check_tasks(config: TrainConfig, *, must_exist: bool) -> None:
+    for task in load_tasks(config.icl_tasks, config.icl_task_folder):
+        is_local = not task.dataset_uri.startswith("hf://")
+        if must_exist and is_local and not Path(task.dataset_uri).exists():
+            raise DataError(
+                f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "
+                "`llmfoundry-lite data fetch-tasks` fetches it"
+            )
+    if config.icl_tasks and must_exist and not is_local_or_cached(config.tokenizer.name):
+        raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
 
 
 def _check_import_paths(config: TrainConfig) -> None:

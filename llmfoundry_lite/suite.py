@@ -13,10 +13,12 @@ from rich.console import Console
 from torch import nn
 
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
-from llmfoundry_lite.evaluation.models import DTYPES, Shard, load_subject
+from llmfoundry_lite.evaluation.models import DTYPES, Shard, find_all_checkpoints, load_subject
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.launch import place
+from llmfoundry_lite.plots import plot_curves
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
@@ -27,7 +29,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
     all_results = []
-    for name, where in config.models.items():
+    for name, where in expand_models(config).items():
         subject = load_subject(
             where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
         )
@@ -60,7 +62,22 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         print_table(all_results, Console())
         for path in write_tables(all_results, folder / config.suite):
             print(path)
+        if config.all_checkpoints:
+            print(plot_learning_curves(all_results, list(config.models), folder / config.suite / "learning.png"))
     return all_results
+
+
+def expand_models(config: EvalConfig) -> dict[str, str]:
+    """The models to evaluate; with all_checkpoints, each run's checkpoints in order of batch."""
+    if not config.all_checkpoints:
+        return config.models
+    models = {}
+    for name, where in config.models.items():
+        found = find_all_checkpoints(where)
+        if not found:
+            raise DataError(f"models: {where} holds no checkpoint to be seen")
+        models |= {f"{name}-{checkpoint.name}": checkpoint.where for checkpoint in found}
+    return models
 
 
 def start_process_group(config: EvalConfig) -> torch.device:
@@ -90,6 +107,20 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
         shard_model(model, fsdp, Precision(parameters=dtype, reduction=dtype), mesh)  # type: ignore[arg-type]
 
     return shard
+
+
+def plot_learning_curves(all_results: Sequence[Results], names: Sequence[str], path: Path) -> Path:
+    """The main metric of every task against the batch of the checkpoint, one panel for each task."""
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for results in all_results:
+        name = next(name for name in names if results.model.startswith(f"{name}-ba"))
+        batch = int(results.model.removeprefix(f"{name}-ba"))
+        for task, record in results.tasks.items():
+            metric = record["metric"]
+            point = (batch, record[metric], record.get(f"{metric}_stderr", 0.0))
+            curves.setdefault(f"{task}, {metric}", {}).setdefault(name, []).append(point)
+    plot_curves(curves, path, x_label="batch")
+    return path
 
 
 class ProgressLine:

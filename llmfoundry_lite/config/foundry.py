@@ -14,8 +14,8 @@ WITHOUT_EFFECT = {
     "save_latest_filename": "checkpoints have fixed names",
     "save_ignore_keys": "a checkpoint is always whole",
     "load_strict_model_weights": "weights are always checked strictly; load_ignore_keys names exceptions",
-    "icl_subset_num_batches": "nothing is evaluated in context here",
-    "icl_seq_len": "nothing is evaluated in context here",
+    "icl_subset_num_batches": "icl_limit counts items",
+    "icl_seq_len": "contexts may be as long as the model's",
     "flatten_metadata": "metadata is logged as it is",
     "n_gpus": "the launcher knows",
     "model.use_cache": "training keeps no cache",
@@ -43,11 +43,10 @@ WITHOUT_EFFECT = {
 }
 """Accepted, ignored, and said so."""
 
-IN_CONTEXT = "remove it, and evaluate the model of export_at_end in context with a tool that reads Hugging Face models"
+IN_CONTEXT = "write the tasks under icl_tasks, or evaluate checkpoints with scripts/eval.py"
 
 LEFT_OUT = {
     "save_weights_only": "use `llmfoundry-lite checkpoint export`",
-    "icl_tasks": IN_CONTEXT,
     "icl_tasks_str": IN_CONTEXT,
     "eval_gauntlet": IN_CONTEXT,
     "eval_gauntlet_str": IN_CONTEXT,

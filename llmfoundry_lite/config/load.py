@@ -65,10 +65,16 @@ TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len"
 
 def load_eval_config(arguments: Sequence[str]) -> EvalConfig:
     """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs. Raises ConfigError in one line."""
-    for flag in (argument for argument in arguments if argument.startswith("-")):
-        raise ConfigError(f"command line: unknown option {flag}; expected YAML files or key=value pairs")
-    layers = read_layers(arguments)
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    for flag in flags:
+        if flag != "--all-checkpoints":
+            raise ConfigError(
+                f"command line: unknown option {flag}; expected YAML files, key=value pairs or --all-checkpoints"
+            )
+    layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
+    if flags:
+        values["all_checkpoints"] = True
     values.setdefault("suite", Path(layers[0].source).stem)
     if not values.get("models"):
         raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
@@ -89,13 +95,13 @@ def load_eval_config(arguments: Sequence[str]) -> EvalConfig:
     return config
 
 
-def load_tasks(entries: Sequence[Any], task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
+def load_tasks(entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
     """Tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
 
     A file holds one task, or a list of them under `icl_tasks`. Raises ConfigError.
     """
     tasks: list[TaskConfig] = []
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate([entries] if isinstance(entries, str) else entries):
         if isinstance(entry, str):
             name = entry if entry.endswith((".yaml", ".yml")) else f"{task_folder}/{entry}.yaml"
             layer = read_layers([name])[0]

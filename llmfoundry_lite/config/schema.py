@@ -354,6 +354,11 @@ class TrainConfig:
     eval_subset_num_batches: int = -1
     """Global batches of device_eval_batch_size times the world size; -1 for all."""
     device_eval_batch_size: int = 1
+    icl_tasks: list[Any] | str = field(default_factory=list)
+    """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
+    icl_task_folder: str = "evals"
+    icl_limit: int | None = None
+    """Only the first so many items of each task."""
     device_train_microbatch_size: int | str | None = None
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
     accumulate_train_batch_on_tokens: bool = True
@@ -505,6 +510,8 @@ class EvalConfig:
     """Default: the model's own."""
     fsdp: bool = False
     """Shard each model over all ranks instead of keeping it whole on each."""
+    all_checkpoints: bool = False
+    """Evaluate every checkpoint of each run, as NAME-ba200: a learning curve."""
     redo: bool = False
     """Evaluate again what results_folder has already."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -60,6 +60,14 @@ def find_checkpoint(where: str) -> Checkpoint | None:
     return None
 
 
+def find_all_checkpoints(where: str) -> list[Checkpoint]:
+    """Of a run or folder, those whose manifest can be read, in order of batch."""
+    stores = (CheckpointStore(url) for url in (where, f"{where.rstrip('/')}/checkpoints"))
+    candidates = next((found for store in stores if (found := store.candidates())), [])
+    checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch)
+
+
 def load_subject(
     where: str,
     *,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.load import load_tasks
 from llmfoundry_lite.config.schema import (
     Duration,
     LoaderConfig,
@@ -30,6 +31,7 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, elapsed
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
+from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.preemption import Preemption
@@ -148,6 +150,8 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
         callbacks.append(DropoutSeed(config.seed))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
+    if config.icl_tasks:
+        callbacks.append(build_in_context(config, model, preemption))
     return [*callbacks, preemption, Checkpointing(config, model, guard, preemption)]
 
 
@@ -165,16 +169,27 @@ def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
     return mirrors
 
 
+def build_in_context(config: TrainConfig, model: LanguageModel, preemption: Preemption) -> InContext:
+    return InContext(
+        model,
+        load_tokenizer(config.tokenizer.name),
+        load_tasks(config.icl_tasks, config.icl_task_folder),
+        build_eval_interval(config, preemption),
+        max_batch_tokens=max(config.device_eval_batch_size * config.max_seq_len, 2048),
+        limit=config.icl_limit,
+    )
+
+
 def build_preemption(config: TrainConfig, on_timeout: Callable[[str], None]) -> Preemption:
     wall = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
     return Preemption(Path(config.run_folder), config.preemption_grace_seconds, wall, on_timeout)
 
 
-def build_eval_interval(config: TrainConfig, preemption: Preemption) -> Any:
+def build_eval_interval(config: TrainConfig, preemption: Preemption) -> Callable[[State, Event], bool]:
     """Evaluate right after a batch, so that its numbers stand in that batch's record; and after the last batch.
     Not when the ranks have agreed to leave after this batch."""
     if config.eval_interval == 0:
-        return 0
+        return lambda state, event: False
     every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
 
     def is_due(state: State, event: Event) -> bool:

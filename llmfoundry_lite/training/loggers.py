@@ -232,9 +232,8 @@ class WandbMirror(Mirror):
     def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
         import wandb
 
-        self.folder = run_folder
-        self.id = wandb_run_id(run_folder) or secrets.token_hex(4)
-        (run_folder / WANDB_ID).write_text(self.id + "\n")
+        run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
+        (run_folder / WANDB_ID).write_text(run_id + "\n")
         self.run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -243,16 +242,17 @@ class WandbMirror(Mirror):
             tags=config.tags or None,
             dir=str(run_folder),
             config=settings,
-            **{"id": self.id, "resume": "allow", **config.init_kwargs},
+            **{"id": run_id, "resume": "allow", **config.init_kwargs},
         )
         self.last_step = -1
         self.lost: list[Record] = []
 
     def begin(self, log: Path, missed: list[Record]) -> None:
         """A server says itself which step comes next; offline, the other machine's part has what was trained there."""
-        self.last_step = max([self.run.step - 1, *offline_steps(self.folder, self.id)])
+        files = Path(self.run.dir).parents[1]  # <files>/offline-run-<time>-<id>/files
+        self.last_step = max([self.run.step - 1, *offline_steps(files, self.run.id)])
         elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
-        records = map(json.loads, log.open()) if log.exists() else iter(())
+        records = map(json.loads, log.read_bytes().splitlines() if log.exists() else ())
         self.lost = in_order(r for r in records if r["batch"] > self.last_step and r["batch"] not in elsewhere)
 
     def __call__(self, record: Record) -> None:

@@ -16,12 +16,12 @@ PREFIX = struct.Struct("<IHB")
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
-def offline_steps(run_folder: Path, run_id: str) -> list[int]:
-    """Of all offline launches of this run in this folder, in the order they were written."""
+def offline_steps(folder: Path, run_id: str) -> list[int]:
+    """Of all offline launches of this run in wandb's folder, in the order they were written."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     steps = []
-    for path in sorted(run_folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
+    for path in sorted(folder.glob(f"offline-run-*/run-{run_id}.wandb")):
         for raw in read_records(path.read_bytes()):
             record = Record.FromString(raw)
             if record.WhichOneof("record_type") == "history":

@@ -1,0 +1,79 @@
+"""Evaluation in context while a run trains: the same tasks and scores as `scripts/eval.py`, in the run's own log."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.evaluation.harness import Results as TaskResults
+from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.models import TreeModel
+from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
+from llmfoundry_lite.training.adapter import LanguageModel
+
+
+class InContext(Callback):
+    """Evaluates whenever the validation loss is due. The ranks share the items and end with the same numbers."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        tasks: Sequence[TaskConfig],
+        is_due: Callable[[State, Event], bool],
+        max_batch_tokens: int,
+        limit: int | None,
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.tasks = tasks
+        self.is_due = is_due
+        self.max_batch_tokens = max_batch_tokens
+        self.limit = limit
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if not self.is_due(state, Event.BATCH_END):
+            return
+        was_training = self.model.training
+        self.model.eval()
+        results = evaluate(
+            InTraining(self.model, next(self.model.parameters()).device),
+            self.tokenizer,
+            self.tasks,
+            TaskResults(model="", suite="", source=""),
+            max_batch_tokens=self.max_batch_tokens,
+            limit=self.limit,
+        )
+        self.model.train(was_training)
+        metrics: dict[str, Any] = {}
+        for name, task in results.tasks.items():
+            for metric in (task["metric"], f"{task['metric']}_stderr", "perplexity"):
+                if metric in task:
+                    metrics[f"eval/icl/{name}/{metric}"] = task[metric]
+        if results.average is not None:
+            metrics["eval/icl/average"] = results.average
+        logger.log_metrics(metrics)
+
+
+class InTraining(TreeModel):
+    """The model as it trains: sharded, and in the run's precision."""
+
+    def __init__(self, model: LanguageModel, device: torch.device):
+        super().__init__(model.model, device)
+        self.autocast = model.precision.autocast
+
+    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+        with self._precision():
+            return super().score(inputs, wanted)
+
+    def likeliest(self, tokens_1t: torch.Tensor) -> int:
+        with self._precision():
+            return super().likeliest(tokens_1t)
+
+    def _precision(self) -> Any:
+        return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()

@@ -1,0 +1,192 @@
+"""Tasks in, results out: files, resuming, ranks, and the models that can be evaluated."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.load import load_eval_config, load_tasks
+from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.evaluation import harness
+from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, mean_and_error
+from llmfoundry_lite.evaluation.models import TreeModel, load_subject
+from llmfoundry_lite.models.hf import export_model
+from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.launch import launch, train
+from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
+
+CPU = torch.device("cpu")
+TEXT = "the cat sat on a mat and the dog ran over a hill to see the sun go down"
+WORDS = TEXT.split()
+QUESTIONS = [
+    {
+        "query": f"{WORDS[i % 18]} {WORDS[(i * 7) % 18]}",
+        "choices": [WORDS[(i * 5) % 18], WORDS[(i * 3 + 1) % 18]],
+        "gold": i % 2,
+    }
+    for i in range(20)
+]
+SENTENCES = [{"context": " ".join(WORDS[i : i + 4]), "continuation": WORDS[i + 4]} for i in range(12)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A tokenizer, a model and two tasks, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, 300)
+    tokenizer.save("tokenizer")
+    torch.manual_seed(0)
+    model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=384))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    export_model(model.state_dict(), model.config, "model", tokenizer_folder="tokenizer")
+    (tmp_path / "evals").mkdir()
+    for name, kind, rows in (("choice", "multiple_choice", QUESTIONS), ("next", "language_modeling", SENTENCES)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = {"label": name, "icl_task_type": kind, "dataset_uri": f"{name}.jsonl", "num_fewshot": [0, 2]}
+        (tmp_path / f"evals/{name}.yaml").write_text(json.dumps(task))
+    return tmp_path
+
+
+def tasks():
+    return load_tasks(["choice", "next"], "evals")
+
+
+def run(**options):
+    subject = load_subject("model", device=CPU)
+    files = ResultFiles(harness.Path("results"), "suite", "ours", redo=options.pop("redo", False))
+    results = Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint)
+    return evaluate(subject.model, subject.tokenizer, tasks(), results, files, **options)
+
+
+def test_results_and_items_are_written(here):
+    results = run()
+    written = json.loads((here / "results/suite/ours.json").read_text())
+    assert list(written["tasks"]) == ["choice/0-shot", "choice/2-shot", "next/0-shot", "next/2-shot"]
+    assert written == json.loads(json.dumps(results.as_json()))
+    choice = written["tasks"]["choice/0-shot"]
+    assert (choice["n"], choice["num_fewshot"], choice["chance"]) == (20, 0, 0.5)
+    items = [json.loads(line) for line in (here / "results/suite/ours.items.jsonl").read_text().splitlines()]
+    mine = [item for item in items if item["task"] == "choice/0-shot"]
+    for metric in ("acc_per_token", "acc", "acc_norm"):
+        assert choice[metric] == sum(item[metric] for item in mine) / 20
+    first = mine[1]
+    per_token = [s / n for s, n in zip(first["log_probability"], first["num_tokens"], strict=True)]
+    assert first["chosen"]["acc_per_token"] == per_token.index(max(per_token))
+    accuracies = [written["tasks"][name][written["tasks"][name]["metric"]] for name in written["tasks"]]
+    assert written["average"] == pytest.approx(sum(accuracies) / 4)
+    perplexity = math.exp(-sum(item["log_probability"][0] for item in items if item["task"] == "next/0-shot") / 12)
+    assert written["tasks"]["next/0-shot"]["perplexity"] == pytest.approx(perplexity)
+
+
+def test_a_killed_evaluation_does_not_do_finished_tasks_again(here, monkeypatch):
+    real, asked = harness.run_task, []
+
+    def dies_at_the_third(model, tokenizer, task, *rest):
+        asked.append(task.name)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return real(model, tokenizer, task, *rest)
+
+    monkeypatch.setattr(harness, "run_task", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    results = run()
+    assert asked == ["choice/0-shot", "choice/2-shot", "next/0-shot", "next/0-shot", "next/2-shot"]
+    assert len(results.tasks) == 4
+    run(redo=True)
+    assert asked[5:] == list(results.tasks)
+
+
+def test_another_data_file_or_a_torn_items_file_is_evaluated_again(here, monkeypatch):
+    run()
+    real, asked = harness.run_task, []
+    monkeypatch.setattr(harness, "run_task", lambda *a: asked.append(a[2].name) or real(*a))
+    run()
+    assert asked == []
+    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SENTENCES[:-1]))
+    run()
+    assert asked == ["next/0-shot", "next/2-shot"]
+    items = here / "results/suite/ours.items.jsonl"
+    items.write_text(items.read_text()[:-40])
+    run()
+    assert asked[2:] == ["next/2-shot"]
+
+
+def evaluate_on_rank(folder):
+    import os
+
+    import torch.distributed as dist
+
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    results = run(max_batch_tokens=32)
+    print(json.dumps({name: {**task, "seconds": 0} for name, task in results.tasks.items()}))
+
+
+@pytest.mark.multiprocess
+def test_every_world_size_gives_the_same_results_on_every_rank(here):
+    outputs = []
+    for world_size in (1, 3):
+        outputs += launch(evaluate_on_rank, (str(here),), here / f"world{world_size}", world_size).check().outputs
+        for file in (here / "results/suite").iterdir():
+            file.unlink()
+    assert len(set(outputs)) == 1
+
+
+def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here):
+    transformers = pytest.importorskip("transformers")
+    folder = load_subject("model", device=CPU)
+    assert isinstance(folder.model, TreeModel)
+    from llmfoundry_lite.evaluation.models import PlainModel
+
+    plain = PlainModel(transformers.AutoModelForCausalLM.from_pretrained("model").eval(), CPU)
+    ours = evaluate(folder.model, folder.tokenizer, tasks(), Results(model="a", suite="s", source=""))
+    theirs = evaluate(plain, folder.tokenizer, tasks(), Results(model="b", suite="s", source=""))
+    for name, task in ours.tasks.items():
+        assert theirs.tasks[name][task["metric"]] == task[task["metric"]]
+
+
+@pytest.mark.multiprocess
+def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here):
+    write_data(here / "data")
+    blocks = {
+        "tokenizer": {"name": "tokenizer"},
+        "model__vocab_size": 384,
+        "icl_tasks": ["choice"],
+        "eval_interval": "2ba",
+        "max_duration": "4ba",
+    }
+    path = write_config(here / "tiny.yaml", tiny_config(here / "data", **blocks))
+    train([path], here, 2).check()
+    records = read_metrics(here / "runs/tiny")
+    assert [record["batch"] for record in records if "eval/icl/average" in record] == [2, 4]
+    subject = load_subject("runs/tiny", device=CPU)
+    assert subject.save_id is not None
+    results = evaluate(
+        subject.model, subject.tokenizer, load_tasks(["choice"], "evals"), Results(model="", suite="", source="")
+    )
+    assert results.average == records[-1]["eval/icl/average"]
+
+
+def test_what_cannot_be_evaluated_is_said_in_one_line(here):
+    for where, message in (
+        ("nowhere", "models: nowhere does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"),
+        ("evals", "models: evals holds neither a checkpoint nor the config.json of a Hugging Face model"),
+    ):
+        with pytest.raises(DataError) as error:
+            load_subject(where, device=CPU)
+        assert str(error.value) == message
+    (here / "icl.yaml").write_text("icl_tasks: [choice]\n")
+    with pytest.raises(ConfigError, match="models: none given; name one"):
+        load_eval_config(["icl.yaml"])
+    with pytest.raises(ConfigError, match="precision: 'fp8' is not known; expected fp32 or bf16 or fp16"):
+        load_eval_config(["icl.yaml", "models.a=b", "precision=fp8"])
+
+
+def test_standard_errors():
+    assert mean_and_error([1, 0, 1, 1]) == (0.75, pytest.approx(0.25))
+    assert mean_and_error([1]) == (1, 0)
