@@ -138,14 +138,14 @@ def tensorboard_steps(run):
 
 
 def wandb_steps(run):
-    return offline_steps(run, (run / "wandb_id").read_text().strip())
+    return offline_steps(run / "wandb", (run / "wandb_id").read_text().strip())
 
 
 def test_wandb_is_given_what_it_lost_and_nothing_that_it_has(tmp_path):
     """Batches 3 to 5 were logged and never written; 3 was saved, so that 4 and 5 are trained again. 2 is known."""
 
     class Run:
-        offline, step, steps = False, 3, []
+        offline, step, steps, id, dir = False, 3, [], "id", str(tmp_path / "wandb/run-id/files")
 
         def log(self, numbers, step, commit):
             self.steps.append((step, numbers["loss"]))
@@ -153,7 +153,7 @@ def test_wandb_is_given_what_it_lost_and_nothing_that_it_has(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(json.dumps({"batch": batch, "loss": float(batch)}) + "\n" for batch in range(1, 6)))
     mirror = WandbMirror.__new__(WandbMirror)
-    mirror.run, mirror.folder, mirror.id = Run(), tmp_path, "id"
+    mirror.run = Run()
     mirror.begin(log, [])
     for batch in (2, 3, 4, 5):
         mirror({"batch": batch, "loss": batch + 0.5})
