@@ -5,15 +5,17 @@ amplifies. How far that takes two runs apart is measured, not chosen: the *band*
 run i = 1..r at batch t, and m(t) their mean,
 
     distance_ij(t) = sqrt(1/t * sum over t' <= t of (l_i(t') - l_j(t'))^2)         between two of them, up to batch t
-    band(t)        = max over i < j of distance_ij(t)
+    band(t)        = max over i < j of distance_ij(t), but not less than ulp(t)
     deviation(t)   = sqrt(1/t * sum over t' <= t of (l(t') - m(t'))^2)             of the run in question
 
-and a run is inside when deviation(t) <= band(t) at every batch. There is no slack in this, and none is needed: if the
-run is one more of their kind, its expected squared deviation from the mean of r is (1 + 1/r) s^2, and that between two
-of them 2 s^2, so that it stands at about sqrt((r + 1) / 2r) of the band (0.79 for four, 0.82 for three). Root mean
-squares over batches are compared, not single batches, because at a single batch the difference of two runs passes
-through zero: whether |l(t) - m(t)| exceeds the largest |l_i(t) - l_j(t)| seen so far is a matter of chance for a sound
-run. That share of single batches is reported beside (`share_outside`), and is no criterion.
+and a run is inside when deviation(t) <= band(t) at every batch. ulp(t) is the distance of one float32 to the next at
+m(t): losses are float32, and nothing finer can be told from them. There is no other slack in this, and none is needed:
+if the run is one more of their kind, its expected squared deviation from the mean of r is (1 + 1/r) s^2, and that
+between two of them 2 s^2, so that it stands at sqrt((r + 1) / 2r) of an average distance (0.79 for four, 0.82 for
+three), and lower beside the largest. Root mean squares over batches are compared, not single batches, because at a
+single batch the difference of two runs passes through zero: whether |l(t) - m(t)| exceeds the largest
+|l_i(t) - l_j(t)| seen so far is a matter of chance for a sound run. The share of such batches is reported beside
+(`share_outside`), and is no criterion.
 
 The validation loss, measured a few times, is compared with the same two formulas over those measurements.
 """
@@ -77,10 +79,10 @@ def judge(run: Series, uninterrupted: Sequence[Series]) -> Verdict:
     points = sorted(set(first.validation) & set(run.validation))
     validation_rp = np.array([[series.validation[p] for p in points] for series in uninterrupted])
     validation_p = [run.validation[p] for p in points]
-    ratio_t = _ratio(deviation_t, band_t)
-    validation_ratio_p = _ratio(measure_deviation(validation_p, validation_rp), measure_band(validation_rp))
+    ratio_t = deviation_t / band_t
+    validation_ratio_p = measure_deviation(validation_p, validation_rp) / measure_band(validation_rp)
     single_t = np.abs(np.array(run.losses) - losses_rt.mean(0))
-    widest_t = np.maximum.accumulate(np.ptp(losses_rt, 0))
+    widest_t = np.maximum(np.maximum.accumulate(np.ptp(losses_rt, 0)), measure_band(losses_rt[:1].repeat(2, 0)))
     return Verdict(
         first_other_digest=_first(np.array(run.digests) != np.array(first.digests)),
         first_other_learning_rate=_first(np.array(run.learning_rates) != np.array(first.learning_rates)),
@@ -99,7 +101,8 @@ def measure_band(losses_rt: ArrayLike) -> Floats:
     num_runs = len(losses_rt)
     assert num_runs > 1
     pairs = [(i, j) for i in range(num_runs) for j in range(i)]
-    return np.max([_running_rms(losses_rt[i] - losses_rt[j]) for i, j in pairs], 0)
+    ulp_t = np.spacing(np.float32(losses_rt.mean(0))).astype(np.float64)
+    return np.max([ulp_t, *(_running_rms(losses_rt[i] - losses_rt[j]) for i, j in pairs)], 0)
 
 
 def measure_deviation(losses_t: ArrayLike, losses_rt: ArrayLike) -> Floats:
@@ -120,11 +123,6 @@ def leave_one_out(uninterrupted: Sequence[Series]) -> list[float]:
 
 def _running_rms(differences_t: Floats) -> Floats:
     return np.sqrt(np.cumsum(differences_t**2) / np.arange(1, len(differences_t) + 1))
-
-
-def _ratio(deviation_t: Floats, band_t: Floats) -> Floats:
-    """0 where both are 0: before rounding has made any difference."""
-    return np.where(deviation_t > 0, deviation_t / np.maximum(band_t, np.finfo(np.float64).tiny), 0.0)
 
 
 def _first(where_t: NDArray[np.bool_]) -> int | None:

@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -53,7 +54,7 @@ CONTROLS: dict[str, tuple[str, tamper.Change]] = {
 def run(
     *,
     data: Path,
-    num_batches: int = 120,
+    num_batches: int = 100,
     every: int = 20,
     precision: str = "fp32",
     seed: int = 17,
@@ -86,24 +87,30 @@ def run(
         at = (num_switches + 1) // 2 * every
         cheapest = min(clusters, key=lambda cluster: cluster.num_ranks)
 
+        can_tamper = threading.Event()
+
         def train(name: str) -> list[Leg]:
-            console.print(f"training: {name}", highlight=False)
             if name in CONTROLS:
+                can_tamper.wait()
+                console.print(f"training: {name}", highlight=False)
                 return [launch_control(shop, name, cheapest, at, num_batches)]
-            if name == SWITCHING:
-                return [
-                    shop.launch(name, clusters[leg % len(clusters)], f"stop_after={every}ba")
-                    for leg in range(num_switches + 1)
-                ]
-            return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
+            console.print(f"training: {name}", highlight=False)
+            if name != SWITCHING:
+                return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
+            launched = []
+            try:
+                for leg in range(num_switches + 1):
+                    launched.append(shop.launch(name, clusters[leg % len(clusters)], f"stop_after={every}ba"))
+                    if launched[-1].last_batch == at:
+                        can_tamper.set()
+            finally:
+                can_tamper.set()
+            return launched
 
         with ThreadPoolExecutor(jobs) as pool:
-            names = [*map(alone, clusters), SWITCHING]
+            names = [SWITCHING, *map(alone, clusters), *CONTROLS]
             legs = dict(zip(names, pool.map(train, names), strict=True))
-            legs |= dict(zip(CONTROLS, pool.map(train, CONTROLS), strict=True))
-        resumes = [
-            launch_late(shop, cheapest, at, after, data) for after in (every, every * num_switches, *LATE_BATCHES)
-        ]
+        resumes = [launch_late(shop, cheapest, at, after, data) for after in (every, *LATE_BATCHES)]
         report = {
             "date": datetime.date.today().isoformat(),
             "machine": describe_machine(),
@@ -139,35 +146,29 @@ def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
     def sharding(strategy: str, mixed: str, **more: Any) -> dict[str, Any]:
         return {"sharding_strategy": strategy, **({"mixed_precision": mixed} if low else {}), **more}
 
-    def overlay(microbatch: int, attention: str, fsdp: dict[str, Any], **environment: str) -> dict[str, Any]:
-        return {
+    def cluster(
+        letter: str, num_ranks: int, microbatch: int, attention: str, fsdp: dict[str, Any], **environment: str
+    ) -> Cluster:
+        overlay = {
             "device_train_microbatch_size": microbatch,
+            # Evaluation batches are counted, and there are as many samples in each on every cluster.
+            "device_eval_batch_size": GLOBAL_BATCH // num_ranks,
             "model": {"attn_config": {"attn_impl": attention}},
             "fsdp_config": fsdp,
             "environment": environment,
         }
+        return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
 
-    one, avx2, sse = {"OMP_NUM_THREADS": "1"}, INSTRUCTION_SETS["avx2"], INSTRUCTION_SETS["sse"]
-    python = other_python or sys.executable
-    a = Cluster(letter="A", num_ranks=2, overlay=overlay(4, "sdpa", sharding("FULL_SHARD", "DEFAULT"), **one, **NO_GPU))
+    cpu = {"OMP_NUM_THREADS": "1", **NO_GPU}
+    avx2, sse = (cpu | INSTRUCTION_SETS[name] for name in ("avx2", "sse"))
+    a = cluster("A", 2, 4, "sdpa", sharding("FULL_SHARD", "DEFAULT"), **cpu)
     if torch.cuda.is_available():
-        b = Cluster(letter="B", num_ranks=1, overlay=overlay(16, "sdpa", sharding("FULL_SHARD", "DEFAULT")))
+        b = cluster("B", 1, 16, "sdpa", sharding("FULL_SHARD", "DEFAULT"))
     else:
-        b = Cluster(letter="B", num_ranks=1, overlay=overlay(16, "torch", sharding("NO_SHARD", "PURE"), **avx2))
-    c = Cluster(
-        letter="C",
-        num_ranks=4,
-        overlay=overlay(
-            2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), **one, **sse, **NO_GPU
-        ),
-    )
-    d = Cluster(
-        letter="D",
-        num_ranks=2,
-        python=python,
-        overlay=overlay(8, "torch", sharding("SHARD_GRAD_OP", "DEFAULT"), **one, **NO_GPU),
-    )
-    return [a, b, c, d]
+        b = cluster("B", 1, 16, "torch", sharding("NO_SHARD", "PURE"), **avx2)
+    c = cluster("C", 4, 2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), **sse)
+    d = cluster("D", 2, 8, "torch", sharding("SHARD_GRAD_OP", "DEFAULT"), **cpu)
+    return [a, b, c, dataclasses.replace(d, python=other_python or sys.executable)]
 
 
 def configuration(data: Path, num_batches: int, every: int, precision: str, seed: int) -> dict[str, Any]:

@@ -7,8 +7,10 @@ not carried on as it was must notice it in the run. One process, no launcher.
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ Change = Callable[[Content], None]
 
 
 def republish(checkpoint: Url, folder: Url, change: Change) -> str:
-    """Publish `checkpoint`, changed, as a checkpoint of its own in `folder`. Returns its name (`ba<batch>`).
+    """Publish `checkpoint`, changed, as one of the local `folder`, which has none yet. Returns its name (`ba<batch>`).
 
     AdamW alone, which is what the benchmark trains with. Raises CheckpointError.
     """
@@ -59,10 +61,14 @@ def republish(checkpoint: Url, folder: Url, change: Change) -> str:
         segments=manifest.segments,
         scalars=content.scalars,
     )
-    saver = open_saver(CheckpointStore(folder), parent_save_id=manifest.save_id)
-    saver.save(model, optimizer, about)
-    saved = saver.wait()
-    assert saved is not None
+    # Elsewhere first: this process holds the lease of the folder that it publishes in.
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as there:
+        saver = open_saver(CheckpointStore(there), parent_save_id=manifest.save_id)
+        saver.save(model, optimizer, about)
+        saved = saver.wait()
+        assert saved is not None
+        os.rename(Path(there) / saved.name, Path(folder) / saved.name)
     return saved.name
 
 
