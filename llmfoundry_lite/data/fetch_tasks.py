@@ -1,0 +1,175 @@
+"""The public tasks' data: from the Hugging Face Hub to JSONL with LLM Foundry's columns, one file for each task.
+
+    llmfoundry-lite data fetch-tasks arc_easy piqa --out data/eval
+
+Owns where each data set lives, which split is asked, and how its rows become questions. How they are asked is the
+business of `evals/<task>.yaml`. The data sets keep their owners' licences, so none of their text is in this repository.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.data.prepare import write_atomically
+from llmfoundry_lite.errors import DataError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a task's rows come from. Every repository named here holds Parquet, which needs no code of its owner's."""
+
+    repository: str
+    configuration: str | None
+    split: str
+    num_rows: int
+    """In the split that published results are about."""
+    convert: Callable[[Row], Row]
+
+
+def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callable[[str], None]) -> None:
+    """Write `<out>/<name>.jsonl` for each name, for all tasks if there is none. What is there already stays, unless
+    `force`. Raises DataError for a name that is no task, and when the Hub does not deliver."""
+    names = list(dict.fromkeys(names)) or list(ORIGINS)
+    for name in names:
+        if name not in ORIGINS:
+            raise DataError(f"{name} is no task that can be fetched; expected {', '.join(ORIGINS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        path, origin = out / f"{name}.jsonl", ORIGINS[name]
+        if path.exists() and not force:
+            notify(f"{name}: {path} is there already")
+            continue
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in convert_rows(name, _download(name, origin))]
+        write_atomically(path, "".join(lines).encode())
+        notify(f"{name}: {len(lines)} rows in {path}")
+        if len(lines) != origin.num_rows:
+            notify(f"{name}: published results are about {origin.num_rows} rows; these are not comparable with them")
+
+
+def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """The upstream rows of a task, as questions. Raises DataError for a row of another shape."""
+    for number, row in enumerate(rows):
+        try:
+            yield ORIGINS[name].convert(row)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise DataError(
+                f"{name}: row {number} of {ORIGINS[name].repository} is not of the expected shape "
+                f"({type(error).__name__}: {error}); its columns are {', '.join(row)}"
+            ) from error
+
+
+def _download(name: str, origin: Origin) -> Iterable[Row]:
+    import datasets
+
+    try:
+        return datasets.load_dataset(origin.repository, origin.configuration, split=origin.split)
+    except Exception as error:  # `datasets` and the network raise a dozen unrelated types
+        raise DataError(
+            f"{name}: {origin.repository} cannot be had from the Hugging Face Hub ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); tasks fetched so far are kept, and the same command carries on"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------ upstream rows -> questions
+
+
+def _arc(row: Row) -> Row:
+    return {
+        "query": f"Question: {row['question']}",
+        "choices": list(row["choices"]["text"]),
+        "gold": list(row["choices"]["label"]).index(row["answerKey"]),
+    }
+
+
+def _boolq(row: Row) -> Row:
+    query = f"Passage: {row['passage']}\nQuestion: {row['question']}?"
+    return {"query": query, "choices": ["no", "yes"], "gold": int(row["answer"])}
+
+
+def _hellaswag(row: Row) -> Row:
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    choices = [_without_marks(ending) for ending in row["endings"]]
+    return {"query": _without_marks(context), "choices": choices, "gold": int(row["label"])}
+
+
+def _without_marks(text: str) -> str:
+    """WikiHow's [title], [step] and [substeps], as lm-evaluation-harness takes them out."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _piqa(row: Row) -> Row:
+    gold = int(row["label"])
+    if gold < 0:
+        raise ValueError("no label")
+    return {"query": f"Question: {row['goal']}\n", "choices": [row["sol1"], row["sol2"]], "gold": gold}
+
+
+def _winograd(row: Row) -> Row:
+    """The pronoun replaced by each name, and the rest of the sentence: Trinh and Le's partial evaluation
+    (arXiv:1806.02847)."""
+    text, pronoun, at = row["text"], row["pronoun"], row["pronoun_loc"]
+    if text[at : at + len(pronoun)] != pronoun:
+        raise ValueError(f"no {pronoun!r} at {at}")
+    before, after = _one_space(text[:at]), _one_space(text[at + len(pronoun) :])
+    names = [_name_in_place(name, pronoun, starts_sentence=before.rstrip()[-1:] in ("", ".")) for name in row["options"]]
+    return {
+        "context_options": [before + name for name in names],
+        "continuation": after.strip(),
+        "gold": int(row["label"]),
+    }
+
+
+def _name_in_place(name: str, pronoun: str, *, starts_sentence: bool) -> str:
+    first, _, rest = name.partition(" ")
+    if not starts_sentence and first in ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"):
+        name = f"{first.lower()} {rest}".strip()
+    return name + "'s" * (pronoun.lower() in ("my", "his", "her", "our", "their"))
+
+
+def _one_space(text: str) -> str:
+    return re.sub(" {2,}", " ", text)
+
+
+def _winogrande(row: Row) -> Row:
+    before, _, after = row["sentence"].partition("_")
+    options = [row["option1"], row["option2"]]
+    return {
+        "context_options": [before + option for option in options],
+        "continuation": after.strip(),
+        "gold": ("1", "2").index(row["answer"]),
+    }
+
+
+def _lambada(row: Row) -> Row:
+    context, word = row["text"].rsplit(" ", 1)
+    return {"context": context, "continuation": word}
+
+
+def _copa(row: Row) -> Row:
+    link = {"cause": "because", "effect": "therefore"}[row["question"]]
+    choices = [choice[0].lower() + choice[1:] for choice in (row["choice1"], row["choice2"])]
+    return {"query": f"{row['premise'].strip()[:-1]}, {link}", "choices": choices, "gold": int(row["label"])}
+
+
+def _openbook_qa(row: Row) -> Row:
+    gold = list(row["choices"]["label"]).index(row["answerKey"])
+    return {"query": row["question_stem"], "choices": list(row["choices"]["text"]), "gold": gold}
+
+
+ORIGINS = {
+    "arc_challenge": Origin("allenai/ai2_arc", "ARC-Challenge", "test", 1172, _arc),
+    "arc_easy": Origin("allenai/ai2_arc", "ARC-Easy", "test", 2376, _arc),
+    "boolq": Origin("google/boolq", None, "validation", 3270, _boolq),
+    "hellaswag": Origin("Rowan/hellaswag", None, "validation", 10042, _hellaswag),
+    "piqa": Origin("baber/piqa", None, "validation", 1838, _piqa),
+    "winograd": Origin("lighteval/winograd_wsc", "wsc273", "test", 273, _winograd),
+    "winogrande": Origin("allenai/winogrande", "winogrande_xl", "validation", 1267, _winogrande),
+    "lambada_openai": Origin("EleutherAI/lambada_openai", "default", "test", 5153, _lambada),
+    "copa": Origin("aps/super_glue", "copa", "validation", 100, _copa),
+    "openbook_qa": Origin("allenai/openbookqa", "main", "test", 500, _openbook_qa),
+}
