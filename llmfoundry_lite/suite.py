@@ -39,6 +39,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
             source=subject.source,
             save_id=subject.save_id,
             num_tokens_trained=subject.num_tokens_trained,
+            num_parameters=sum(parameter.numel() for parameter in subject.model.model.parameters()),
             tokenizer=subject.fingerprint,
             precision=config.precision,
         )

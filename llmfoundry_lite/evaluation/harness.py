@@ -46,6 +46,7 @@ class Results:
     source: str
     save_id: str | None = None
     num_tokens_trained: int | None = None
+    num_parameters: int | None = None
     tokenizer: str = ""
     precision: str = "fp32"
     tasks: dict[str, Record] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Results:
             "source": self.source,
             "save_id": self.save_id,
             "num_tokens_trained": self.num_tokens_trained,
+            "num_parameters": self.num_parameters,
             "tokenizer": self.tokenizer,
             "precision": self.precision,
             "average": self.average,
@@ -203,6 +205,8 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         "num_fewshot": task.num_fewshot,
         "tokenization": task.config.tokenization,
         "fingerprint": task.fingerprint,
+        "data_fingerprint": task.data_fingerprint,
+        "settings": task.settings,
         "metric": MAIN_METRIC.get(task.kind, "acc"),
     }
     for name in METRICS[task.kind]:

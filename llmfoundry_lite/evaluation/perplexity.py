@@ -18,11 +18,12 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     first token is given, not predicted. Raises DataError.
     """
     items: list[Item] = []
-    digest = hashlib.sha256(str(max_seq_len).encode())
-    for number, (context, ids) in enumerate(_documents(config, tokenizer)):
+    digest, digest_of_data = hashlib.sha256(str(max_seq_len).encode()), hashlib.sha256()
+    for number, (context, ids, source) in enumerate(_documents(config, tokenizer)):
         if number == limit:
             break
         digest.update(json.dumps(ids).encode())
+        digest_of_data.update(json.dumps(source).encode())
         for start in range(0, len(ids), max_seq_len):
             window = ids[start : start + max_seq_len]
             before = context if start == 0 else ids[start - 1]
@@ -37,16 +38,18 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
         num_fewshot=0,
         items=tuple(items),
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",
+        settings={"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit},
+        data_fingerprint=f"sha256:{digest_of_data.hexdigest()[:16]}",
         config=config,
     )
 
 
-def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[tuple[int, list[int]]]:
-    """(the token before, the tokens to predict)"""
+def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[tuple[int, list[int], str | list[int]]]:
+    """(the token before, the tokens to predict, what the file has)"""
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
         for row in read_tokens(path).tolist():
-            yield row[0], row[1:]
+            yield row[0], row[1:], row
         return
     try:
         text = path.read_text(encoding="utf-8")
@@ -62,4 +65,4 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[tuple[int, li
             raise DataError(f"{config.label}: {path} needs a JSON object with `text` on every line ({error})") from None
     for document in texts:
         if ids := tokenizer.encode(document):
-            yield tokenizer.eos_token_id, ids
+            yield tokenizer.eos_token_id, ids, document

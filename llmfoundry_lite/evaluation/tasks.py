@@ -73,6 +73,10 @@ class Prepared:
     items: tuple[Item, ...]
     fingerprint: str
     """Of everything that is asked and how: results with different ones cannot be compared."""
+    settings: dict[str, Any]
+    """What of the configuration went into it, so that a comparison can name what differs."""
+    data_fingerprint: str
+    """Of the rows or texts alone."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> items that could not be asked."""
     config: TaskConfig
@@ -186,16 +190,22 @@ def prepare(
         else:
             items.append(item)
     described = {**_decisive(config), "num_fewshot": num_fewshot, "tokenization": tokenization, "limit": limit}
-    content = json.dumps([described, rows], sort_keys=True, ensure_ascii=False)
     return Prepared(
         label=config.label,
         kind=config.icl_task_type,
         num_fewshot=num_fewshot,
         items=tuple(items),
-        fingerprint="sha256:" + hashlib.sha256(content.encode()).hexdigest()[:16],
+        fingerprint=fingerprint([described, rows]),
+        settings=described,
+        data_fingerprint=fingerprint(rows),
         skipped=skipped,
         config=replace(config, tokenization=tokenization),
     )
+
+
+def fingerprint(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _decisive(config: TaskConfig) -> dict[str, Any]:
