@@ -88,6 +88,28 @@ def data_prepare(
     print_summary(summary, out)
 
 
+@data.command("fetch-tasks")
+def data_fetch_tasks(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAMES]", help="Such as arc_easy [all].")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
+    force: Annotated[bool, typer.Option("--force", help="Fetch again what is there.")] = False,
+) -> None:
+    """Download the public evaluation tasks' data from the Hugging Face Hub."""
+    from llmfoundry_lite.data.fetch_tasks import fetch_tasks
+
+    fetch_tasks(names or (), out, force=force, notify=typer.echo)
+
+
+@data.command("make-tasks")
+def data_make_tasks(
+    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
+) -> None:
+    """Make evaluation tasks from the modules that `data prepare --source python-stdlib` holds out."""
+    from llmfoundry_lite.data.make_tasks import make_tasks
+
+    make_tasks(out, notify=typer.echo)
+
+
 @bench.command("train")
 def bench_train(
     shape: Annotated[str, typer.Option(help="124m or tiny.")] = "124m",

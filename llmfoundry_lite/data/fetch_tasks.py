@@ -116,7 +116,9 @@ def _winograd(row: Row) -> Row:
     if text[at : at + len(pronoun)] != pronoun:
         raise ValueError(f"no {pronoun!r} at {at}")
     before, after = _one_space(text[:at]), _one_space(text[at + len(pronoun) :])
-    names = [_name_in_place(name, pronoun, starts_sentence=before.rstrip()[-1:] in ("", ".")) for name in row["options"]]
+    names = [
+        _name_in_place(name, pronoun, starts_sentence=before.rstrip()[-1:] in ("", ".")) for name in row["options"]
+    ]
     return {
         "context_options": [before + name for name in names],
         "continuation": after.strip(),

@@ -62,7 +62,8 @@ UPSTREAM = {
         "answer": "2",
     },
     "lambada_openai": {
-        "text": "In my palm is a clear stone, and inside it is a small ivory statuette. A guardian angel.\n\n\"Figured if "
+        "text": "In my palm is a clear stone, and inside it is a small ivory statuette. A guardian angel.\n\n"
+        '"Figured if '
         "you're going to be out at night getting hit by cars, you might as well have some backup.\"\n\nI look at him, "
         "feeling stunned. Like this is some sort of sign. But as I stare at Harlin, his mouth curved in a confident "
         "grin, I don't care about signs"
@@ -166,7 +167,9 @@ def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_check
     assert [task.label for task in tasks] == list(ORIGINS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda repository, configuration, split: [UPSTREAM[name_of(repository, configuration)]]
+        datasets,
+        "load_dataset",
+        lambda repository, configuration, split: [UPSTREAM[name_of(repository, configuration)]],
     )
     assert cli.run(["data", "fetch-tasks"]) == 0
     for task in tasks:
