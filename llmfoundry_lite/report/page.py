@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmfoundry_lite.report.segments import short_precision
+
 Facts = dict[str, Any]
 
 UNKNOWN = "-"
@@ -69,10 +71,8 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     rows = [
         (
             f"{fact['first_batch']:,}-{fact['last_batch']:,}",
-            fact["device"] or "not known: since the last save",
-            count(fact["num_devices"]),
-            fact["sharding"] or UNKNOWN,
-            fact["precision"] or UNKNOWN,
+            f"{count(fact['num_devices'])} x {fact['device']}" if fact["device"] else "not known: since the last save",
+            " ".join(word for word in (fact["sharding"], short_precision(fact["precision"])) if word) or UNKNOWN,
             count(fact["tokens"]),
             count(fact["tokens_per_second_per_device"]),
             UNKNOWN if fact["mfu"] is None else f"{fact['mfu']:.1%}",
@@ -84,12 +84,9 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     ]
     if len(facts) > 1:
         sums = (count(total["tokens"]), "", "", clock(total["hours"]), small(total["energy_kwh"]), small(total["cost"]))
-        rows.append(("total", "", "", "", "", *sums))
-    columns = (
-        *("batches", "device", "count", "sharding", "precision", "tokens", "tokens/s per device", "MFU", "time"),
-        *("kWh", "cost"),
-    )
-    shown = [i for i in range(len(columns)) if (i != 9 or has_energy) and (i != 10 or with_cost)]
+        rows.append(("total", "", "", *sums))
+    columns = ("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", "time", "kWh", "cost")
+    shown = [i for i in range(len(columns)) if (i != 7 or has_energy) and (i != 8 or with_cost)]
     lines = ["time is that of training, evaluation and saves, without start-up"]
     if any(fact["mfu"] is None for fact in facts):
         lines.append("no MFU or energy where the run knew no peak of the device")
@@ -101,7 +98,7 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
         f"Where {run['name']} ran, by {run['segments_from']}",
         [columns[i] for i in shown],
         [[row[i] for i in shown] for row in rows],
-        [shown.index(i) for i in (2, 5, 6, 7, 8, 9, 10) if i in shown],
+        [shown.index(i) for i in (3, 4, 5, 6, 7, 8) if i in shown],
         lines,
     )
 
@@ -121,9 +118,8 @@ def comparisons(facts: Sequence[Facts]) -> Section:
             )
         )
         lines += remarks(pair)
-    columns = (
-        *("run", "common batches", "largest |difference|", "mean", "final loss", "validation loss", "data digests"),
-    )
+    means = ("largest |difference|", "mean", "final loss", "validation loss")
+    columns = ("run", "common batches", *means, "data digests")
     title = f"Losses beside those of {facts[0]['first']}, batch by batch"
     return Section(title, columns, rows, (1, 2, 3, 4, 5), lines)
 
@@ -199,14 +195,18 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
         if section.rows:
             table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
             for i, heading in enumerate(section.columns):
-                table.add_column(heading, justify="right" if i in section.right else "left", overflow="fold")
+                words = " ".join([heading, *(row[i] for row in section.rows)]).split()
+                justify = "right" if i in section.right else "left"
+                table.add_column(heading, justify=justify, overflow="fold", min_width=max(map(len, words), default=0))
             for row in section.rows:
                 table.add_row(*map(escape, row))
-            console.print(table)
+            # Rather a line too long than a digit cut off; what rich measures leaves out the padding at the edges.
+            least = Console(width=1000).measure(table).minimum + len(section.columns)
+            (console if least <= console.width else Console(width=least, highlight=False)).print(table)
         for line in section.lines:
             console.print(line, markup=False)
         if section.text:
-            console.print(section.text, markup=False)
+            console.print(section.text, markup=False, soft_wrap=True)
         console.print()
 
 
