@@ -29,9 +29,7 @@ def plot_switch(report: dict[str, Any], path: Path) -> None:
             f"cluster {letter} alone\n{ranks}, {cluster['sharding']}, {cluster['instructions']}", fontsize=10
         )
     axes = panels[2]
-    names = []
     for leg in report["legs"]["switching"]:
-        names.append(leg["cluster"])
         axes.axvspan(leg["first_batch"] - 0.5, leg["last_batch"] + 0.5, color=colours[leg["cluster"]], alpha=0.16, lw=0)
         middle = (leg["first_batch"] + leg["last_batch"]) / 2
         axes.text(
@@ -72,35 +70,29 @@ def _draw_losses(axes: Any, series: dict[str, Any], colour: str) -> None:
     batches = range(1, len(series["losses"]) + 1)
     axes.plot(batches, series["losses"], color=colour, linewidth=1.3, label="training")
     points = [(int(batch), loss) for batch, loss in series["validation"].items()]
-    axes.plot(*zip(*points, strict=True), "o", color=VALIDATION, markersize=4.5, label="validation")
-    axes.annotate(
-        f"{points[-1][1]:.4f}",
-        points[-1],
-        (-2, -14),
-        textcoords="offset points",
-        ha="right",
-        fontsize=9,
-        color=VALIDATION,
-    )
+    label = f"validation, {points[-1][1]:.4f} at the end"
+    axes.plot(*zip(*points, strict=True), "o", color=VALIDATION, markersize=4.5, clip_on=False, zorder=5, label=label)
     axes.grid(alpha=0.25, linewidth=0.6)
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.9))
 
 
 def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
     """Of the switching run and of those that were carried on wrongly, from the mean of the uninterrupted ones."""
     batches = range(1, report["num_batches"] + 1)
-    floor = min(value for value in report["band"] if value > 0) / 3
+    floor = min(report["band"]) / 5
     axes.fill_between(batches, floor, [max(value, floor) for value in report["band"]], color="#bbbbbb", alpha=0.6, lw=0)
     axes.plot(batches, report["deviation"]["switching"], color=INK, linewidth=2, zorder=5)
     ends = {"the band": report["band"][-1] ** 0.5 * floor**0.5, "switching": report["deviation"]["switching"][-1]}
-    labels = [("switching", ends["switching"], INK)]
-    labels.append((f"band of the {len(report['uninterrupted'])} uninterrupted runs", ends["the band"], QUIET))
+    ratio = report["verdicts"]["switching"]["largest_ratio"]
+    labels = [(f"switching, {_rounded(ratio)} x the band", ends["switching"], INK)]
+    labels.append((f"the band of {len(report['uninterrupted'])} uninterrupted runs", ends["the band"], QUIET))
     at = report["tampered_at"]
     controls = [name for name in report["deviation"] if name not in ("switching", "untouched")]
     for name, colour in zip(controls, ("#c44e52", "#da8bc3", "#ccb974", "#937860", "#8172b3"), strict=False):
         values = report["deviation"][name]
         axes.plot(batches[at:], values[at:], color=colour, linewidth=1.3)
-        labels.append((CONTROL_NAMES[name], values[-1], colour))
+        ratio = report["verdicts"][name]["largest_ratio"]
+        labels.append((f"{CONTROL_NAMES[name]}, {_rounded(ratio)} x", values[-1], colour))
     axes.axvline(at + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
     axes.annotate(
         "controls: this checkpoint\ntampered with",
@@ -115,7 +107,7 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
     )
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
-    axes.set_ylabel("distance from their mean,\nnats per token")
+    axes.set_ylabel("distance from the mean of the\nuninterrupted runs, nats per token")
     axes.grid(alpha=0.25, linewidth=0.6)
     low, high = (math.log10(limit) for limit in axes.get_ylim())
     place = low
@@ -124,6 +116,11 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
         axes.annotate(
             text, (1.005, (place - low) / (high - low)), xycoords="axes fraction", color=colour, fontsize=9, va="center"
         )
+
+
+def _rounded(ratio: float) -> str:
+    """Two digits are enough."""
+    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.2g}'):,.0f}"
 
 
 CONTROL_NAMES = {
