@@ -162,12 +162,29 @@ def bench_checkpoint(
     run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)
 
 
+@bench.command("eval")
+def bench_eval(
+    peer_python: Annotated[
+        str | None, typer.Option(help="The Python of an environment that has lm-evaluation-harness.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="An exported folder [random weights of --shape].")] = None,
+    data: Annotated[Path | None, typer.Option(help="Multiple-choice items, JSONL [made up, in five shapes].")] = None,
+    shape: Annotated[str, typer.Option(help="125m or tiny.")] = "125m",
+    num_items: Annotated[int, typer.Option(min=2, help="Of each suite.")] = 60,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
+) -> None:
+    """Evaluation in context beside lm-evaluation-harness: the same prompts, item by item."""
+    from llmfoundry_lite.bench.eval import run
+
+    run(peer_python=peer_python, model=model, data=data, shape=shape, num_items=num_items, num_rounds=num_rounds)
+
+
 @bench.command("switch")
 def bench_switch(
     data_folder: Annotated[
         Path, typer.Option("--data", help="Of `data prepare`; the standard library's source if it is not there yet.")
     ] = Path("data/python-stdlib"),
-    num_batches: Annotated[int, typer.Option(min=3, help="Of each run.")] = 120,
+    num_batches: Annotated[int, typer.Option(min=3, help="Of each run.")] = 100,
     every: Annotated[int, typer.Option(min=1, help="Batches from one switch to the next.")] = 20,
     precision: Annotated[str, typer.Option(help="fp32 or amp_bf16.")] = "fp32",
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 17,
@@ -211,6 +228,42 @@ def report_runs(
     from llmfoundry_lite.report.report import report
 
     report(runs, out=out, prices=price or (), prompt=prompt)
+
+
+@app.command("compare")
+def compare_results(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULT.json...", help="The first is what others are against.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="A folder for compare.md, .json and .png.")] = None,
+    all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
+    skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
+    published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
+) -> None:
+    """Are models equally good? Item by item: differences, intervals, tests; or that nothing can be told."""
+    from rich.console import Console
+
+    from llmfoundry_lite.evaluation.compare import compare, load_results, panels
+    from llmfoundry_lite.evaluation.published import print_published, published_markdown
+    from llmfoundry_lite.evaluation.tables import print_comparison, write_comparison
+
+    if len(results) < 2 and not published:
+        raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")
+    loaded = load_results(results)
+    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
+    console = Console()
+    if published:
+        print_published(loaded, console)
+    if pairs:
+        print_comparison(pairs, console)
+    if out is not None:
+        for path in write_comparison(loaded, pairs, out, published_markdown(loaded) if published else ""):
+            print(path)
+        if pairs:
+            from llmfoundry_lite.plots import plot_differences
+
+            plot_differences(panels(pairs), out / "compare.png", title=f"against {loaded[0].name}, 95 % intervals")
+            print(out / "compare.png")
 
 
 @app.command("doctor")

@@ -1,0 +1,255 @@
+"""Evaluation in context beside lm-evaluation-harness: the same model, items, prompts, precision and cores.
+
+llmfoundry-lite bench eval --peer-python ~/lm-eval/bin/python
+
+The peer is an environment of its own (`pip install "lm-eval[hf]==0.4.13"`); without one, our figures stand alone.
+Both sides read the same rendered prompts from one file and tokenise context and choice together; what is timed is all
+but loading the model. Decisions are compared item by item. Items are made up, in the shapes of ARC (zero-shot, five
+examples of each item's own, five fixed examples), HellaSwag (long endings) and PIQA (two choices), since only lengths
+matter for speed; `--data` brings a file of real ones.
+"""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
+from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.packing import Row
+from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
+from llmfoundry_lite.models.hf import export_model
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "125m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50304, "max_seq_len": 2048},
+    "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 8192, "max_seq_len": 2048},
+}
+
+
+class Suite(NamedTuple):
+    """Items of one shape: words in a question, words in a choice, choices, examples."""
+
+    words: tuple[int, int]
+    choice_words: tuple[int, int]
+    num_choices: int
+    num_fewshot: int
+    is_fixed: bool
+    wanted: float | None
+    """How many times the peer's items/s."""
+
+
+SUITES = {
+    "ARC, zero-shot": Suite((12, 30), (1, 8), 4, 0, False, 3.5),
+    "ARC, 5-shot, examples of each item": Suite((12, 30), (1, 8), 4, 5, False, 5.0),
+    "ARC, 5-shot, fixed examples": Suite((12, 30), (1, 8), 4, 5, True, 8.0),
+    "HellaSwag, zero-shot": Suite((20, 50), (12, 30), 4, 0, False, 2.5),
+    "PIQA, zero-shot": Suite((6, 14), (8, 30), 2, 0, False, None),
+}
+
+
+def run(
+    *,
+    peer_python: str | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    shape: str = "125m",
+    num_items: int = 60,
+    num_rounds: int = 1,
+) -> dict[str, Any]:
+    """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
+    console = Console()
+    report: dict[str, Any] = {"shape": model or shape, "num_items": num_items, "num_rounds": num_rounds, "suites": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        names = {str(data): Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
+        files = {name: folder / f"{i}.jsonl" for i, name in enumerate(names)}
+        for name, suite in names.items():
+            rows = read_real(data) if data else make_items(suite, num_items + suite.num_fewshot)
+            write_rendered(rows, suite, num_items, files[name])
+        model = model or make_model(shape, [path.read_text() for path in files.values()], folder / "model")
+        for name, suite in names.items():
+            ours, theirs = [], []
+            for round_number in range(num_rounds):
+                console.print(f"round {round_number + 1}/{num_rounds}: {name}", highlight=False)
+                settings = {"model": model, "items": str(files[name]), "is_fixed": suite.is_fixed}
+                ours.append(_in_a_process([sys.executable, "-m", "llmfoundry_lite.bench.eval"], settings))
+                if peer_python:
+                    theirs.append(_in_a_process([peer_python, str(Path(__file__).with_name("eval_peer.py"))], settings))
+            report["suites"][name] = compare(ours, theirs, suite)
+    report["torch"] = torch.__version__
+    report["num_threads"] = torch.get_num_threads()
+    print_report(report, console)
+    return report
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Suite) -> dict[str, Any]:
+    rate = statistics.median(one["n"] / one["seconds"] for one in ours)
+    found = {
+        "items_per_second": rate,
+        "of_the_floor": statistics.median(one["floor_seconds"] / one["seconds"] for one in ours),
+    }
+    if theirs:
+        peer = statistics.median(one["n"] / one["seconds"] for one in theirs)
+        different = {
+            metric: sum(a != b for a, b in zip(ours[0][metric], theirs[0][metric], strict=True))
+            for metric in ("acc", "acc_norm")
+        }
+        found |= {
+            "peer_items_per_second": peer,
+            "times": rate / peer,
+            "wanted": suite.wanted,
+            "num_different": different,
+            "largest_difference_nats": max(
+                abs(a - b)
+                for x, y in zip(ours[0]["log_probability"], theirs[0]["log_probability"], strict=True)
+                for a, b in zip(x, y, strict=True)
+            ),
+        }
+    return found
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{report['shape']}, {report['num_items']} items, fp32, items per second", title_justify="left")
+    for heading in ("items", "ours", "lm-eval", "times", "wanted", "of the floor", "decisions that differ"):
+        table.add_column(heading, justify="left" if heading == "items" else "right")
+    for name, found in report["suites"].items():
+        peer = [""] * 4
+        if "times" in found:
+            wanted = "" if found["wanted"] is None else f"{found['wanted']:g}"
+            different = sum(found["num_different"].values())
+            peer = [f"{found['peer_items_per_second']:.2f}", f"{found['times']:.1f}", wanted, str(different)]
+        table.add_row(name, f"{found['items_per_second']:.2f}", *peer[:3], f"{found['of_the_floor']:.0%}", peer[3])
+    console.print(table)
+    console.print(
+        "the floor: tokens that must be computed once, at the rate of a plain forward pass measured in the same process"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ items
+
+
+def make_items(suite: Suite, count: int) -> list[dict[str, Any]]:
+    generator = random.Random(0)
+    words = ["".join(generator.choices("aeioubdfghklmnprst", k=generator.randint(2, 9))) for _ in range(2000)]
+
+    def text(bounds: tuple[int, int]) -> str:
+        return " ".join(generator.choices(words, k=generator.randint(*bounds)))
+
+    return [
+        {
+            "query": f"Question: {text(suite.words)}?",
+            "choices": [text(suite.choice_words) for _ in range(suite.num_choices)],
+            "gold": generator.randrange(suite.num_choices),
+        }
+        for _ in range(count)
+    ]
+
+
+def read_real(path: Path) -> list[dict[str, Any]]:
+    return read_rows(TaskConfig(label=path.stem, icl_task_type="multiple_choice", dataset_uri=str(path)))
+
+
+def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, path: Path) -> None:
+    """Contexts with their examples already in them, so that both sides are asked the very same."""
+    task = TaskConfig(
+        label="bench",
+        icl_task_type="multiple_choice",
+        dataset_uri=str(path),
+        continuation_delimiter="\nAnswer: ",
+        fewshot_fixed=suite.is_fixed,
+    )
+    first = suite.num_fewshot if suite.is_fixed else 0
+    with path.open("w") as file:
+        for index in range(first, min(len(rows), first + num_items)):
+            context = ""
+            for example in choose_examples(task, len(rows), index, suite.num_fewshot):
+                context += render_example(task, rows[example], is_first=not context)
+            context += ("\n" if context else "") + rows[index]["query"] + "\nAnswer:"
+            row = {"query": context, "choices": rows[index]["choices"], "gold": rows[index]["gold"]}
+            file.write(json.dumps(row) + "\n")
+
+
+def make_model(shape: str, texts: list[str], folder: Path) -> str:
+    """Random weights and a tokenizer for these texts, as plain transformers loads them."""
+    train_tokenizer(texts, 8192).save(folder / "tokenizer")
+    model = MPT(ModelConfig(**SHAPES[shape]))
+    initialise_weights(model, 17)
+    export_model(model.state_dict(), model.config, folder / "export", tokenizer_folder=folder / "tokenizer")
+    return str(folder / "export")
+
+
+# --------------------------------------------------------------------------------------------------------- our side
+
+
+def _in_a_process(command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    result = subprocess.run([*command, json.dumps(settings)], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise DataError(f"{command[0]} failed: {(result.stderr.strip().splitlines() or ['no output'])[-1]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    subject = load_subject(settings["model"], device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    task = TaskConfig(
+        label="bench",
+        icl_task_type="multiple_choice",
+        dataset_uri=settings["items"],
+        continuation_delimiter=" ",
+        tokenization="joint",
+    )
+    _forward_rate(subject.model, 1)  # warm
+    with tempfile.TemporaryDirectory() as folder:
+        files = ResultFiles(Path(folder), "bench", "ours")
+        started = time.perf_counter()
+        evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
+        seconds = time.perf_counter() - started
+        items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
+    prepared = prepare(
+        task, read_rows(task), 0, load_tokenizer(settings["model"]), max_seq_len=2048, tokenization="joint"
+    )
+    tree = Row()
+    for number, item in enumerate(prepared.items):
+        context = item.requests[0].context if settings["is_fixed"] else (-1 - number, *item.requests[0].context)
+        for request in item.requests:
+            tree.add(request._replace(context=context), number)
+    num_tokens = len(tree) - (0 if settings["is_fixed"] else len(prepared.items))
+    return {
+        "n": len(items),
+        "seconds": seconds,
+        "floor_seconds": num_tokens / _forward_rate(subject.model, 5),
+        "acc": [item["acc"] for item in items],
+        "acc_norm": [item["acc_norm"] for item in items],
+        "log_probability": [item["log_probability"] for item in items],
+    }
+
+
+def _forward_rate(model: Any, repeats: int) -> float:
+    """Tokens per second of plain text, without logits: the best of `repeats`."""
+    tokens = torch.randint(0, 1000, (16, 128), device=model.device)
+    one = torch.zeros(1, dtype=torch.int64, device=model.device)
+    best = float("inf")
+    with torch.no_grad():
+        for _ in range(repeats):
+            started = time.perf_counter()
+            float(model.score(Inputs(tokens, None, None), Wanted(one, one, one)).log_probability_n[0])
+            best = min(best, time.perf_counter() - started)
+    return tokens.numel() / best
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))
