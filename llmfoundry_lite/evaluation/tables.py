@@ -1,16 +1,34 @@
-"""Results of several models as one table: tasks as columns, models as rows, the average last."""
+"""How results look: tasks as columns, models as rows, the average last; and comparisons, a task to a row.
+
+On a console a table that is too wide continues in further blocks of columns. Markdown and CSV hold the same numbers.
+"""
 
 import csv
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from llmfoundry_lite.evaluation.harness import Record, Results
+from llmfoundry_lite.evaluation.compare import ACCURACIES, Loaded, Pair, Paired, Record, as_json, p_text
+
+if TYPE_CHECKING:  # comparing needs no torch
+    from llmfoundry_lite.evaluation.harness import Results
+
+ODD = {
+    "num_ties": "{} with a tie for the best, where the first counts",
+    "num_duplicates": "{} that repeat a choice",
+    "num_trimmed": "{} with a context cut to fit the model",
+}
 
 
-def columns(all_results: Sequence[Results]) -> list[str]:
+def columns(all_results: Sequence["Results"]) -> list[str]:
     """Every task that any model has, in order."""
     return list(dict.fromkeys(task for results in all_results for task in results.tasks))
 
@@ -24,47 +42,248 @@ def cell(record: Record | None) -> tuple[str, str]:
     return f"{record[metric]:.3f}", "" if error is None else f"{error:.3f}"
 
 
-def print_table(all_results: Sequence[Results], console: Console) -> None:
-    table = Table(title=f"{all_results[0].suite}, accuracy ± standard error", title_justify="left")
-    table.add_column("model")
+def print_table(all_results: Sequence["Results"], console: Console) -> None:
     names = columns(all_results)
-    for name in [*names, "average"]:
-        table.add_column(name.replace("/", "\n"), justify="right")
-    for results in all_results:
-        cells = ["\n±".join(part for part in cell(results.tasks.get(name)) if part) for name in names]
-        table.add_row(results.model, *cells, _average(results))
-    if any("chance" in record for results in all_results for record in results.tasks.values()):
-        table.add_section()
-        table.add_row("chance", *(_chance(all_results, name) for name in names), "", style="dim")
-    console.print(table)
+    headers = [*(_header(all_results, name) for name in names), "average"]
+    rows = [
+        (
+            results.model,
+            [*("\n±".join(filter(None, cell(results.tasks.get(n)))) for n in names), _average_cell(results)],
+        )
+        for results in all_results
+    ]
+    chances = [_chance(all_results, name) for name in names]
+    if any(chances):
+        rows.append(("chance", [*chances, ""]))
+    title = f"{all_results[0].suite}, accuracy ± standard error" if _average_cell(all_results[0]) else ""
+    print_blocks(console, title or all_results[0].suite, headers, rows)
+    for note in notes(all_results):
+        print_note(console, note)
 
 
-def write_tables(all_results: Sequence[Results], folder: Path) -> list[Path]:
+def print_note(console: Console, note: str) -> None:
+    """Indented, in as many lines as it takes."""
+    style = "yellow" if note.startswith("warning") else "dim"
+    console.print(Padding(Text(note, style=style), (0, 0, 0, 2)))
+
+
+def print_blocks(
+    console: Console, title: str, headers: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
+) -> None:
+    """A table whose columns go on below where the console is too narrow; the first column is there each time."""
+    first = max(len(line) for name in ("model", *(name for name, _ in rows)) for line in name.split("\n"))
+    first = min(first, max(12, console.width // 3))
+    for number, block in enumerate(_blocks(headers, [cells for _, cells in rows], console.width - first)):
+        table = lean_table(title if number == 0 else None)
+        table.add_column("model", max_width=first, overflow="fold")
+        for i in block:
+            table.add_column(Text(headers[i]), justify="right")
+        for name, cells in rows:
+            table.add_row(Text(name), *(Text(cells[i]) for i in block), style="dim" if name == "chance" else None)
+        console.print(table)
+
+
+def lean_table(title: str | None) -> Table:
+    """A line under the header alone, and one space between columns."""
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0)
+    )
+
+
+def _blocks(headers: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Iterator[list[int]]:
+    """Numbers of the columns that fit side by side."""
+    block, used = [], 0
+    for i, header in enumerate(headers):
+        texts = [header, *(cells[i] for cells in rows)]
+        width = 1 + max(len(line) for text in texts for line in text.split("\n"))
+        if block and used + width > room:
+            yield block
+            block, used = [], 0
+        block.append(i)
+        used += width
+    yield block
+
+
+def _header(all_results: Sequence["Results"], name: str) -> str:
+    """The task, its examples, and what the number is if it is no accuracy."""
+    label, _, shots = name.rpartition("/")
+    metric = next(results.tasks[name]["metric"] for results in all_results if name in results.tasks)
+    return "\n".join(filter(None, (label, shots, "" if metric in ACCURACIES else metric.replace("_", " "))))
+
+
+def notes(all_results: Sequence["Results"]) -> list[str]:
+    """What stands under the table: what was odd, and why numbers may not be what they seem."""
+    found = []
+    for name in columns(all_results):
+        told: dict[str, list[str]] = {}
+        models = [results for results in all_results if name in results.tasks]
+        for results in models:
+            for text in _oddities(results.tasks[name]):
+                told.setdefault(text, []).append(results.model)
+        for text, those in told.items():
+            found.append(f"{name}: {text}" + ("" if len(those) == len(models) else f" ({', '.join(those)})"))
+    if any(results.tasks[n]["metric"] not in ACCURACIES for results in all_results for n in results.tasks):
+        found.append("the average is of the accuracies")
+    averaged = {tuple(sorted(_averaged(results))) for results in all_results}
+    if len(averaged) > 1:
+        found.append("warning: not all models have all tasks; the averages are over different ones")
+    return found
+
+
+def _oddities(record: Record) -> Iterator[str]:
+    n = f"of {record['n']:,} items"
+    for key, text in ODD.items():
+        if count := record.get(key):
+            yield f"{text.format(f'{count:,}')}, {n}"
+    for reason, count in (record.get("skipped") or {}).items():
+        yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
+    if limit := (record.get("settings") or {}).get("limit"):
+        yield f"only the first {limit:,} items (limit): a try, not a result"
+
+
+def write_tables(all_results: Sequence["Results"], folder: Path) -> list[Path]:
     """table.md and table.csv, with the same numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     names = columns(all_results)
-    rows = [["model", *names, "average"]]
+    rows = [["model", *(_header(all_results, n).replace("\n", " ") for n in names), "average"]]
     for results in all_results:
-        rows.append(
-            [results.model, *(" ± ".join(filter(None, cell(results.tasks.get(n)))) for n in names), _average(results)]
-        )
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|---|" + "---:|" * (len(names) + 1))
+        cells = (" ± ".join(filter(None, cell(results.tasks.get(n)))) for n in names)
+        rows.append([results.model, *cells, _average_cell(results).replace("\n±", " ± ")])
+    lines = markdown_table(rows)
+    if found := notes(all_results):
+        lines += ["", *(f"- {note}" for note in found)]
     markdown, plain = folder / "table.md", folder / "table.csv"
     markdown.write_text("\n".join(lines) + "\n")
     with plain.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["model", *(part for n in names for part in (n, f"{n} stderr")), "average"])
+        writer.writerow(["model", *(part for n in [*names, "average"] for part in (n, f"{n} stderr"))])
         for results in all_results:
             parts = (part for n in names for part in cell(results.tasks.get(n)))
-            writer.writerow([results.model, *parts, _average(results)])
+            mean, error = (*_average_cell(results).split("\n±"), "")[:2]
+            writer.writerow([results.model, *parts, mean, error])
     return [markdown, plain]
 
 
-def _average(results: Results) -> str:
-    return "" if results.average is None else f"{results.average:.3f}"
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first row is the header; numbers are to the right."""
+    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
+    return lines
 
 
-def _chance(all_results: Sequence[Results], name: str) -> str:
+def _averaged(results: "Results") -> list[str]:
+    return [name for name, record in results.tasks.items() if record["metric"] in ACCURACIES]
+
+
+def _average_cell(results: "Results") -> str:
+    if results.average is None:
+        return ""
+    return f"{results.average:.3f}\n±{average_error(results.tasks, _averaged(results)):.3f}"
+
+
+def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
+    """Of the mean of independent tasks. Those that differ in the number of examples alone ask the same items, and are
+    taken to err together."""
+    errors: dict[str, float] = {}
+    for name in names:
+        label = name.rpartition("/")[0]
+        errors[label] = errors.get(label, 0.0) + tasks[name].get(f"{tasks[name]['metric']}_stderr", 0.0)
+    return math.sqrt(sum(error**2 for error in errors.values())) / len(names)
+
+
+def _chance(all_results: Sequence["Results"], name: str) -> str:
     records = (results.tasks.get(name) for results in all_results)
     return next((f"{record['chance']:.3f}" for record in records if record and "chance" in record), "")
+
+
+# ------------------------------------------------------------------------------------------------------ comparisons
+
+
+def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
+    for pair in pairs:
+        _print_pairs(console, f"{pair.other} against {pair.first}", pair, [*pair.tasks, *filter(None, [pair.mean])])
+        console.print()
+        if pair.more:
+            _print_pairs(console, "by the other metrics", pair, pair.more)
+            console.print()
+        if pair.sentence:
+            console.print(Text(pair.sentence, style="bold"))
+        for note in pair.notes:
+            print_note(console, note)
+        console.print()
+    console.print(Text(legend(sum(len(pair.tasks) for pair in pairs)), style="dim"))
+
+
+def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
+    table = lean_table(title)
+    table.add_column("task", overflow="fold")
+    for header in ("items\n(needed)", *(_short(name) for name in (pair.first, pair.other))):
+        table.add_column(Text(header), justify="right", overflow="fold")
+    table.add_column(" difference, 95 %", no_wrap=True)
+    table.add_column("p\nwon/lost", justify="right")
+    for paired in rows:
+        name, _, shots = paired.task.rpartition("/")
+        is_plain = paired in pair.tasks and paired.metric in ("acc_per_token", "acc") or paired is pair.mean
+        under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
+        table.add_row(
+            Text("\n".join((name or paired.task, *under))),
+            f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
+            f"{paired.first:.{paired.digits}f}",
+            f"{paired.other:.{paired.digits}f}",
+            Text(f" {difference_text(paired)}\n {paired.verdict}", style="bold" if paired.is_detected else ""),
+            f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
+        )
+    console.print(table)
+
+
+def _short(name: str) -> str:
+    """In lines of at most nine characters."""
+    return "\n".join(name[i : i + 9] for i in range(0, len(name), 9))
+
+
+def difference_text(paired: Paired) -> str:
+    text = f"{paired.difference:+.{paired.digits}f}"
+    if paired.low is None or paired.high is None:
+        return text
+    return f"{text} [{paired.low:+.{paired.digits}f}, {paired.high:+.{paired.digits}f}]"
+
+
+def legend(num_tests: int) -> str:
+    return (
+        f"95 %: bootstrap over items, paired. p: McNemar's test (sign flips for means and bits per byte), corrected "
+        f"for {num_tests} test{'' if num_tests == 1 else 's'} (Holm). needed: items to find a difference of 0.01, one "
+        "point, with 80 % power where the two models part as often as here."
+    )
+
+
+def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: Path, above: str = "") -> list[Path]:
+    """compare.md, which starts with `above`, and compare.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [above] if above else []
+    for pair in pairs:
+        header = ["task", "metric", "items", "needed", pair.first, pair.other, "difference, 95 %", "won/lost/tied", "p"]
+        rows = [[*header, "verdict"]]
+        for paired in [*pair.tasks, *filter(None, [pair.mean]), *pair.more]:
+            rows.append(
+                [
+                    paired.task,
+                    "" if paired.metric == "mean" else paired.metric,
+                    f"{paired.n:,}",
+                    f"{paired.needed:,}" if paired.needed else "",
+                    f"{paired.first:.{paired.digits}f}",
+                    f"{paired.other:.{paired.digits}f}",
+                    difference_text(paired),
+                    f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
+                    p_text(paired.p_corrected),
+                    paired.verdict,
+                ]
+            )
+        lines += [f"## {pair.other} against {pair.first}", "", *markdown_table(rows), ""]
+        lines += [f"- {text}" for text in filter(None, (pair.sentence, *pair.notes))]
+        lines += [""]
+    if pairs:
+        lines += [legend(sum(len(pair.tasks) for pair in pairs)), ""]
+    markdown, facts = folder / "compare.md", folder / "compare.json"
+    markdown.write_text("\n".join(lines))
+    facts.write_text(json.dumps(as_json(results, pairs), indent=1) + "\n")
+    return [markdown, facts]
