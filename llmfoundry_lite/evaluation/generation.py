@@ -22,20 +22,15 @@ def answer_all(
     on_progress: Callable[[str, int, int], None],
 ) -> list[str]:
     """The model's answer to each item, in order; the items are shared by the ranks."""
-    num_tokens = task.config.max_new_tokens or longest_answer(tokenizer, task)
+    assert task.config.max_new_tokens is not None, "tasks.prepare fills it in"
     found: list[tuple[int, str]] = []
     for start in range(0, len(task.items), world_size):
         number = min(start + rank, len(task.items) - 1)  # a rank without one repeats the last, for sharded models
-        text = write(model, tokenizer, task.items[number].requests[0].context, num_tokens, task.config)
+        text = write(model, tokenizer, task.items[number].requests[0].context, task.config.max_new_tokens, task.config)
         if start + rank < len(task.items):
             found.append((number, text))
         on_progress(task.name, min(start + world_size, len(task.items)), len(task.items))
     return [text for _, text in sorted((n, t) for share in gather_json(found) for n, t in share)]
-
-
-def longest_answer(tokenizer: Encoder, task: Prepared) -> int:
-    lengths = (len(tokenizer.encode(" " + answer)) for item in task.items for answer in item.answers)
-    return max(lengths, default=1)
 
 
 @torch.no_grad()

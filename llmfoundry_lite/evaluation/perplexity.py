@@ -1,9 +1,10 @@
-"""Held-out text as a task: every token predicted once, from as much of the text before it as the model holds."""
+"""Held-out text as a task: every token predicted once, in windows of the model's length."""
 
 import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
@@ -11,58 +12,97 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, Request
 
 
-def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
-    """Windows of the model's length that do not overlap. Of each request, `num_characters` counts bytes.
+class Document(NamedTuple):
+    before: int
+    """The token before the first."""
+    ids: list[int]
+    """To be predicted."""
+    num_bytes: int
+    """Of their text, in UTF-8."""
+    source: str | list[int]
+    """What the file has: the text, or a sample's tokens."""
 
-    A text file is one document; of a JSONL file each row's `text` is one; of an MDS split each sample is, and its
-    first token is given, not predicted. Raises DataError.
+
+def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
+    """Windows of `max_seq_len` tokens that do not overlap, each after the token before it, as
+    lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes.
+
+    A text file is one document; of a JSONL file each row's `text` is one; both begin after an end of text. Of an MDS
+    split each sample is one, and its first token is given, not predicted. `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
-    digest, digest_of_data = hashlib.sha256(str(max_seq_len).encode()), hashlib.sha256()
-    for number, (context, ids, source) in enumerate(_documents(config, tokenizer)):
-        if number == limit:
+    digest = hashlib.sha256()
+    for document in _documents(config, tokenizer):
+        if len(items) == limit:
             break
-        digest.update(json.dumps(ids).encode())
-        digest_of_data.update(json.dumps(source).encode())
-        for start in range(0, len(ids), max_seq_len):
-            window = ids[start : start + max_seq_len]
-            before = context if start == 0 else ids[start - 1]
-            num_bytes = len(tokenizer.decode(window).encode())
-            request = Request((before,), tuple(window), num_bytes, 0)
-            items.append(Item(index=number, requests=(request,)))
+        digest.update(json.dumps(document.source).encode())
+        for request in _windows(document, tokenizer, max_seq_len):
+            items.append(Item(index=len(items), requests=(request,)))
+    items = items[:limit]
     if not items:
         raise DataError(f"{config.label}: {config.dataset_uri} has no text")
+    settings = {"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit}
+    digest_of_data = digest.hexdigest()[:16]
+    digest.update(json.dumps(settings).encode())
     return Prepared(
         label=config.label,
         kind="perplexity",
         num_fewshot=0,
         items=tuple(items),
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",
-        settings={"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit},
-        data_fingerprint=f"sha256:{digest_of_data.hexdigest()[:16]}",
+        settings=settings,
+        data_fingerprint=f"sha256:{digest_of_data}",
         config=config,
     )
 
 
-def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[tuple[int, list[int], str | list[int]]]:
-    """(the token before, the tokens to predict, what the file has)"""
+def _windows(document: Document, tokenizer: Encoder, max_seq_len: int) -> Iterator[Request]:
+    """Their bytes add up to the document's. A character that two windows share counts with either: to the last goes
+    what the others leave."""
+    ids, left = document.ids, document.num_bytes
+    for start in range(0, len(ids), max_seq_len):
+        window = ids[start : start + max_seq_len]
+        is_last = start + max_seq_len >= len(ids)
+        num_bytes = left if is_last else min(left, len(tokenizer.decode(window).encode()))
+        left -= num_bytes
+        yield Request((ids[start - 1] if start else document.before,), tuple(window), num_bytes, 0)
+
+
+def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
-        for row in read_tokens(path).tolist():
-            yield row[0], row[1:], row
+        try:
+            samples = read_tokens(path)
+        except (ValueError, KeyError, OSError) as error:
+            raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from None
+        for before, *ids in samples.tolist():
+            written = tokenizer.decode([token for token in ids if token != tokenizer.eos_token_id])
+            yield Document(before, ids, len(written.encode()), [before, *ids])
         return
+    for text in _texts(path, config.label):
+        if ids := tokenizer.encode(text):
+            yield Document(tokenizer.eos_token_id, ids, len(text.encode()), text)
+
+
+def _texts(path: Path, label: str) -> Iterator[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes().decode("utf-8-sig")  # every byte counts, those of line ends too
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{config.label}: {path} cannot be read ({error}); expected a text or JSONL file or an MDS split"
+            f"{label}: {path} cannot be read ({error}); expected a text or JSONL file or an MDS split"
         ) from None
-    texts = [text]
-    if path.suffix == ".jsonl":
+    if path.suffix != ".jsonl":
+        yield content
+        return
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+            text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{config.label}: {path} needs a JSON object with `text` on every line ({error})") from None
-    for document in texts:
-        if ids := tokenizer.encode(document):
-            yield tokenizer.eos_token_id, ids, document
+            raise DataError(
+                f"{label}: {path}, line {number}: {error!r}; expected a JSON object with the column text"
+            ) from None
+        if not isinstance(text, str):
+            raise DataError(f"{label}: {path}, line {number}: text is {text!r}, expected a text")
+        yield text

@@ -24,6 +24,12 @@ COLUMNS = {
 }
 
 
+GENERATION = ("generation_task_with_answers",)
+
+THOUGHT_ALLOWANCE = 10
+"""Tokens by which a model's reasoning may be longer than the longest in the file, as in LLM Foundry."""
+
+
 class Encoder(Protocol):
     """What is needed of a tokenizer."""
 
@@ -103,9 +109,13 @@ def _strip(value: Any) -> Any:
 
 def _read_jsonl(path: Path, label: str) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise DataError(f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches it") from None
+        raise DataError(
+            f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
+            "`llmfoundry-lite data make-tasks` makes our own"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{label}: {path} cannot be read: {error}") from None
     rows = []
@@ -138,10 +148,19 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = found.to_list()
     if not config.hf_parsing_map:
         return rows
-    return [
-        {ours: " ".join(str(row[column]) for column in theirs) for ours, theirs in config.hf_parsing_map.items()}
-        for row in rows
-    ]
+    for ours, theirs in config.hf_parsing_map.items():
+        for column in theirs:
+            if column not in found.column_names:
+                raise DataError(
+                    f"{config.label}: hf_parsing_map: {ours}: {config.dataset_uri} has no column {column!r}; "
+                    f"there are: {', '.join(found.column_names)}"
+                )
+    return [{ours: _join(row, theirs) for ours, theirs in config.hf_parsing_map.items()} for row in rows]
+
+
+def _join(row: dict[str, Any], columns: list[str]) -> Any:
+    """A single column as it is, a list or a number too; several as one text."""
+    return row[columns[0]] if len(columns) == 1 else " ".join(str(row[column]) for column in columns)
 
 
 def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
@@ -149,14 +168,26 @@ def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
     for column in expected:
         if column not in row:
             raise DataError(f"{where}: no column {column!r}; a {config.icl_task_type} task has {', '.join(expected)}")
+    for column in ("query", "context", "continuation", "answer"):
+        if column in expected and not isinstance(row[column], str):
+            raise DataError(f"{where}: {column} is {row[column]!r}, expected a text")
+    aliases = row.get("aliases") or []
+    if config.icl_task_type in GENERATION and not _are_texts(aliases):
+        raise DataError(f"{where}: aliases is {aliases!r}, expected texts")
+    if config.has_categories and "category" not in row:
+        raise DataError(f"{where}: no column 'category', which has_categories asks for")
     options = row.get({"multiple_choice": "choices", "schema": "context_options"}.get(config.icl_task_type, ""))
-    if options is None:
+    if options is None and "gold" not in expected:
         return
-    if not isinstance(options, list) or len(options) < 2 or not all(isinstance(option, str) for option in options):
+    if not _are_texts(options) or len(options) < 2:
         raise DataError(f"{where}: {options!r} given, expected two or more texts to choose from")
     gold = row["gold"]
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(options):
         raise DataError(f"{where}: gold is {gold!r}, expected 0 to {len(options) - 1}")
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 # ------------------------------------------------------------------------------------------------------- prompts
@@ -172,15 +203,19 @@ def prepare(
     tokenization: str,
     limit: int | None = None,
 ) -> Prepared:
-    """Render and tokenise every item."""
+    """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
     tokenization = config.tokenization or tokenization
     num_reserved = num_fewshot if config.fewshot_fixed else 0
     indices = range(num_reserved, len(rows))[:limit]
-    if not indices:
+    if num_fewshot >= len(rows):
         raise DataError(
-            f"{config.label}: {len(rows)} rows, and {num_fewshot} of them are examples: nothing is left to ask"
+            f"{config.label}: {config.dataset_uri} has {len(rows)} rows, "
+            f"too few for {num_fewshot} examples and a question"
         )
-    encode = _Encoding(tokenizer, tokenization, max_seq_len)
+    described = {**_decisive(config), "num_fewshot": num_fewshot, "tokenization": tokenization, "limit": limit}
+    if config.icl_task_type in GENERATION and config.max_new_tokens is None:
+        config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
+    encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
     items, skipped = [], {}
     for index in indices:
         examples = choose_examples(config, len(rows), index, num_fewshot)
@@ -189,7 +224,11 @@ def prepare(
             skipped[item] = skipped.get(item, 0) + 1
         else:
             items.append(item)
-    described = {**_decisive(config), "num_fewshot": num_fewshot, "tokenization": tokenization, "limit": limit}
+    if not items:
+        reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
+        raise DataError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
+    if skipped or any(request.num_trimmed for item in items for request in item.requests):
+        described["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
     return Prepared(
         label=config.label,
         kind=config.icl_task_type,
@@ -222,8 +261,7 @@ def choose_examples(config: TaskConfig, num_rows: int, index: int, num_fewshot: 
     """Rows to show before `index`, never itself. A function of (seed, index): neither ranks nor order matter."""
     if config.fewshot_fixed:
         return list(range(num_fewshot))
-    generator = random.Random(f"{config.fewshot_random_seed}/{index}")
-    chosen = generator.sample(range(num_rows - 1), min(num_fewshot, num_rows - 1))
+    chosen = random.Random(f"{config.fewshot_random_seed}/{index}").sample(range(num_rows - 1), num_fewshot)
     return [row + (row >= index) for row in chosen]
 
 
@@ -239,23 +277,23 @@ def _build_item(
     texts = [_render_context(config, context, is_first=not preamble) for context in contexts]
     requests = []
     for text, answer in zip(texts, answers, strict=True):
-        request = encode.request(preamble, text, answer, leaves_room=config.max_new_tokens or 0)
+        if config.icl_task_type in GENERATION:
+            request = encode.prompt(preamble, text, config.max_new_tokens or 1)
+        else:
+            request = encode.request(preamble, text, answer)
         if isinstance(request, str):
             return request
         requests.append(request)
     options = contexts if config.icl_task_type == "schema" else answers
-    accepted = [row["answer"], *row.get("aliases", [])] if config.icl_task_type in GENERATION else []
+    accepted = [row["answer"], *(row.get("aliases") or [])] if config.icl_task_type in GENERATION else []
     return Item(
         index=index,
         requests=tuple(requests),
         gold=gold,
         category=str(row["category"]) if config.has_categories and "category" in row else None,
         answers=tuple(accepted),
-        has_duplicates=len(set(options)) < len(options),
+        has_duplicates=len({option.strip() for option in options}) < len(options),
     )
-
-
-GENERATION = ("generation_task_with_answers",)
 
 
 def _options(config: TaskConfig, row: dict[str, Any]) -> tuple[list[str], list[str], int]:
@@ -276,9 +314,20 @@ def render_example(config: TaskConfig, row: dict[str, Any], *, is_first: bool) -
     contexts, answers, gold = _options(config, row)
     answer = answers[gold]
     if config.icl_task_type in GENERATION:
-        thought = row.get("chain_of_thought", "")
-        answer = f"{thought}{config.cot_delimiter}{row['answer']}" if thought else row["answer"]
+        answer = _solution(config, row, row["answer"])
     return _render_context(config, contexts[gold], is_first=is_first) + answer
+
+
+def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
+    thought = row.get("chain_of_thought")
+    return f"{thought}{config.cot_delimiter}{answer}" if thought else answer
+
+
+def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Encoder) -> int:
+    """Tokens a model is given for its answer, reasoning included."""
+    solutions = (_solution(config, row, a) for row in rows for a in [row["answer"], *(row.get("aliases") or [])])
+    longest = max(len(tokenizer.encode(" " + solution)) for solution in solutions)
+    return longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
 
 
 def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
@@ -291,8 +340,9 @@ def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
 class _Encoding:
     """Text -> requests, by one convention."""
 
-    def __init__(self, tokenizer: Encoder, tokenization: str, max_seq_len: int):
+    def __init__(self, tokenizer: Encoder, tokenization: str, max_seq_len: int, *, strips: bool):
         self.tokenizer = tokenizer
+        self.strips = strips
         self.is_joint = tokenization == "joint"
         # The last token is predicted and never read, so one more fits; LLM Foundry does not use that.
         self.max_tokens = max_seq_len + self.is_joint
@@ -300,32 +350,44 @@ class _Encoding:
         self.needs_space = len(tokenizer.encode(" a")) == 1
         self._known: dict[str, list[int]] = {}
 
-    def request(self, preamble: str, context: str, answer: str, leaves_room: int = 0) -> Request | str:
-        if self.is_joint:
-            ids, answer_ids = self._joint(preamble + context, answer)
-        else:
-            ids, answer_ids = self._separate(preamble, context, answer)
-        room = self.max_tokens - max(len(answer_ids), leaves_room)
-        ids = ids or [self.tokenizer.eos_token_id]  # something to predict the first token from
-        if answer and not answer_ids:
+    def request(self, preamble: str, context: str, answer: str) -> Request | str:
+        """A request, or why it cannot be asked."""
+        split = self._joint if self.is_joint else self._separate
+        ids, answer_ids = split(preamble, context, answer)
+        if not answer_ids:
             return "an answer without tokens"
+        return self._fit(ids, answer_ids, len(answer_ids), len(answer))
+
+    def prompt(self, preamble: str, context: str, num_tokens: int) -> Request | str:
+        """As `request`, for an answer of up to `num_tokens` that the model is to write."""
+        if self.is_joint:
+            preamble, context = "", preamble + context
+        ids = self._encode(preamble) + self._encode(context.rstrip() if self.strips else context)
+        return self._fit(ids, [], num_tokens, 0)
+
+    def _fit(self, ids: list[int], answer_ids: list[int], num_tokens: int, num_characters: int) -> Request | str:
+        """Trimmed from the left."""
+        room = self.max_tokens - num_tokens
         if room < 1:
             return "an answer longer than the model"
-        return Request(tuple(ids[-room:]), tuple(answer_ids), len(answer), max(0, len(ids) - room))
+        ids = ids or [self.tokenizer.eos_token_id]  # something to predict the first token from
+        return Request(tuple(ids[-room:]), tuple(answer_ids), num_characters, max(0, len(ids) - room))
 
     def _separate(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
         if self.needs_space and answer and not answer.startswith(" "):
             answer = " " + answer
-        return self._encode(preamble) + self._encode(context.rstrip()), self._encode(answer)
+        context = context.rstrip() if self.strips else context
+        return self._encode(preamble) + self._encode(context), self._encode(answer)
 
-    def _joint(self, context: str, answer: str) -> tuple[list[int], list[int]]:
-        """White space at the context's end goes to the answer, where tokenizers like to have it."""
-        stripped = context.rstrip()
-        if not answer:
-            return self.tokenizer.encode(stripped), []
-        whole = self.tokenizer.encode(context + answer)
-        num_context = len(self._encode(stripped))
-        return whole[:num_context], whole[num_context:]
+    def _joint(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
+        """White space at the context's end goes to the answer, where tokenizers like to have it.
+
+        What the answer's first token would swallow of the context stays with the context, as in
+        lm-evaluation-harness: the context is what it is by itself, and of the whole what is beyond its length is the
+        answer.
+        """
+        before = self._encode((preamble + context).rstrip())
+        return before, self.tokenizer.encode(preamble + context + answer)[len(before) :]
 
     def _encode(self, text: str) -> list[int]:
         """Remembers, because the choices of an item share their context."""

@@ -1,0 +1,609 @@
+"""Prompts and tokens, written out by hand: `context|answer` for every option of an item."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.load import load_tasks
+from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.evaluation.generation import is_right, write
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
+
+
+class Pieces:
+    """Words with the space before them, punctuation and white space are tokens, as in GPT-2's."""
+
+    pattern = r" ?\w+| ?[^\w\s]+|\s"
+
+    def __init__(self):
+        self.pieces = ["<eos>"]
+        self.eos_token_id = 0
+
+    def encode(self, text):
+        found = re.findall(self.pattern, text)
+        self.pieces += [piece for piece in dict.fromkeys(found) if piece not in self.pieces]
+        return [self.pieces.index(piece) for piece in found]
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+
+class Characters(Pieces):
+    """` a` is two tokens: no space is put before answers."""
+
+    pattern = r"(?s)."
+
+
+QUESTIONS = [
+    {"query": "Is ice cold?", "choices": ["yes", "no way"], "gold": 0},
+    {"query": "Is fire cold?", "choices": ["yes", "no way"], "gold": 1},
+    {"query": "Who barks?", "choices": ["cats", "dogs", "some fish"], "gold": 1},
+]
+SCHEMAS = [
+    {"context_options": ["Ann saw Bob, for Ann", "Ann saw Bob, for Bob"], "continuation": "hid.", "gold": 1},
+    {"context_options": ["Ann fed Bob, for Ann", "Ann fed Bob, for Bob"], "continuation": "cooks.", "gold": 0},
+    {"context_options": ["Ann hit Bob, so Ann", "Ann hit Bob, so Bob"], "continuation": "fell.", "gold": 1},
+]
+PASSAGES = [
+    {"context": "One two", "continuation": "three"},
+    {"context": "Red, amber,", "continuation": "green"},
+    {"context": "Salt and", "continuation": "pepper mill"},
+]
+RIDDLES = [
+    {"context": "2 + 2?", "answer": "4", "aliases": ["four"], "chain_of_thought": "Two twos."},
+    {"context": "3 + 3?", "answer": "6", "aliases": [], "chain_of_thought": ""},
+    {"context": "4 + 4?", "answer": "8"},
+]
+ROWS = {
+    "multiple_choice": QUESTIONS,
+    "schema": SCHEMAS,
+    "language_modeling": PASSAGES,
+    "generation_task_with_answers": RIDDLES,
+}
+
+
+def task(kind="multiple_choice", **changes):
+    return TaskConfig(**{"label": "t", "icl_task_type": kind, "dataset_uri": "t.jsonl", **changes})
+
+
+def ask(config, rows=None, shots=0, tokenizer=None, max_seq_len=100, tokenization="separate", **changes):
+    rows = ROWS[config.icl_task_type] if rows is None else rows
+    tokenizer = tokenizer or Pieces()
+    found = prepare(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, **changes)
+    texts = [
+        [f"{tokenizer.decode(r.context)}|{tokenizer.decode(r.continuation)}" for r in i.requests] for i in found.items
+    ]
+    return found, texts
+
+
+def texts_of(config, **changes):
+    return ask(config, **changes)[1]
+
+
+# ------------------------------------------------------------------------------------------------------ zero-shot
+
+FIRST = {
+    # (type, delimiter) -> what LLM Foundry asks about the first row, and what lm-evaluation-harness asks
+    ("multiple_choice", " "): (
+        ["Is ice cold?| yes", "Is ice cold?| no way"],
+        ["Is ice cold?| yes", "Is ice cold?| no way"],
+    ),
+    ("multiple_choice", "\nAnswer: "): (
+        ["Is ice cold?\nAnswer:| yes", "Is ice cold?\nAnswer:| no way"],
+        ["Is ice cold?\nAnswer:| yes", "Is ice cold?\nAnswer:| no way"],
+    ),
+    ("multiple_choice", "\n"): (
+        ["Is ice cold?| yes", "Is ice cold?| no way"],
+        ["Is ice cold?|\nyes", "Is ice cold?|\nno way"],
+    ),
+    ("multiple_choice", ""): (
+        ["Is ice cold?| yes", "Is ice cold?| no way"],
+        ["Is ice cold?|yes", "Is ice cold?|no way"],
+    ),
+    ("schema", " "): (
+        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
+        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
+    ),
+    ("schema", "\nAnswer: "): (
+        ["Ann saw Bob, for Ann\nAnswer:| hid.", "Ann saw Bob, for Bob\nAnswer:| hid."],
+        ["Ann saw Bob, for Ann\nAnswer:| hid.", "Ann saw Bob, for Bob\nAnswer:| hid."],
+    ),
+    ("schema", "\n"): (
+        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
+        ["Ann saw Bob, for Ann|\nhid.", "Ann saw Bob, for Bob|\nhid."],
+    ),
+    ("language_modeling", " "): (["One two| three"], ["One two| three"]),
+    ("language_modeling", "\nAnswer: "): (["One two\nAnswer:| three"], ["One two\nAnswer:| three"]),
+    ("language_modeling", "\n"): (["One two| three"], ["One two|\nthree"]),
+    ("generation_task_with_answers", " "): (["2 + 2?|"], ["2 + 2?|"]),
+    ("generation_task_with_answers", "\nAnswer: "): (["2 + 2?\nAnswer:|"], ["2 + 2?\nAnswer:|"]),
+}
+
+
+@pytest.mark.parametrize(("kind", "delimiter"), FIRST)
+def test_a_question_alone(kind, delimiter):
+    separate, joint = FIRST[kind, delimiter]
+    config = task(kind, continuation_delimiter=delimiter)
+    assert texts_of(config, tokenization="separate")[0] == separate
+    assert texts_of(config, tokenization="joint")[0] == joint
+
+
+def test_a_tasks_own_tokenization_wins():
+    config = task(continuation_delimiter="", tokenization="joint")
+    found, texts = ask(config, tokenization="separate")
+    assert texts[0][0] == "Is ice cold?|yes"
+    assert found.settings["tokenization"] == "joint"
+
+
+def test_a_tokenizer_that_adds_the_space_itself_gets_none():
+    assert texts_of(task(), tokenizer=Characters())[0] == ["Is ice cold?|yes", "Is ice cold?|no way"]
+
+
+def test_without_strip_dataset_the_space_at_a_contexts_end_stays():
+    assert texts_of(task(strip_dataset=False))[0][0] == "Is ice cold? | yes"
+
+
+def test_the_first_token_of_a_text_is_predicted_from_an_end_of_text():
+    """LLM Foundry reads the prediction of position -1, the last of the padding."""
+    rows = [{"context": "", "continuation": "hello"}]
+    for tokenization in ("separate", "joint"):
+        (text,) = texts_of(task("language_modeling", continuation_delimiter=""), rows=rows, tokenization=tokenization)[
+            0
+        ]
+        assert text.replace("| ", "|") == "<eos>|hello"
+
+
+# ------------------------------------------------------------------------------------------------------- few-shot
+
+FIXED = {"fewshot_fixed": True}
+FULL = {
+    **FIXED,
+    "prompt_string": "Answer.",
+    "prelimiter": "Q: ",
+    "example_delimiter": "\n\n",
+    "continuation_delimiter": "\nA: ",
+}
+
+
+@pytest.mark.parametrize("tokenization", ["separate", "joint"])
+@pytest.mark.parametrize(
+    ("kind", "plain", "full"),
+    [
+        (
+            "multiple_choice",
+            "Is ice cold? yes\nIs fire cold? no way\nWho barks?| dogs",
+            "Answer.\n\nQ: Is ice cold?\nA: yes\n\nQ: Is fire cold?\nA: no way\n\nQ: Who barks?\nA:| dogs",
+        ),
+        (
+            "schema",
+            "Ann saw Bob, for Bob hid.\nAnn fed Bob, for Ann cooks.\nAnn hit Bob, so Bob| fell.",
+            "Answer.\n\nQ: Ann saw Bob, for Bob\nA: hid.\n\nQ: Ann fed Bob, for Ann\nA: cooks."
+            "\n\nQ: Ann hit Bob, so Bob\nA:| fell.",
+        ),
+        (
+            "language_modeling",
+            "One two three\nRed, amber, green\nSalt and| pepper mill",
+            "Answer.\n\nQ: One two\nA: three\n\nQ: Red, amber,\nA: green\n\nQ: Salt and\nA:| pepper mill",
+        ),
+        (
+            "generation_task_with_answers",
+            "2 + 2? Two twos.4\n3 + 3? 6\n4 + 4?|",
+            "Answer.\n\nQ: 2 + 2?\nA: Two twos.4\n\nQ: 3 + 3?\nA: 6\n\nQ: 4 + 4?\nA:|",
+        ),
+    ],
+)
+def test_two_examples_before_a_question(kind, plain, full, tokenization):
+    for settings, expected in ((FIXED, plain), (FULL, full)):
+        ((*_, last),) = texts_of(task(kind, **settings), shots=2, tokenization=tokenization)
+        gold = last if kind != "multiple_choice" else texts_of(task(kind, **settings), shots=2)[0][1]
+        assert gold == expected
+
+
+def test_a_prompt_alone_is_followed_by_the_delimiter():
+    config = task(prompt_string="Answer.", prelimiter="Q: ")
+    assert texts_of(config)[0][0] == "Answer.\nQ: Is ice cold?| yes"
+
+
+def test_reasoning_stands_before_the_answer_of_an_example():
+    config = task("generation_task_with_answers", cot_delimiter=" So ", **FIXED)
+    assert texts_of(config, shots=1)[0] == ["2 + 2? Two twos. So 4\n3 + 3?|"]
+
+
+def many(num):
+    return [{"context": f"c{i}", "continuation": f"a{i}"} for i in range(num)]
+
+
+def shown(text):
+    return re.findall(r"c(\d+) a", text)
+
+
+def test_an_item_is_never_among_its_own_examples():
+    texts = texts_of(task("language_modeling"), rows=many(4), shots=3)
+    for index, (text,) in enumerate(texts):
+        assert sorted([*shown(text), str(index)]) == ["0", "1", "2", "3"]
+
+
+def test_examples_depend_on_the_seed_and_the_item_alone():
+    """LLM Foundry draws them one item after the other from one generator: what comes before decides."""
+    config = task("language_modeling")
+    texts = texts_of(config, rows=many(30), shots=4)
+    assert texts_of(config, rows=many(30), shots=4, limit=7) == texts[:7]
+    assert choose_examples(config, 30, 20, 4) == [int(n) for n in shown(texts[20][0])]
+    assert len({tuple(shown(text)) for (text,) in texts}) > 25
+    assert texts_of(replace(config, fewshot_random_seed=1), rows=many(30), shots=4) != texts
+
+
+def test_fixed_examples_are_the_first_rows_which_are_not_asked():
+    found, texts = ask(task("language_modeling", **FIXED), rows=many(5), shots=2)
+    assert [shown(text) for (text,) in texts] == [["0", "1"]] * 3
+    assert [item.index for item in found.items] == [2, 3, 4]
+
+
+def test_more_examples_than_rows_are_refused():
+    with pytest.raises(DataError) as caught:
+        ask(task("language_modeling", **FIXED), rows=many(3), shots=3)
+    assert str(caught.value) == "t: t.jsonl has 3 rows, too few for 3 examples and a question"
+
+
+# --------------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_tokenizer(["the cat sat on a mat. cats eat fish\n    return self.cats\n"] * 50, 300)
+
+
+def test_where_separate_and_joint_tokens_differ_in_a_real_tokenizer(bpe):
+    """`cats` is one token; apart, `cat` and `s` stay two."""
+    rows = [{"context": "the cat", "continuation": "s eat"}]
+    config = task("language_modeling", continuation_delimiter="")
+    (item,) = ask(config, rows=rows, tokenizer=bpe, tokenization="joint")[0].items
+    whole = bpe.encode("the cats eat")
+    before = bpe.encode("the cat")
+    assert whole[: len(before)] != before, "the case is chosen for this"
+    # The context is what it is alone; the answer is what the whole has beyond that length.
+    assert item.requests[0].context == tuple(before)
+    assert item.requests[0].continuation == tuple(whole[len(before) :]) == tuple(bpe.encode(" eat"))
+
+    (item,) = ask(config, rows=rows, tokenizer=bpe, tokenization="separate")[0].items
+    assert item.requests[0].context == tuple(before)
+    assert item.requests[0].continuation == tuple(bpe.encode(" s eat"))
+
+
+def test_indentation_belongs_to_the_answer_when_tokenised_together(bpe):
+    rows = [{"query": "the cat", "choices": ["    return self", "    eat"], "gold": 0}]
+    config = task(continuation_delimiter="\n", tokenization="joint")
+    (item,) = ask(config, rows=rows, tokenizer=bpe)[0].items
+    whole = bpe.encode("the cat\n    return self")
+    assert item.requests[0].context + item.requests[0].continuation == tuple(whole)
+    assert bpe.decode(item.requests[0].continuation) == "\n    return self"
+    assert [r.num_characters for r in item.requests] == [15, 7]
+
+
+def test_a_long_context_loses_its_beginning_and_that_is_counted():
+    rows = [{"context": "a b c d e f", "continuation": "g h"}, {"context": "a", "continuation": "b"}]
+    config = task("language_modeling")
+    found, texts = ask(config, rows=rows, max_seq_len=5)
+    assert texts == [[" d e f| g h"], ["a| b"]]
+    assert [item.requests[0].num_trimmed for item in found.items] == [3, 0]
+    # The last token is never read, so that one more of the context fits, as lm-evaluation-harness has it.
+    assert texts_of(config, rows=rows, max_seq_len=5, tokenization="joint")[0] == [" c d e f| g h"]
+
+
+def test_an_answer_that_leaves_no_room_for_a_context_is_skipped_and_counted():
+    """At exactly the model's length LLM Foundry keeps the whole context: context[-0:]."""
+    rows = [{"context": "a b c", "continuation": "d e f g"}, {"context": "a", "continuation": "b"}]
+    found, texts = ask(task("language_modeling"), rows=rows, max_seq_len=4)
+    assert texts == [["a| b"]]
+    assert found.skipped == {"an answer longer than the model": 1}
+    assert texts_of(task("language_modeling"), rows=rows, max_seq_len=5)[0] == [" c| d e f g"]
+    assert texts_of(task("language_modeling"), rows=rows, max_seq_len=4, tokenization="joint")[0] == [" c| d e f g"]
+
+
+def test_an_answer_without_tokens_is_skipped_and_counted():
+    rows = [*QUESTIONS, {"query": "Is it?", "choices": ["yes", ""], "gold": 0}]
+    found, _ = ask(task(), rows=rows)
+    assert found.skipped == {"an answer without tokens": 1}
+    assert [item.index for item in found.items] == [0, 1, 2]
+
+
+def test_a_task_of_which_nothing_can_be_asked_is_refused():
+    with pytest.raises(DataError) as caught:
+        ask(task("language_modeling"), rows=[{"context": "a", "continuation": ""}], max_seq_len=8)
+    assert str(caught.value) == ("t: no item can be asked of a model of 8 tokens: 1 with an answer without tokens")
+
+
+def test_items_may_have_different_numbers_of_choices():
+    """LLM Foundry takes the first row's number for all."""
+    rows = [QUESTIONS[0], {"query": "Which?", "choices": list("abcde"), "gold": 4}, QUESTIONS[2]]
+    assert [len(texts) for texts in texts_of(task(), rows=rows)] == [2, 5, 3]
+
+
+def test_equal_choices_are_noticed():
+    rows = [QUESTIONS[0], {"query": "Which?", "choices": ["a", "b", "a "], "gold": 0}]
+    assert [item.has_duplicates for item in ask(task(), rows=rows)[0].items] == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------- fingerprint
+
+
+def test_results_can_be_compared_when_what_is_asked_is_the_same():
+    def print_of(config=None, **changes):
+        return ask(config or task(), **changes)[0].fingerprint
+
+    same = print_of()
+    assert print_of(task(label="other", dataset_uri="elsewhere.jsonl")) == same
+    assert print_of(max_seq_len=50) == same
+    others = [
+        print_of(shots=1),
+        print_of(tokenization="joint"),
+        print_of(limit=2),
+        print_of(rows=QUESTIONS[::-1]),
+        print_of(task(prompt_string="!")),
+        print_of(task(fewshot_random_seed=1)),
+        print_of(max_seq_len=4),
+        print_of(max_seq_len=5),
+    ]
+    assert len({same, *others}) == len(others) + 1
+
+
+# ----------------------------------------------------------------------------------------------------- generation
+
+
+class Scripted:
+    """Writes given tokens, whatever it reads; remembers what that was."""
+
+    device = torch.device("cpu")
+    max_seq_len = 6
+
+    def __init__(self, tokenizer, text):
+        self.tokens = iter([*tokenizer.encode(text), *[tokenizer.eos_token_id] * 9])
+        self.read = []
+
+    def likeliest(self, tokens_1t):
+        self.read.append(tokens_1t[0].tolist())
+        return next(self.tokens)
+
+
+def written(text, num_tokens=20, **settings):
+    tokenizer = Pieces()
+    model = Scripted(tokenizer, text)
+    config = task("generation_task_with_answers", **settings)
+    return write(model, tokenizer, tokenizer.encode("a b c d"), num_tokens, config), model
+
+
+def test_an_answer_ends_with_the_text_a_stop_or_its_length():
+    assert written(" one two.")[0] == " one two."
+    assert written(" one two three", 2)[0] == " one two"
+    # A stop is a text: in LLM Foundry "." is a pattern that matches everything.
+    assert written(" one two. three", early_stopping_criteria=[".", "\n\n"])[0] == " one two"
+
+
+def test_a_model_reads_no_more_than_it_holds():
+    _, model = written(" one two three four five")
+    assert [len(tokens) for tokens in model.read] == [4, 5, 6, 6, 6, 6]
+
+
+def test_room_is_left_for_the_longest_answer_with_its_reasoning():
+    config = task("generation_task_with_answers", cot_delimiter=" So ")
+    rows = [{"context": "a b c d e f g h i j", "answer": "x"}, *RIDDLES]
+    found, _ = ask(config, rows=rows, max_seq_len=20)
+    # " Two twos. So 4" is 5 tokens, and the model may reason for ten more.
+    assert found.config.max_new_tokens == 15
+    assert found.items[0].requests[0].num_trimmed == 5
+    assert ask(replace(config, max_new_tokens=12), rows=rows, max_seq_len=20)[0].items[0].requests[0].num_trimmed == 2
+    assert ask(replace(config, cot_delimiter=""), rows=rows)[0].config.max_new_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "right"),
+    [
+        (" The Beatles, of course", ["Beatles"], True),
+        ("beatles", ["The Beatles"], True),
+        ("Rolling Stones", ["Beatles", "rolling stones"], True),
+        ("the Who", ["Beatles"], False),
+        ("anything", ["The"], False),  # nothing is left of it, and everything begins with nothing
+    ],
+)
+def test_an_answer_counts_after_clean_up(text, answers, right):
+    assert is_right(task("generation_task_with_answers"), text, answers) == right
+
+
+def test_without_clean_up_case_counts_and_reasoning_does_not():
+    config = task("generation_task_with_answers", do_normalization=False, cot_delimiter="The answer is ")
+    assert is_right(config, " 1 + 1. The answer is 2", ["2"])
+    assert not is_right(config, " 2. The answer is 3", ["2"])
+    assert not is_right(config, "beatles", ["Beatles"])
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+def rows_of(tmp_path, content, kind="multiple_choice", **changes):
+    path = tmp_path / "t.jsonl"
+    path.write_text(content, encoding="utf-8")
+    return read_rows(task(kind, dataset_uri=str(path), **changes))
+
+
+GOOD = json.dumps(QUESTIONS[0]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        ("", "multiple_choice", " has no rows"),
+        ("\n\n", "multiple_choice", " has no rows"),
+        (
+            GOOD + '{"query": "q", "choices": ["a", "b"]}',
+            "multiple_choice",
+            ", line 2: no column 'gold'; a multiple_choice task has query, choices, gold",
+        ),
+        (
+            '{"context": "q"}',
+            "language_modeling",
+            ", line 1: no column 'continuation'; a language_modeling task has context, continuation",
+        ),
+        (
+            '{"query": "q", "choices": ["a", "b"], "gold": 2}',
+            "multiple_choice",
+            ", line 1: gold is 2, expected 0 to 1",
+        ),
+        (
+            '{"query": "q", "choices": ["a", "b"], "gold": "1"}',
+            "multiple_choice",
+            ", line 1: gold is '1', expected 0 to 1",
+        ),
+        (
+            '{"query": "q", "choices": ["a"], "gold": 0}',
+            "multiple_choice",
+            ", line 1: ['a'] given, expected two or more texts to choose from",
+        ),
+        (
+            '{"context_options": null, "continuation": "q", "gold": 0}',
+            "schema",
+            ", line 1: None given, expected two or more texts to choose from",
+        ),
+        ('{"query": 3, "choices": ["a", "b"], "gold": 0}', "multiple_choice", ", line 1: query is 3, expected a text"),
+        (
+            '{"context": "q", "answer": "a", "aliases": "b"}',
+            "generation_task_with_answers",
+            ", line 1: aliases is 'b', expected texts",
+        ),
+        ("[1]", "multiple_choice", ", line 1 is not a JSON object"),
+        (GOOD + "{", "multiple_choice", ", line 2 is not JSON: Expecting property name enclosed in double quotes: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, kind, message):
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path, content, kind)
+    if message.endswith(": "):
+        assert str(caught.value).startswith(f"t: {tmp_path}/t.jsonl{message}")
+    else:
+        assert str(caught.value) == f"t: {tmp_path}/t.jsonl{message}"
+
+
+def test_categories_that_are_asked_for_must_be_there(tmp_path):
+    with pytest.raises(DataError, match="line 1: no column 'category', which has_categories asks for"):
+        rows_of(tmp_path, GOOD, has_categories=True)
+    (row,) = rows_of(tmp_path, json.dumps({**QUESTIONS[0], "category": "ice"}), has_categories=True)
+    assert ask(task(has_categories=True), rows=[row])[0].items[0].category == "ice"
+
+
+def test_a_file_that_is_not_there_says_where_it_comes_from(tmp_path):
+    with pytest.raises(DataError) as caught:
+        read_rows(task(dataset_uri="nowhere.jsonl"))
+    assert str(caught.value) == (
+        "t: nowhere.jsonl does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
+        "`llmfoundry-lite data make-tasks` makes our own"
+    )
+
+
+def test_a_line_ends_where_json_says_and_a_byte_order_mark_is_no_text(tmp_path):
+    row = {"context": "one\u2028two\x85", "continuation": "three"}
+    found = rows_of(tmp_path, "\ufeff" + json.dumps(row, ensure_ascii=False) + "\n", "language_modeling")
+    assert found == [{"context": "one\u2028two", "continuation": "three"}]
+
+
+def test_strip_dataset_takes_white_space_off_texts_and_not_off_choices(tmp_path):
+    content = json.dumps({"query": " Is it?\n", "choices": [" yes", "no"], "gold": 0})
+    assert rows_of(tmp_path, content) == [{"query": "Is it?", "choices": [" yes", "no"], "gold": 0}]
+    assert rows_of(tmp_path, content, strip_dataset=False) == [json.loads(content)]
+
+
+def test_a_hub_data_set_is_read_through_the_map_of_its_columns(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    row = {"title": "Ice.", "question": "Cold?", "options": ["yes", "no"], "label": 0}
+    (folder / "test.jsonl").write_text(json.dumps(row))
+    config = task(
+        dataset_uri=f"hf://{folder}",
+        hf_loading_vars={"split": "test"},
+        hf_parsing_map={"query": ["title", "question"], "choices": ["options"], "gold": ["label"]},
+    )
+    assert read_rows(config) == [{"query": "Ice. Cold?", "choices": ["yes", "no"], "gold": 0}]
+    with pytest.raises(DataError) as caught:
+        read_rows(replace(config, hf_parsing_map={"query": ["titel"]}))
+    assert str(caught.value) == (
+        f"t: hf_parsing_map: query: hf://{folder} has no column 'titel'; there are: title, question, options, label"
+    )
+    with pytest.raises(DataError, match=r"has splits test; choose one: hf_loading_vars: \{split: …\}"):
+        read_rows(replace(config, hf_loading_vars={}))
+
+
+# ------------------------------------------------------------------------------------------------------ task lists
+
+THEIR_LIST = """
+icl_tasks:
+-
+  label: gsm8k
+  dataset_uri: eval/local_data/gsm8k.jsonl
+  num_fewshot: [0, 10]
+  icl_task_type: generation_task_with_answers
+  cot_delimiter: "The answer is "
+  continuation_delimiter: "\\n\\nA:"
+  question_prelimiter: "Q: "
+  do_normalization: false
+  metric_names:
+  - InContextLearningGenerationExactMatchAccuracy
+  early_stopping_criteria:
+  - "\\n\\n"
+  - "Question:"
+-
+  label: mmlu
+  dataset_uri: hf://cais/mmlu
+  num_fewshot: [5]
+  batch_size: 4
+  icl_task_type: multiple_choice
+  has_categories: true
+  prompt_string: "Questions:"
+  example_delimiter: "\\n\\n"
+  hf_loading_vars:
+    split: test
+    name: all
+  hf_parsing_map:
+    query: [question]
+    choices: [choices]
+-
+  label: jeopardy
+  dataset_uri: eval/local_data/jeopardy_all.jsonl
+  num_fewshot: 3
+  icl_task_type: language_modeling
+"""
+
+
+def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
+    path = tmp_path / "tasks.yaml"
+    path.write_text(THEIR_LIST)
+    gsm8k, mmlu, jeopardy = load_tasks([str(path)], "evals")
+    assert (gsm8k.num_fewshot, mmlu.num_fewshot, jeopardy.num_fewshot) == ([0, 10], [5], [3])
+    assert (gsm8k.prelimiter, gsm8k.cot_delimiter, gsm8k.continuation_delimiter) == ("Q: ", "The answer is ", "\n\nA:")
+    assert (gsm8k.do_normalization, gsm8k.early_stopping_criteria) == (False, ["\n\n", "Question:"])
+    assert (mmlu.has_categories, mmlu.prompt_string, mmlu.example_delimiter) == (True, "Questions:", "\n\n")
+    assert mmlu.hf_loading_vars == {"split": "test", "name": "all"}
+    assert mmlu.hf_parsing_map == {"query": ["question"], "choices": ["choices"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("continuation_delimeter: x", "did you mean icl_tasks[0].continuation_delimiter?"),
+        ("icl_task_type: multi_choice", "icl_task_type: 'multi_choice' is not known; expected multiple_choice, schema"),
+        ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
+        ("tokenization: apart", "tokenization: 'apart' is not known; expected separate, joint"),
+    ],
+)
+def test_a_wrong_key_or_value_of_a_task_is_one_line(tmp_path, line, message):
+    key = line.split(":")[0]
+    lines = ["label: t", "dataset_uri: t.jsonl", "icl_task_type: schema", "num_fewshot: [0]"]
+    body = [kept for kept in lines if not kept.startswith(key)] + [line]
+    path = tmp_path / "tasks.yaml"
+    path.write_text("icl_tasks:\n- " + "\n  ".join(body) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load_tasks([str(path)], "evals")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
