@@ -13,6 +13,7 @@ JSON, and only when they have changed since the last save. Background threads ne
 each other's progress in `poll`.
 """
 
+import copy
 import datetime
 import math
 import os
@@ -72,7 +73,7 @@ class Saved:
     name: str
     save_id: str
     stall_seconds: float
-    """How long `save` took on this rank."""
+    """How long `save` took on this rank, waiting for the one before included."""
     durable_seconds: float
     """From the beginning of `save` until it was known to be published."""
     num_bytes: int
@@ -179,8 +180,8 @@ class Saver:
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
         """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""
-        earlier = self.wait()
         started = time.monotonic()
+        earlier = self.wait()
         found = state.read_state(model, optimizer)
         lease_and_id = None
         if self.rank == 0:
@@ -195,6 +196,7 @@ class Saver:
         self.store.on_phase("planned")
         assert self._planner is not None
         self._stage(found.tensors)
+        about = replace(about, scalars=copy.deepcopy(about.scalars))  # of this moment too, though encoded later
         stall_seconds = time.monotonic() - started
         self._flight = _Flight(
             about=about,
@@ -227,7 +229,7 @@ class Saver:
                 return None
         except BaseException:
             self._flight = None
-            if self.rank == 0:
+            if self.rank == 0 and flight.task.done():  # else interrupted while it is being published
                 self.store.abandon(flight.save_id)
             raise
         self._flight = None

@@ -68,7 +68,8 @@ def load(
     """Restore weights, and with `optimizer` its whole state, from one checkpoint folder.
 
     Without `optimizer` only weights are asked for. `ignore_keys` are patterns (`model/transformer.wpe.*`) of tensors to
-    leave as they are. `cast` permits another dtype. `check` is shown the manifest first and may raise CheckpointError.
+    leave as they are; a parameter of which anything is left starts with no optimizer state. `cast` permits another
+    dtype. `check` is shown the manifest first and may raise CheckpointError.
     Raises CheckpointError on all ranks, and then nothing has changed.
     """
     checkpoint, error = None, None
@@ -182,7 +183,14 @@ def find_targets(
 ) -> Targets:
     """The same keys on both sides, shapes and dtypes too. Raises CheckpointError naming those that differ."""
     manifest, where = checkpoint.manifest, checkpoint.where
-    tensors = {key: t for key, t in state.model_tensors(model)[0].items() if not is_ignored(key, ignore)}
+    everything = state.model_tensors(model)[0]
+    for pattern in ignore:
+        if not any(is_ignored(key, [pattern]) for key in (*everything, *manifest.tensors)):
+            raise CheckpointError(
+                f"{where}: load_ignore_keys: {pattern} is no tensor, neither there nor in this run; names are such as "
+                f"{min(everything, default='model/…')} and may have * in them"
+            )
+    tensors = {key: t for key, t in everything.items() if not is_ignored(key, ignore)}
     there = {key for key in manifest.tensors if key.startswith("model/") and not is_ignored(key, ignore)}
     if there != tensors.keys():
         raise CheckpointError(
@@ -195,7 +203,7 @@ def find_targets(
             raise CheckpointError(f"{where}: {key} is {list(record.shape)}, this run needs {list(tensor.shape)}")
         if DTYPE_NAMES[tensor.dtype] != record.dtype and not cast:
             raise CheckpointError(
-                f"{where}: {key} is {record.dtype}, this run keeps {DTYPE_NAMES[tensor.dtype]}; cast=True converts"
+                f"{where}: {key} is {record.dtype}, this run keeps {DTYPE_NAMES[tensor.dtype]}; load_cast=true converts"
             )
     if optimizer is None:
         return Targets(tensors, None, {}, {})
@@ -203,8 +211,10 @@ def find_targets(
         raise CheckpointError(f"{where}: holds no optimizer state; load_weights_only: true starts a new optimizer")
     names = state.parameter_names(model, optimizer)
     state.check_optimizer(optimizer, names, manifest.optimizer, where)
-    slots, parameters = state.optimizer_targets(model, optimizer, manifest, ignore)
-    return Targets(tensors | slots, optimizer, parameters, manifest.optimizer)
+    anew = state.without_slots(manifest, ignore)
+    slots, parameters = state.optimizer_targets(model, optimizer, manifest, anew)
+    numbers = {name: kept for name, kept in manifest.optimizer["state"].items() if name not in anew}
+    return Targets(tensors | slots, optimizer, parameters, manifest.optimizer | {"state": numbers})
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

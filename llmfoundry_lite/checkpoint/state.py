@@ -6,7 +6,7 @@ without gradients, and name tied weights differently in model and optimizer. Kno
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,22 +155,37 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
             number["value"] = value
 
 
+def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
+    """Parameters that keep no optimizer state when `ignore` is left out of a load.
+
+    Moments mean nothing to weights that they did not come with, and half of a parameter's slots nothing to the
+    optimizer, which creates either all of them or none.
+    """
+    names = set()
+    for key in manifest.tensors:
+        kind, _, rest = key.partition("/")
+        if is_ignored(key, ignore):
+            names.add(rest.rsplit("/", 1)[0] if kind == "optim" else rest)
+    return names
+
+
 def optimizer_targets(
-    model: nn.Module, optimizer: Optimizer, manifest: Manifest, ignore: Sequence[str] = ()
+    model: nn.Module, optimizer: Optimizer, manifest: Manifest, left_out: Collection[str] = ()
 ) -> tuple[Tensors, dict[str, torch.nn.Parameter]]:
     """For each slot in the checkpoint, a tensor like the one this rank must hold; nothing is allocated or changed.
 
-    Slots have their parameter's layout if they have its shape. Also the parameters by name.
+    Slots have their parameter's layout if they have its shape; parameters `left_out` get none. Also the parameters by
+    name.
     """
     by_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     parameters = {name: by_id[i] for i, name in parameter_names(model, optimizer).items() if i in by_id}
     targets: Tensors = {}
     for key, record in manifest.tensors.items():
-        if not key.startswith("optim/") or is_ignored(key, ignore):
+        if not key.startswith("optim/"):
             continue
         name, slot = key.removeprefix("optim/").rsplit("/", 1)
         parameter = parameters.get(name)
-        if parameter is None:
+        if parameter is None or name in left_out:
             continue
         present = optimizer.state.get(parameter, {}).get(slot)
         if isinstance(present, torch.Tensor) and present.shape == record.shape:

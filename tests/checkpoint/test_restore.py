@@ -98,6 +98,30 @@ def test_a_save_is_of_its_moment_though_training_goes_on(tmp_path):
     assert_same(whole_state(fresh, fresh_opt), expected)
 
 
+def test_numbers_are_of_their_moment_though_their_owner_goes_on(tmp_path):
+    model, opt = train()
+    saver = open_saver(CheckpointStore(tmp_path))
+    seen = {"batches": [1, 2]}
+    saver.save(model, opt, about(2, callbacks=seen))
+    seen["batches"].append(3)
+    saver.wait()
+    assert open_checkpoint(tmp_path / "ba2").manifest.scalars == {"callbacks": {"batches": [1, 2]}}
+
+
+def test_waiting_for_the_save_before_counts_as_stall(tmp_path):
+    model, opt = train()
+    held = threading.Event()
+    saver = open_saver(
+        CheckpointStore(tmp_path, on_phase=lambda phase: held.wait() if phase == "before manifest" else None)
+    )
+    saver.save(model, opt, about(2))
+    release = threading.Timer(0.3, held.set)
+    release.start()
+    saver.save(model, opt, about(3))
+    saved = saver.wait()
+    assert saved is not None and saved.stall_seconds >= 0.3
+
+
 def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
     model, opt = train()
     saver = open_saver(CheckpointStore(tmp_path), parent_save_id="e0-ba0-abc")
@@ -167,7 +191,7 @@ def in_bf16():
         (wider, r"model/embed.weight is \[11, 6\], this run needs \[12, 6\]"),
         (with_one_more, "this run has model/extra, which the checkpoint lacks"),
         (untied, "this run has model/head.weight, which the checkpoint lacks"),
-        (in_bf16, "model/gain is F32, this run keeps BF16; cast=True converts"),
+        (in_bf16, "model/gain is F32, this run keeps BF16; load_cast=true converts"),
     ],
 )
 def test_another_model_is_refused_by_name_and_left_alone(tmp_path, other, words):
@@ -189,6 +213,37 @@ def test_keys_can_be_left_out_and_dtypes_cast(tmp_path):
     model = in_bf16()
     load(url, model, cast=True)
     assert torch.equal(model.embed.weight, trained.embed.weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model/embed.weight", "optim/embed.weight/exp_avg_sq", "optim/embed.weight/*", "*embed.weight*"]
+)
+def test_what_is_left_out_has_no_optimizer_state_and_trains_on(tmp_path, pattern):
+    url = save(tmp_path, *train())
+    model, opt = build("plain", seed=5)
+    before = model.embed.weight.detach().clone()
+    load(url, model, opt, ignore_keys=[pattern])
+    assert torch.equal(before, model.embed.weight) == pattern.startswith(("model/", "*"))
+    assert model.embed.weight not in opt.state and len(opt.state[model.gain]) == 3
+    step(model, opt, 9)
+    assert (opt.state[model.embed.weight]["step"], opt.state[model.gain]["step"]) == (1, 3)
+
+
+def test_a_larger_embedding_may_be_left_as_it_was_initialised(tmp_path):
+    url = save(tmp_path, *train())
+    model = wider()
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    opt = torch.optim.AdamW(
+        [{"params": [model.get_parameter(n) for n in part]} for part in (names[:2], names[2:])], lr=0.01
+    )
+    load(url, model, opt, ignore_keys=["model/embed.weight"])
+    step(model, opt, 9)
+
+
+def test_a_pattern_that_leaves_nothing_out_is_refused(tmp_path):
+    url = save(tmp_path, *train())
+    with pytest.raises(CheckpointError, match=r"load_ignore_keys: model/emb\.\* is no tensor.*such as model/blocks\.0"):
+        load(url, build("plain")[0], ignore_keys=["model/emb.*"])
 
 
 def test_the_caller_may_object_before_anything_changes(tmp_path):
