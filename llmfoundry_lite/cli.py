@@ -262,7 +262,10 @@ def compare_results(
         if pairs:
             from llmfoundry_lite.plots import plot_differences
 
-            plot_differences(panels(pairs), out / "compare.png", title=f"against {loaded[0].name}, 95 % intervals")
+            others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
+            plot_differences(
+                panels(pairs), out / "compare.png", title=f"{others} against {loaded[0].name}, 95 % intervals"
+            )
             print(out / "compare.png")
 
 

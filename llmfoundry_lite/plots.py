@@ -356,7 +356,10 @@ def plot_differences(
         axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     looks = [(CURVES[i % len(CURVES)], CURVES[i % len(CURVES)], model) for i, model in enumerate(models)]
     looks = looks if len(models) > 1 else []
-    looks += [("#555555", "#555555", "a difference"), ("#555555", "white", "no detectable difference")]
+    looks += [
+        ("#555555", "#555555", "a difference (corrected p < 0.05)"),
+        ("#555555", "white", "none to be told from chance"),
+    ]
     handles = [
         plt.Line2D([], [], color=edge, marker="o", markerfacecolor=face, markersize=6, linewidth=1.6, label=label)
         for edge, face, label in looks

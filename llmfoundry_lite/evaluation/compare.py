@@ -131,9 +131,10 @@ class Pair:
             return ""
         where = f"on the {self.mean.task} (p {p_text(self.mean.p_corrected)})"
         if not self.mean.is_detected:
-            found = "the same answers" if self.mean.ties == self.mean.n else "no detectable difference"
-            least = f"; one of {self.mean.detectable:.3f} would be found four times in five"
-            return f"{self.other} and {self.first}: {found} {where}{least if self.mean.detectable else ''}"
+            if self.mean.detectable is None:
+                return f"{self.other} and {self.first}: the same answers {where}"
+            least = f"one of {self.mean.detectable:.3f} would be found four times in five"
+            return f"{self.other} and {self.first}: no detectable difference {where}; {least}"
         direction = "better" if self.mean.is_better else "worse"
         return f"{self.other} is {direction} than {self.first} by {self.mean.margin} {where}"
 
@@ -315,7 +316,9 @@ def _pair_mean(tasks: Sequence[Paired], first: Loaded, other: Loaded) -> Paired:
                 added = (theirs[index] - item[task.metric]) / task.n / len(tasks)
                 stratum[index] = stratum.get(index, 0.0) + added
     # Rounding, so that sums of the same parts count as one value.
-    values = {name: np.round(np.array(list(stratum.values())), 15) for name, stratum in strata.items()}
+    values: dict[str, Floats] = {
+        name: np.array([round(added, 15) for added in stratum.values()], np.float64) for name, stratum in strata.items()
+    }
     draws, flips = np.zeros(NUM_RESAMPLES), np.zeros(NUM_RESAMPLES)
     for name, added in values.items():
         draws += bootstrap_sums(added[:, None], _generator(name, "mean"))[:, 0]

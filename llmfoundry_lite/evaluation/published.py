@@ -67,7 +67,8 @@ def published_table(results: Sequence[Loaded]) -> tuple[list[str], Rows, list[st
     if len(tasks) < len(TASKS):
         notes.append(f"not in all results, so in no average here: {', '.join(t for t in TASKS if t not in tasks)}")
     notes.append(
-        "noise: a difference from a published number must be larger, as both come from one draw of that many items"
+        "noise: what chance alone makes of the difference to a published number in 95 % of cases, if that is from "
+        "as many items as ours; compare two results of your own to see smaller ones"
     )
     return headers, rows, [*notes, SOURCE]
 

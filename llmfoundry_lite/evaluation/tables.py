@@ -223,7 +223,7 @@ def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired
     table.add_column("p\nwon/lost", justify="right")
     for paired in rows:
         name, _, shots = paired.task.rpartition("/")
-        is_plain = paired in pair.tasks and paired.metric in ("acc_per_token", "acc") or paired is pair.mean
+        is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
         under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
         table.add_row(
             Text("\n".join((name or paired.task, *under))),

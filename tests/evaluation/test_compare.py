@@ -1,0 +1,358 @@
+"""Two results, item by item: the numbers, the words, and which results are not compared at all."""
+
+import json
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from llmfoundry_lite import cli
+from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.compare import compare, load_results, panels
+from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
+from llmfoundry_lite.evaluation.models import TreeModel
+from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.results import choice, text, write_result
+
+TEN = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def result_of(folder, first, other, **options):
+    a, b = (write_result(folder, name, tasks) for name, tasks in (("base", first), ("ours", other)))
+    (pair,) = compare(load_results([a, b]), **options)
+    return pair
+
+
+def settings(**changes):
+    return {"icl_task_type": "multiple_choice", "prompt_string": "", "limit": None, **changes}
+
+
+def test_a_task_by_hand(tmp_path):
+    other = [0, 1, 1, 1, 1, 1, 1, 0, 0, 0]  # 3 won, 1 lost
+    (task,) = result_of(tmp_path, {"t/0-shot": TEN}, {"t/0-shot": other}).tasks
+    assert (task.n, task.wins, task.losses, task.ties) == (10, 3, 1, 6)
+    assert (task.first, task.other) == (0.4, 0.6) and task.difference == pytest.approx(0.2)
+    assert task.p == task.p_corrected == 2 * (1 + 4) / 16
+    assert task.verdict == "no detectable difference"
+    error = math.sqrt(0.4 - 0.2**2) / math.sqrt(10)
+    assert task.detectable == pytest.approx(2.8016 * error, rel=1e-4)
+    assert task.high - task.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert task.needed == math.ceil((1.959964 * 0.4**0.5 + 0.841621 * (0.4 - 1e-4) ** 0.5) ** 2 * 1e4)
+
+
+def test_a_difference_is_called_one_when_it_outlasts_the_correction(tmp_path):
+    half, better = [0, 1] * 40, [1, 1] * 10 + [0, 1] * 30  # 10 won, none lost: p = 2 / 1024
+    alone = result_of(tmp_path, {"a/0-shot": half}, {"a/0-shot": better})
+    assert alone.tasks[0].p == 2 / 1024
+    assert alone.tasks[0].verdict.startswith("better by 0.125 ± 0.0") and alone.mean is None
+    assert (
+        compare(load_results([tmp_path / "ours.json", tmp_path / "base.json"]))[0].tasks[0].verdict.startswith("worse")
+    )
+    many = {f"t{i}/0-shot": half for i in range(30)}
+    among = result_of(tmp_path, {"a/0-shot": half, **many}, {"a/0-shot": better, **many})
+    assert among.tasks[0].p_corrected == pytest.approx(31 * 2 / 1024)
+    assert [task.verdict for task in among.tasks[:2]] == ["no detectable difference", "the same on every item"]
+
+
+def test_several_results_are_corrected_together(tmp_path):
+    half, better = [0, 1] * 40, [1, 1] * 10 + [0, 1] * 30
+    paths = [write_result(tmp_path, name, {"a/0-shot": better if name == "b" else half}) for name in "abc"]
+    first, second = compare(load_results(paths))
+    assert (first.first, first.other, second.first, second.other) == ("a", "b", "a", "c")
+    assert first.tasks[0].p_corrected == 2 * first.tasks[0].p == 4 / 1024
+
+
+def test_the_mean_counts_each_task_the_same(tmp_path):
+    rng = np.random.default_rng(0)
+    a = {"small/0-shot": rng.random(100) < 0.5, "large/0-shot": rng.random(2000) < 0.5}
+    b = {"small/0-shot": rng.random(100) < 0.5, "large/0-shot": rng.random(2000) < 0.6}
+    pair = result_of(tmp_path, a, b)
+    differences = [b[task].astype(float) - a[task] for task in a]
+    assert pair.mean.difference == pytest.approx(sum(d.mean() for d in differences) / 2)
+    error = math.sqrt(sum(d.var() / len(d) for d in differences)) / 2
+    assert pair.mean.high - pair.mean.low == pytest.approx(2 * 1.96 * error, rel=0.05)
+    normal_p = math.erfc(abs(pair.mean.difference) / error / math.sqrt(2))
+    assert pair.mean.p == pytest.approx(normal_p, rel=0.2)
+    assert pair.sentence.startswith("ours is better than base by 0.083 ± 0.07")
+    pair = result_of(tmp_path, {"t/0-shot": TEN, "u/0-shot": TEN}, {"t/0-shot": TEN, "u/0-shot": [1] + [0] * 9})
+    assert pair.sentence.startswith(
+        "ours and base: no detectable difference on the mean of 2 tasks (p 0.25); one of 0.2"
+    )
+
+
+def test_the_same_items_with_more_examples_are_not_more_items(tmp_path):
+    rng = np.random.default_rng(1)
+    a, b = rng.random((2, 500)) < 0.5
+    once = result_of(tmp_path, {"t/0-shot": a}, {"t/0-shot": b}).tasks[0]
+    twice = result_of(tmp_path, {"t/0-shot": a, "t/5-shot": a}, {"t/0-shot": b, "t/5-shot": b}).mean
+    assert twice.high - twice.low == pytest.approx(once.high - once.low, rel=0.05)
+    apart = result_of(tmp_path, {"t/0-shot": a, "u/0-shot": a}, {"t/0-shot": b, "u/0-shot": b}).mean
+    assert apart.high - apart.low == pytest.approx((once.high - once.low) / math.sqrt(2), rel=0.05)
+
+
+def test_bits_per_byte_by_document(tmp_path):
+    a = text([[(8.0, 10), (4.0, 10)], [(20.0, 30)], [(5.0, 10)]])
+    b = text([[(6.0, 10), (4.0, 10)], [(21.0, 30)], [(4.0, 10)]])
+    (task,) = result_of(tmp_path, {"x/0-shot": a}, {"x/0-shot": b}).tasks
+    assert task.first == pytest.approx(37 / 60 / math.log(2)) and task.other == pytest.approx(35 / 60 / math.log(2))
+    assert (task.n, task.wins, task.losses, task.ties) == (3, 2, 1, 0)
+    assert task.is_better and task.difference < 0
+    assert task.p == pytest.approx(
+        6 / 8, abs=0.02
+    )  # of the signs of (-2, 1, -1) two give more than -2, and four as far
+    rng = np.random.default_rng(3)
+    sizes, nats = rng.integers(50, 500, 300), rng.normal(0.7, 0.1, 300)
+    a = text([[(n * size, size)] for n, size in zip(nats, sizes.tolist(), strict=True)])
+    b = text([[(n * size * 0.98, size)] for n, size in zip(nats, sizes.tolist(), strict=True)])
+    (task,) = result_of(tmp_path, {"x/0-shot": a}, {"x/0-shot": b}).tasks
+    assert task.difference == pytest.approx(-0.02 * task.first) and task.high < 0
+    assert task.verdict.startswith("better by 0.02") and task.p < 0.001
+    half_width = task.detectable / 2.8016 * 1.96
+    assert (task.high - task.low) / 2 == pytest.approx(half_width, rel=0.08)
+
+
+def test_one_document_is_resampled_by_window_or_not_at_all(tmp_path):
+    a, b = text([[(8.0, 10), (4.0, 10)]]), text([[(7.0, 10), (4.5, 10)]])
+    pair = result_of(tmp_path, {"x/0-shot": a}, {"x/0-shot": b})
+    assert pair.tasks[0].n == 2 and "one document: its windows" in pair.notes[0]
+    pair = result_of(tmp_path, {"x/0-shot": text([[(8.0, 10)]])}, {"x/0-shot": text([[(9.0, 10)]])})
+    assert (pair.tasks[0].low, pair.tasks[0].p, pair.tasks[0].needed) == (None, 1.0, None)
+
+
+def test_one_item_has_no_interval(tmp_path):
+    pair = result_of(tmp_path, {"t/0-shot": [0]}, {"t/0-shot": [1]})
+    assert (pair.tasks[0].low, pair.tasks[0].p) == (None, 1.0)
+    assert pair.tasks[0].verdict == "no detectable difference" and pair.notes == ["t/0-shot: one item: no interval"]
+
+
+def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "the", "dog", "ran", "over", "a", "hill"]
+    tokenizer = train_tokenizer([" ".join(words)] * 3, 300)
+    rows = [{"query": words[i], "choices": [words[i - 1], words[i - 2]], "gold": i % 2} for i in range(13)]
+    (tmp_path / "choice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": word * 9}) + "\n" for word in words))
+    tasks = [
+        TaskConfig(label="choice", icl_task_type="multiple_choice", dataset_uri="choice.jsonl", num_fewshot=[0, 2]),
+        TaskConfig(label="text", icl_task_type="perplexity", dataset_uri="text.jsonl"),
+    ]
+
+    def evaluated(name, seed, **options):
+        torch.manual_seed(seed)
+        model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        subject, files = TreeModel(model, torch.device("cpu")), ResultFiles(tmp_path, "s", name)
+        evaluate(subject, tokenizer, tasks, Results(model=name, suite="s", source=name), files, **options)
+        return tmp_path / f"s/{name}.json"
+
+    first = evaluated("one", 1)
+    (pair,) = compare(load_results([first, evaluated("two", 2)]), all_metrics=True)
+    assert [(task.task, task.n) for task in pair.tasks] == [
+        ("choice/0-shot", 13),
+        ("choice/2-shot", 13),
+        ("text/0-shot", 13),
+    ]
+    assert len(pair.more) == 4 and pair.notes == []
+    facts = json.loads(first.read_text())["tasks"]
+    assert [task.first for task in pair.tasks] == pytest.approx([task[task["metric"]] for task in facts.values()])
+    with pytest.raises(DataError, match=r"choice/0-shot: .*: tokenization 'separate' against 'joint'; "):
+        compare(load_results([first, evaluated("joint", 1, tokenization="joint")]))
+    with pytest.raises(DataError, match=r"choice/0-shot: .*: limit None against 5; "):
+        compare(load_results([first, evaluated("few", 1, limit=5)]))
+    with pytest.raises(DataError, match=r"text/0-shot: .*: max_seq_len 64 against 32; "):
+        compare(load_results([first, evaluated("short", 1, max_seq_len=32)]), skip=["choice/0-shot", "choice/2-shot"])
+
+
+# --------------------------------------------------------------------------------------------- may we compare
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"settings": settings(prompt_string="Q: "), "fingerprint": "b"}, "prompt_string '' against 'Q: '"),
+        ({"data_fingerprint": "sha256:e", "fingerprint": "b"}, r"the data \(10 items against 10\)"),
+        ({"num_fewshot": 5, "fingerprint": "b"}, "num_fewshot 0 against 5"),
+        ({"tokenization": "joint", "fingerprint": "b"}, "tokenization 'separate' against 'joint'"),
+        ({"settings": settings(limit=10), "fingerprint": "b"}, "limit None against 10"),
+        ({"metric": "acc_norm"}, "metric 'acc_per_token' against 'acc_norm'"),
+        ({"fingerprint": "sha256:b"}, "fingerprint sha256:a against sha256:b"),
+    ],
+)
+def test_what_was_asked_otherwise_is_not_compared(tmp_path, changes, reason):
+    other = {"good/0-shot": TEN, "t/0-shot": choice(TEN, **changes)}
+    with pytest.raises(
+        DataError, match=f"^t/0-shot: base and ours were not asked the same: {reason}; .*--skip t/0-shot"
+    ):
+        result_of(tmp_path, {"good/0-shot": TEN, "t/0-shot": TEN}, other)
+    pair = result_of(tmp_path, {"good/0-shot": TEN, "t/0-shot": TEN}, other, skip=["t/0-shot"])
+    assert [task.task for task in pair.tasks] == ["good/0-shot"] and "left out, as asked: t/0-shot" in pair.notes
+
+
+def test_tasks_of_one_alone_are_named_and_left_out(tmp_path):
+    pair = result_of(tmp_path, {"a/0-shot": TEN, "b/0-shot": TEN}, {"b/0-shot": TEN, "c/0-shot": TEN})
+    assert [task.task for task in pair.tasks] == ["b/0-shot"]
+    assert pair.notes == ["only in base, left out: a/0-shot", "only in ours, left out: c/0-shot"]
+    with pytest.raises(DataError, match="base and ours have no task in common: a/0-shot against c/0-shot"):
+        result_of(tmp_path, {"a/0-shot": TEN}, {"c/0-shot": TEN})
+    with pytest.raises(DataError, match="--skip z: no result has that task"):
+        result_of(tmp_path, {"a/0-shot": TEN}, {"a/0-shot": TEN}, skip=["z"])
+
+
+def test_different_tokenizers_are_compared_by_text(tmp_path):
+    """Each answer's number of tokens is the tokenizer's doing, its number of characters is not."""
+    per_character = [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+    first = {"t/0-shot": choice(TEN, per_character=TEN), "x/0-shot": text([[(8.0, 10)], [(3.0, 9)]])}
+    other = {
+        "t/0-shot": choice([0] * 10, per_character=per_character),
+        "x/0-shot": text([[(3.0, 4), (4.0, 6)], [(3.5, 9)]], fingerprint="sha256:b"),
+    }
+    a = write_result(tmp_path, "base", first)
+    b = write_result(tmp_path, "ours", other, tokenizer="sha256:2")
+    (pair,) = compare(load_results([a, b]), all_metrics=True)
+    assert [(task.metric, task.n) for task in pair.tasks] == [("acc_norm", 10), ("bits_per_byte", 2)]
+    assert pair.tasks[0].difference == pytest.approx(0.2) and pair.more == []
+    assert any("different tokenizers: acc_norm (per character) stands for acc_per_token" in note for note in pair.notes)
+    with pytest.raises(DataError, match=r"x/0-shot: .* fingerprint sha256:a against sha256:b"):
+        compare(load_results([a, write_result(tmp_path, "same", other)]))
+    token_ids = {"x/0-shot": text([[(8.0, 11)], [(3.0, 9)]])}
+    with pytest.raises(DataError, match="x/0-shot: the data are token ids, and base and ids have different tokenizers"):
+        compare(load_results([a, write_result(tmp_path, "ids", token_ids, tokenizer="sha256:2")]))
+
+
+def test_what_a_reader_must_know_is_said(tmp_path):
+    limited = settings(limit=10)
+    first = {"t/0-shot": choice(TEN, settings=limited, num_trimmed=3)}
+    record, items = choice(TEN, settings=limited)
+    other = {"t/0-shot": ({**record, "n": 9, "acc_per_token": 4 / 9}, items[:9])}
+    a = write_result(tmp_path, "base", first, num_tokens_trained=2000, num_parameters=10, save_id="s")
+    facts = {"num_tokens_trained": 1000, "num_parameters": 20, "precision": "bf16", "save_id": "s"}
+    (pair,) = compare(load_results([a, write_result(tmp_path, "ours", other, **facts)]))
+    assert pair.tasks[0].n == 9
+    assert pair.notes == [
+        "warning: token budgets differ: base 2,000 tokens, ours 1,000; more training is one reason to be better",
+        "warning: sizes differ: base 10 parameters, ours 20",
+        "precision differs: base fp32, ours bf16",
+        "base and ours are the same checkpoint",
+        "t/0-shot: only its first 10 items (limit): a try, not a result",
+        "t/0-shot: contexts cut to fit: 3 of base, 0 of ours",
+        "t/0-shot: 1 items that only one could be asked are left out",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+def error_of(capsys, *arguments):
+    assert cli.run(["compare", *map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = write_result(tmp_path, "good", {"t/0-shot": TEN})
+    assert "good.json alone: name another result" in error_of(capsys, good)
+    assert "good.json is given twice" in error_of(capsys, good, "good.json")
+    assert "none.json does not exist" in error_of(capsys, good, "none.json")
+    assert "is a folder; name a result in it: good.json" in error_of(capsys, good, tmp_path)
+    assert "name the result, MODEL.json" in error_of(capsys, good, "good.items.jsonl")
+    for content, reason in (
+        ("{", "cannot be read as JSON"),
+        ("[]", "is no result"),
+        ('{"model": "m", "tasks": {"t": {"n": 1}}}', "t has no 'metric'"),
+        ('{"model": "m", "tasks": {"t": 1}}', "t has no 'n'"),
+        ('{"model": "m", "tasks": {}}', "has no finished task"),
+    ):
+        (tmp_path / "bad.json").write_text(content)
+        assert f"bad.json{'' if reason[0] in 'cih' else ':'} {reason}" in error_of(capsys, good, "bad.json")
+
+
+def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):
+    good = write_result(tmp_path, "good", {"t/0-shot": TEN})
+    other = write_result(tmp_path, "other", {"t/0-shot": TEN})
+    items = tmp_path / "other.items.jsonl"
+    whole = items.read_text()
+    items.write_text(whole[:-20])
+    assert "other.items.jsonl has 9 of the 10 items of t/0-shot (line 10 is torn)" in error_of(capsys, good, other)
+    items.write_text(whole.replace('"acc_per_token": 1', '"acc_per_token": 0'))
+    message = error_of(capsys, good, other)
+    assert "give acc_per_token 0.0000, the result says 0.4000; the two files are of different evaluations" in message
+    items.write_text(whole.replace("acc_per_token", "acc_per"))
+    assert "the items of t/0-shot lack acc_per_token" in error_of(capsys, good, other)
+    items.unlink()
+    assert "other.items.jsonl is missing, and results are compared item by item" in error_of(capsys, good, other)
+
+
+def test_copies_are_the_same_on_every_item_and_names_are_told_apart(tmp_path):
+    paths = [write_result(tmp_path / run / "icl", "ours", {"t/0-shot": TEN, "u/0-shot": TEN}) for run in ("a", "b")]
+    (pair,) = compare(load_results(paths))
+    assert (pair.first, pair.other) == ("a/icl/ours", "b/icl/ours")
+    assert {task.verdict for task in pair.tasks} == {"the same on every item"} and pair.mean.p == 1
+    assert pair.sentence.startswith("b/icl/ours and a/icl/ours: the same answers on the mean of 2 tasks")
+
+
+def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rng = np.random.default_rng(0)
+    a, b = rng.random((2, 1000)) < [[0.3], [0.6]]
+    paths = [
+        write_result(tmp_path, name, {"arc_easy/0-shot": answers, "piqa/0-shot": a, "x/0-shot": bits})
+        for name, answers, bits in (
+            ("base", a, text([[(8.0, 10)], [(9.0, 11)]])),
+            ("ours", b, text([[(8.5, 10)], [(9.0, 11)]])),
+        )
+    ]
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    assert cli.run(["compare", *map(str, paths), "--all-metrics", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert "by the other metrics" in printed
+    assert max(len(line.rstrip()) for line in lines if str(tmp_path) not in line) <= 80
+    (sentence,) = [line for line in lines if line.startswith("ours is better than base by 0.1")]
+    assert sentence.endswith("on the mean of 2 tasks (p <.001)")
+    facts = json.loads((tmp_path / "out/compare.json").read_text())
+    (told,) = facts["comparisons"]
+    assert [task["task"] for task in told["tasks"]] == ["arc_easy/0-shot", "piqa/0-shot", "x/0-shot"]
+    assert told["tasks"][0]["difference"] == pytest.approx(b.mean() - a.mean())
+    written = (tmp_path / "out/compare.md").read_text()
+    assert all(f"| {task['verdict']} |" in written for task in [*told["tasks"], *told["other_metrics"]])
+    accuracy, bits = figures[0].axes
+    assert [label.get_text() for label in accuracy.get_yticklabels()] == [
+        "arc_easy/0-shot",
+        "piqa/0-shot",
+        "mean of 2 tasks",
+    ]
+    assert bits.get_xlabel() == "difference in bits per byte (left is better)"
+    markers = [line for line in accuracy.lines if line.get_marker() in ("o", "D")]
+    assert [line.get_markerfacecolor() != "white" for line in markers] == [True, False, True]
+    assert panels(compare(load_results(paths))).keys() == {axes.get_xlabel() for axes in (accuracy, bits)}
+    plt.close("all")
+
+
+# -------------------------------------------------------------------------------------------------- published
+
+
+def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    winograd = [1] * 189 + [0] * 84
+    facts = {"num_tokens_trained": 26_000_000_000, "num_parameters": 125_000_000}
+    tasks = {"winograd/0-shot": winograd, "piqa/0-shot": choice([0, 1] * 900, tokenization="joint")}
+    path = write_result(tmp_path, "ours", tasks, **facts)
+    assert cli.run(["compare", str(path), "--published", "--out", str(tmp_path / "out")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "AMD-MPT-1B 0.724 0.692 0.708 1.3B, 26B" in printed
+    assert "ours 0.500 0.692 0.596 125M, 26B ±0.012 ±0.028 ±0.015" in printed
+    assert "noise (95 %) 0.033 0.078" in printed
+    assert "token budget of ours (26B) is not that of Cerebras-GPT-2.7B (53B), AMD-MPT-3B (53B)" in printed
+    assert "size of ours (125M) is not that of Cerebras-GPT-1.3B (1.3B), AMD-MPT-1B" in printed
+    assert "not in all results, so in no average here: arc_challenge, arc_easy, boolq, hellaswag, winogrande" in printed
+    assert "ours: piqa with tokenization joint" in printed
+    assert "| AMD-MPT-1B, 1.3B, 26B | 0.724 | 0.692 | 0.708 |" in (tmp_path / "out/compare.md").read_text()
+    other = write_result(tmp_path, "other", {"copa/0-shot": TEN})
+    assert "other have none of the published tasks in common" in error_of(capsys, other, "--published")

@@ -1,0 +1,91 @@
+"""The table of results: what fits, what is averaged, what is told below."""
+
+import csv
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from llmfoundry_lite.evaluation.harness import Results
+from llmfoundry_lite.evaluation.tables import average_error, notes, print_table, write_tables
+from tests.helpers.results import choice, text
+
+
+def results(name="ours", **tasks):
+    records = {label.replace("__", "/") + "-shot": task[0] for label, task in tasks.items()}
+    return Results(model=name, suite="icl", source="", tasks=records)
+
+
+def printed(all_results, width=80):
+    console = Console(width=width, file=io.StringIO())
+    print_table(all_results, console)
+    return console.file.getvalue()
+
+
+def test_many_tasks_continue_below_and_no_number_is_cut():
+    many = {f"a_task_of_some_length_{i}__0": choice([1] * i + [0] * (20 - i)) for i in range(12)}
+    shown = printed([results(**many), results("a_model_with_a_long_name", **many)])
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert all(
+        shown.count(f"a_task_of_some_length_{i} ") + shown.count(f"a_task_of_some_length_{i}\n") for i in range(12)
+    )
+    assert [shown.count(f"{i / 20:.3f}") >= 2 for i in range(12)] == [True] * 12
+    assert "…" not in shown
+    wide = printed([results(**many)], width=400)
+    assert wide.count("model") == 1 < shown.count("model")
+
+
+def test_bits_per_byte_are_named_and_not_averaged():
+    ours = results(a__0=choice([1, 0]), b__0=choice([1, 1]), x__0=text([[(math.log(2) * 5, 10)]]))
+    shown = printed([ours])
+    header = [line.split() for line in shown.splitlines()[1:4]]
+    assert header == [["x"], ["a", "b", "0-shot"], ["model", "0-shot", "0-shot", "bits", "per", "byte", "average"]]
+    assert ["ours", "0.500", "1.000", "0.500", "0.750"] in [line.split() for line in shown.splitlines()]
+    assert "the average is of the accuracies" in shown
+
+
+def test_the_error_of_the_average_adds_tasks_as_independent_and_shots_as_not():
+    tasks = {
+        "a/0-shot": {"metric": "acc", "acc": 0, "acc_stderr": 0.03},
+        "b/0-shot": {"metric": "acc", "acc": 0, "acc_stderr": 0.04},
+        "b/5-shot": {"metric": "acc", "acc": 0, "acc_stderr": 0.02},
+    }
+    assert average_error(tasks, ["a/0-shot", "b/0-shot"]) == pytest.approx(0.05 / 2)
+    assert average_error(tasks, ["b/0-shot", "b/5-shot"]) == pytest.approx(0.06 / 2)
+
+
+def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
+    odd = {"num_ties": 2, "num_duplicates": 1, "num_trimmed": 0, "skipped": {"an answer without tokens": 3}}
+    ours = results(a__0=choice([1, 0], **odd))
+    theirs = results("base", a__0=choice([1, 0], num_duplicates=1, settings={"limit": 2}), b__0=choice([1]))
+    assert notes([ours, theirs]) == [
+        "a/0-shot: 2 with a tie for the best, where the first counts, of 2 items (ours)",
+        "a/0-shot: 1 that repeat a choice, of 2 items",
+        "a/0-shot: 3 skipped (an answer without tokens); 2 asked (ours)",
+        "a/0-shot: only the first 2 items (limit): a try, not a result (base)",
+        "warning: not all models have all tasks; the averages are over different ones",
+    ]
+    assert notes([results(a__0=choice([1, 0], num_ties=0))]) == []
+
+
+def test_files_hold_the_same_numbers(tmp_path):
+    ours = results(a__0=choice([1, 0, 1, 1], num_ties=1), x__0=text([[(math.log(2) * 5, 10)]]))
+    markdown, plain = write_tables([ours], tmp_path / "new")
+    assert markdown.read_text().splitlines() == [
+        "| model | a 0-shot | x 0-shot bits per byte | average |",
+        "|---|---:|---:|---:|",
+        "| ours | 0.750 ± 0.250 | 0.500 | 0.750 ± 0.250 |",
+        "",
+        "- a/0-shot: 1 with a tie for the best, where the first counts, of 4 items",
+        "- the average is of the accuracies",
+    ]
+    with plain.open() as file:
+        assert list(csv.reader(file)) == [
+            ["model", "a/0-shot", "a/0-shot stderr", "x/0-shot", "x/0-shot stderr", "average", "average stderr"],
+            ["ours", "0.750", "0.250", "0.500", "", "0.750", "0.250"],
+        ]
+
+
+def test_a_model_without_accuracies_has_no_average():
+    assert "average" in printed([results(x__0=text([[(1.0, 10)]]))])
