@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from llmfoundry_lite.checkpoint.places import Place
-from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 
 checkpoint = typer.Typer(
@@ -71,13 +71,6 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
             f"{store.root.url}: no checkpoints here; expected one (…/ba200), a folder of them, or a run directory"
         )
     return store, candidates
-
-
-def is_checkpoint(where: str) -> bool:
-    from llmfoundry_lite.checkpoint.manifest import MANIFEST
-    from llmfoundry_lite.checkpoint.places import open_place
-
-    return MANIFEST in open_place(where).names()
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -193,6 +186,8 @@ def export(
     """Write the weights as safetensors in a Hugging Face layout that plain transformers loads."""
     found = find(where)
     config = found.manifest.config
+    if not isinstance(config, dict) or "model" not in config:
+        raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")
     tokenizer = Path((config.get("tokenizer") or {}).get("name") or "no-such-folder")
 
     from llmfoundry_lite.checkpoint.whole import load_full_tensors
@@ -318,7 +313,7 @@ class WatchedPlace:
 
     def __init__(self, place: Place, on_read: Callable[[int], None]):
         self._place, self._on_read = place, on_read
-        self.url = place.url
+        self.url, self.is_local = place.url, place.is_local
 
     def source(self, name: str) -> "WatchedSource":
         return WatchedSource(self._place.source(name), self._on_read)

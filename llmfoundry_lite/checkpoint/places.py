@@ -6,18 +6,21 @@ and commits with its last put. Errors of the operating system pass through as OS
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 Buffer = Any
 """Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
+
+DISK_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
 EXTRAS = {"s3": "s3", "s3a": "s3"}
 MAX_VECTORS = 512
@@ -92,7 +95,7 @@ def open_place(url: str | os.PathLike[str]) -> Place:
     text = os.fspath(url)
     protocol, separator, rest = text.partition("://")
     if not separator:
-        return LocalPlace(Path(text))
+        return LocalPlace(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):
         return LocalPlace(Path(rest))
     import fsspec
@@ -103,9 +106,20 @@ def open_place(url: str | os.PathLike[str]) -> Place:
         extra = EXTRAS.get(protocol)
         remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
         raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{text}: {error}") from None
-    return RemotePlace(filesystem, path, f"{protocol}://")
+    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
+        raise CheckpointError(f"{text}: {_first_line(error)}") from None
+    return RemotePlace(filesystem, path, text.rstrip("/"))
+
+
+def unreadable(place: Place, name: str, error: OSError) -> CheckpointError:
+    """What a file that is there but cannot be read means.
+
+    A bad spot on a disk is damage. A network, a server or a permission can be mended, and going back behind a save for
+    want of that could not be what the user wants.
+    """
+    is_damage = place.is_local and error.errno in DISK_DAMAGE
+    kind = DamagedCheckpointError if is_damage else CheckpointError
+    return kind(f"{place.url}/{name}: cannot be read: {error.strerror or error}")
 
 
 # ------------------------------------------------------------------------------------------------------------ local
@@ -261,14 +275,14 @@ def _transfer(
 class RemotePlace:
     is_local = False
 
-    def __init__(self, filesystem: Any, path: str, protocol: str):
+    def __init__(self, filesystem: Any, path: str, url: str):
         self.filesystem = filesystem
         self.path = path.rstrip("/")
-        self.protocol = protocol
-        self.url = protocol + self.path.lstrip("/")
+        self.url = url
+        """As the user wrote it: `path` alone may lack the host, and other ranks open this again."""
 
     def child(self, name: str) -> "RemotePlace":
-        return RemotePlace(self.filesystem, f"{self.path}/{name}", self.protocol)
+        return RemotePlace(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def names(self) -> list[str]:
         def listed() -> list[str]:
@@ -300,9 +314,10 @@ class RemotePlace:
         if name in self.names():
             raise FileExistsError(path)
         try:
-            self.filesystem.pipe_file(path, data, mode="create")
+            with _as_os_errors():
+                self.filesystem.pipe_file(path, data, mode="create")
         except (TypeError, NotImplementedError, ValueError):  # a store without conditional put
-            self.filesystem.pipe_file(path, data)
+            _persistently(lambda: self.filesystem.pipe_file(path, data))
             if self.read(name, len(data)) != data:
                 raise FileExistsError(path) from None
 
@@ -338,18 +353,21 @@ class RemoteSink:
 
     def __init__(self, filesystem: Any, path: str):
         self.path = path
-        self._file = filesystem.open(path, "wb", block_size=REMOTE_PART_BYTES)
+        with _as_os_errors():
+            self._file = filesystem.open(path, "wb", block_size=REMOTE_PART_BYTES)
         self._offset = 0
 
     def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
         assert offset == self._offset, "an upload takes bytes in order"
         for piece in pieces:
             data = memoryview(piece).cast("B")
-            self._file.write(data)
+            with _as_os_errors():
+                self._file.write(data)
             self._offset += len(data)
 
     def close(self) -> None:
-        self._file.close()
+        with _as_os_errors():
+            self._file.close()
 
     def abandon(self) -> None:
         with contextlib.suppress(Exception):
@@ -379,7 +397,8 @@ def _persistently(call: Callable[[], Any]) -> Any:
     """Again after a dropped connection; only for calls that may be made twice."""
     for attempt in range(ATTEMPTS):
         try:
-            return call()
+            with _as_os_errors():
+                return call()
         except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
             raise
         except OSError:
@@ -387,3 +406,18 @@ def _persistently(call: Callable[[], Any]) -> Any:
                 raise
             time.sleep(0.2 * 3**attempt)
     raise AssertionError
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Clients of object stores have errors of their own (botocore's, say, without credentials or a network)."""
+    try:
+        yield
+    except (OSError, TypeError, NotImplementedError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

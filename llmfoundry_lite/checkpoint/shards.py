@@ -17,7 +17,7 @@ import xxhash
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.manifest import ALGORITHM, ITEM_BYTES, FileRecord, Manifest
-from llmfoundry_lite.checkpoint.places import Buffer, Place, Source
+from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable
 from llmfoundry_lite.errors import DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 20
@@ -150,6 +150,7 @@ def read_wanted(
 
 def read_verified(place: Place, file: FileRecord) -> bytes:
     """All of a file. Raises DamagedCheckpointError."""
+    _open(place, file).close()  # the size first: the memory for one that lies may not be there
     content = np.empty(file.num_bytes, np.uint8)
     read_wanted(place, file, [Want(0, file.num_bytes, content, file.name)])
     return content.tobytes()
@@ -178,6 +179,8 @@ def check_header(place: Place, manifest: Manifest, index: int) -> None:
         header = json.loads(_read_bytes(source, 8, length))
     except (ValueError, RecursionError, EOFError):
         raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file") from None
+    except OSError as error:
+        raise unreadable(place, file.name, error) from error
     finally:
         source.close()
     if not isinstance(header, dict):
@@ -272,6 +275,8 @@ def _read_run(
         source.read_into(begin, pieces)
     except EOFError as error:
         raise DamagedCheckpointError(f"{place.url}/{file.name}: {error}") from None
+    except OSError as error:
+        raise unreadable(place, file.name, error) from error
     if not verify:
         return
     starts = [begin, *(begin + n for n in accumulate(len(piece) for piece in pieces))]
@@ -296,6 +301,8 @@ def _open(place: Place, file: FileRecord) -> Source:
         source = place.source(file.name)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{place.url}/{file.name}: missing") from None
+    except OSError as error:
+        raise unreadable(place, file.name, error) from error
     if source.num_bytes != file.num_bytes:
         source.close()
         raise DamagedCheckpointError(

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 COMMITTED = re.compile(r"ba(\d+)")
@@ -73,6 +73,13 @@ class Search(NamedTuple):
     """A line for each checkpoint that was passed over."""
 
 
+def is_checkpoint(url: str | os.PathLike[str]) -> bool:
+    """Whether `url` is one checkpoint itself, and not a folder of them. Raises CheckpointError if it cannot be seen."""
+    place = open_place(url)
+    with _os_errors(f"{place.url}: cannot be listed"):
+        return MANIFEST in place.names()
+
+
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
     """One checkpoint folder. Raises CheckpointError if there is none, DamagedCheckpointError if it cannot be read."""
     return read_checkpoint(open_place(url))
@@ -86,7 +93,7 @@ def read_checkpoint(place: Place) -> Checkpoint:
         hint = f"; did you mean {place.url}/{max(others, key=_batch)}?" if others else ""
         raise CheckpointError(f"{place.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
     except OSError as error:
-        raise DamagedCheckpointError(f"{place.url}/{MANIFEST}: {error}") from None
+        raise unreadable(place, MANIFEST, error) from error
     return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, decode(raw, f"{place.url}/{MANIFEST}"))
 
 
@@ -205,7 +212,11 @@ class CheckpointStore:
         if root.child(name).exists():
             replaced = REPLACED + manifest.save_id
             root.rename(name, replaced)
-            root.rename(DRAFT + manifest.save_id, name)
+            try:
+                root.rename(DRAFT + manifest.save_id, name)
+            except OSError:
+                root.rename(replaced, name)
+                raise
             root.child(replaced).remove_all()
         else:
             root.rename(DRAFT + manifest.save_id, name)
@@ -291,9 +302,9 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------ remove
 
     def remove(self, name: str) -> None:
-        """First what commits it, then its data."""
+        """First what commits it, then its data. If it is gone already, that is that."""
         place = self.root.child(name)
-        with _os_errors(f"{place.url}: cannot be removed"):
+        with _os_errors(f"{place.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
             if isinstance(self.root, LocalPlace):
                 doomed = f"{DELETING}e0-{name}-{uuid.uuid4().hex[:12]}"
                 self.root.rename(name, doomed)

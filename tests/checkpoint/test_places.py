@@ -1,11 +1,19 @@
+import uuid
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.places import LocalPlace
+from llmfoundry_lite.checkpoint.places import LocalPlace, open_place
 from llmfoundry_lite.checkpoint.shards import CHUNK_BYTES, write_shard
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError
+from tests.checkpoint.saves import save
 
 
 def test_the_disk_is_asked_to_begin_with_every_byte_before_the_fsync(
@@ -24,3 +32,48 @@ def test_a_system_that_cannot_be_asked_writes_all_the_same(tmp_path: Path, monke
     content = np.arange(100_000, dtype=np.uint8)
     write_shard(LocalPlace(tmp_path), "shard", [content])
     assert (tmp_path / "shard").read_bytes() == content.tobytes()
+
+
+class ServerFiles(MemoryFileSystem):
+    """As sftp and hdfs have it: the host is not part of the path."""
+
+    protocol = "server"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.split("://host")[-1].strip("/")
+
+
+def test_an_url_stays_what_was_given_all_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("server", ServerFiles, clobber=True)
+    url = f"server://host/{uuid.uuid4().hex}"
+    store = CheckpointStore(url + "/")
+    saved = save(store, store.acquire(), 1)
+    assert saved.where == f"{url}/ba1"
+    verify_checkpoint(CheckpointStore(saved.where.rsplit("/", 1)[0]).candidates()[0].checkpoint)  # type: ignore[arg-type]
+
+
+class NoCredentials(Exception):
+    """As botocore's: neither an OSError nor anything else that could be named here."""
+
+
+def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise NoCredentials("Unable to locate credentials\nand more")
+
+    monkeypatch.setattr(places, "ATTEMPTS", 1)
+    for name in ("ls", "info", "open", "pipe_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, fail)
+    store = CheckpointStore("memory://bucket/run")
+    for attempt in (store.candidates, store.acquire, lambda: store.remove("ba1")):
+        with pytest.raises(CheckpointError, match=r"^memory://bucket/run.*: Unable to locate credentials$"):
+            attempt()
+    with pytest.raises(OSError, match=r"Unable to locate credentials$"):
+        open_place("memory://bucket/run").sink("shard")
+
+
+def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_place("~/runs").url == f"{tmp_path}/runs"

@@ -1,7 +1,9 @@
 """One writer, atomic publishing, careful removal: on a local disk and on an object store."""
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.lease import describe_this_process
-from llmfoundry_lite.checkpoint.places import RemotePlace, open_place
+from llmfoundry_lite.checkpoint.places import LocalPlace, RemotePlace, open_place
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
@@ -428,6 +430,67 @@ def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatc
     assert names(store) == (["ba2", "ba1"] if has_arrived else ["ba1"])
     for candidate in store.candidates():
         verify_checkpoint(candidate.checkpoint)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("error", "is_damage"), [(errno.EIO, True), (errno.ESTALE, False), (errno.EACCES, False)], ids=str
+)
+@pytest.mark.parametrize("place", ["manifest", "header"])
+def test_a_bad_spot_is_damage_but_what_can_be_mended_stops_the_search(tmp_path, monkeypatch, error, is_damage, place):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    save(store, lease, 2)
+    read, source = LocalPlace.read, LocalPlace.source
+
+    def fail(at, call):
+        def called(self, name, *args):
+            if name.startswith(at) and self.path.name == "ba2":
+                raise OSError(error, os.strerror(error))
+            return call(self, name, *args)
+
+        return called
+
+    if place == "manifest":
+        monkeypatch.setattr(LocalPlace, "read", fail("manifest", read))
+    else:
+        monkeypatch.setattr(LocalPlace, "source", fail("shard", source))
+    words = f"ba2/.*: cannot be read: {os.strerror(error)}"
+    if is_damage:
+        found = store.newest_intact(check_structure, quarantine=lease)
+        assert found.checkpoint.name == "ba1" and re.search(words, found.notes[0])
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            store.newest_intact(check_structure, quarantine=lease)
+        assert (tmp_path / "ba2").exists()
+
+
+@pytest.mark.fault
+def test_a_save_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    first = save(store, lease, 1)
+    draft = write_draft(store, lease, 1)
+    rename = LocalPlace.rename
+
+    def fail(self, old, new):
+        if old.startswith(".tmp-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(self, old, new)
+
+    monkeypatch.setattr(LocalPlace, "rename", fail)
+    with pytest.raises(CheckpointError, match="ba1: not published: No space left on device"):
+        store.publish(draft, lease)
+    assert store.newest_intact(verify_checkpoint).checkpoint.manifest.save_id == first.manifest.save_id
+
+
+def test_what_someone_else_has_removed_is_removed(url):
+    store = CheckpointStore(url)
+    save(store, store.acquire(), 1)
+    store.remove("ba1")
+    store.remove("ba1")
+    assert names(store) == []
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
