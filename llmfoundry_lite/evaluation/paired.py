@@ -38,8 +38,8 @@ def flipped_sums(values_n: Floats, generator: np.random.Generator, num: int = NU
     """(num,): the sum with the sign of every value drawn anew, as chance gives it when the models are equally good."""
     sizes_u, counts_u = np.unique(np.abs(values_n), return_counts=True)
     if len(sizes_u) <= FEW_VALUES:
-        flipped_nu: Floats = 2.0 * generator.binomial(counts_u, 0.5, (num, len(sizes_u))) - counts_u
-        return np.matmul(flipped_nu, sizes_u, dtype=np.float64)
+        flipped_nu = 2 * generator.binomial(counts_u, 0.5, (num, len(sizes_u))) - counts_u
+        return (flipped_nu @ sizes_u).astype(np.float64)
     chunk = max(1, 4_000_000 // len(values_n))
     parts = [
         (2.0 * generator.integers(0, 2, (min(chunk, num - start), len(values_n)), dtype=np.int8) - 1) @ values_n

@@ -211,7 +211,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
         for note in pair.notes:
             print_note(console, note)
         console.print()
-    console.print(Text(legend(sum(len(pair.tasks) for pair in pairs)), style="dim"))
+    console.print(Text(legend(pairs), style="dim"))
 
 
 def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
@@ -248,10 +248,12 @@ def difference_text(paired: Paired) -> str:
     return f"{text} [{paired.low:+.{paired.digits}f}, {paired.high:+.{paired.digits}f}]"
 
 
-def legend(num_tests: int) -> str:
+def legend(pairs: Sequence[Pair]) -> str:
+    num, num_more = (sum(map(len, tables)) for tables in zip(*((p.tasks, p.more) for p in pairs), strict=True))
+    more = f", and for {num_more} by the other metrics" if num_more else ""
     return (
         f"95 %: bootstrap over items, paired. p: McNemar's test (sign flips for means and bits per byte), corrected "
-        f"for {num_tests} test{'' if num_tests == 1 else 's'} (Holm). needed: items to find a difference of 0.01, one "
+        f"for {num} test{'' if num == 1 else 's'}{more} (Holm). needed: items to find a difference of 0.01, one "
         "point, with 80 % power where the two models part as often as here."
     )
 
@@ -282,7 +284,7 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
         lines += [f"- {text}" for text in filter(None, (pair.sentence, *pair.notes))]
         lines += [""]
     if pairs:
-        lines += [legend(sum(len(pair.tasks) for pair in pairs)), ""]
+        lines += [legend(pairs), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
     markdown.write_text("\n".join(lines))
     facts.write_text(json.dumps(as_json(results, pairs), indent=1) + "\n")
