@@ -74,6 +74,8 @@ def print_blocks(
     first = max(len(line) for name in ("model", *(name for name, _ in rows)) for line in name.split("\n"))
     first = min(first, max(12, console.width // 3))
     for number, block in enumerate(_blocks(headers, [cells for _, cells in rows], console.width - first)):
+        if number:
+            console.print()
         table = lean_table(title if number == 0 else None)
         table.add_column("model", max_width=first, overflow="fold")
         for i in block:
