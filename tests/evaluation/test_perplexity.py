@@ -1,0 +1,153 @@
+"""Perplexity and bits per byte, against a loop over the text without any of the harness."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from streaming import MDSWriter
+
+from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.harness import Results, evaluate
+from llmfoundry_lite.evaluation.models import TreeModel
+from llmfoundry_lite.evaluation.perplexity import prepare_text
+from llmfoundry_lite.models.mpt import MPT
+
+CPU = torch.device("cpu")
+TEXT = "Grüße aus dem Süden — naïve façade, ½ of it: 東京.\r\nAnd a second line of words, some of them twice, twice.\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["a second line of words, some of them twice. And the first of it."] * 20, 280)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    mpt = MPT(ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=280)).eval()
+    for parameter in mpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return TreeModel(mpt, CPU)
+
+
+def task(path: Path) -> TaskConfig:
+    return TaskConfig(label="text", icl_task_type="perplexity", dataset_uri=str(path))
+
+
+def measure(model, tokenizer, path: Path):
+    results = evaluate(model, tokenizer, [task(path)], Results(model="m", suite="s", source="here"))
+    return results.tasks["text/0-shot"]
+
+
+@torch.no_grad()
+def by_hand(model, samples):
+    """(nats, tokens) of samples of tokens: every one but the first of a sample predicted once, sixteen at a time."""
+    nats, count = 0.0, 0
+    for sample in samples:
+        for start in range(1, len(sample), 16):
+            window = torch.tensor([sample[start - 1 : start + 16]])
+            logits = model.model(window[:, :-1])[0].double()
+            nats += float(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum"))
+            count += window.size(1) - 1
+    return nats, count
+
+
+def test_a_text_file(tmp_path, model, tokenizer) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode())
+    found = measure(model, tokenizer, path)
+    ids = tokenizer.encode(TEXT)
+    nats, count = by_hand(model, [[tokenizer.eos_token_id, *ids]])
+    assert count == len(ids) > 64
+    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()), rel=1e-5)
+    assert found["n"] == math.ceil(count / 16)
+
+
+def test_each_row_of_a_jsonl_file_is_a_document(tmp_path, model, tokenizer) -> None:
+    texts = [TEXT, "", "short\u2028one"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+    found = measure(model, tokenizer, path)
+    nats, count = by_hand(model, [[tokenizer.eos_token_id, *tokenizer.encode(text)] for text in texts])
+    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+
+
+def test_each_sample_of_an_mds_split_is_a_document_whose_first_token_is_given(tmp_path, model, tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    ids[5] = tokenizer.eos_token_id  # text has ended there: a token to be predicted, without bytes
+    samples = [ids[:20], ids[20:40]]
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
+        for sample in samples:
+            writer.write({"tokens": np.array(sample, np.uint16)})
+    found = measure(model, tokenizer, tmp_path / "val")
+    nats, count = by_hand(model, samples)
+    assert count == 38
+    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+    texts = [tokenizer.decode([*samples[0][1:5], *samples[0][6:]]), tokenizer.decode(samples[1][1:])]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16])
+def test_windows_bytes_add_up_to_the_texts_wherever_they_cut_a_character(tmp_path, tokenizer, length) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode())
+    items = prepare_text(task(path), tokenizer, max_seq_len=length, limit=None).items
+    assert sum(item.requests[0].num_characters for item in items) == len(TEXT.encode())
+    assert [item.index for item in items] == list(range(len(items)))
+
+
+def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode())
+    assert len(prepare_text(task(path), tokenizer, max_seq_len=8, limit=3).items) == 3
+
+
+def test_results_of_two_tokenizers_are_about_the_same_text(tmp_path, tokenizer) -> None:
+    """Bits per byte can be compared where perplexities cannot."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode())
+    other = train_tokenizer(["words"] * 9, 257)
+
+    def fingerprint(tokenizer, max_seq_len):
+        return prepare_text(task(path), tokenizer, max_seq_len=max_seq_len, limit=None).fingerprint
+
+    assert fingerprint(tokenizer, 8) == fingerprint(other, 8) != fingerprint(tokenizer, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "has no text"),
+        ("a.jsonl", '{"text": ""}\n', "has no text"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"body": "b"}\n',
+            "line 2: KeyError('text'); expected a JSON object with the column",
+        ),
+        ("a.jsonl", '{"text": 3}\n', "line 1: text is 3, expected a text"),
+        ("val/index.json", '{"shards": []}', "is no MDS split of tokens"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, tokenizer, name, content, message) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    place = path.parent if name.endswith("index.json") else path
+    with pytest.raises(DataError) as caught:
+        prepare_text(task(place), tokenizer, max_seq_len=8, limit=None)
+    assert message in str(caught.value)
+    assert str(place) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:
+    with pytest.raises(DataError, match=r"cannot be read .*; expected a text or JSONL file or an MDS split"):
+        prepare_text(task(tmp_path / "no.txt"), tokenizer, max_seq_len=8, limit=None)
