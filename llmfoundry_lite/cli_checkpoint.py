@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmfoundry_lite.checkpoint.places import Place
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 
@@ -60,11 +60,15 @@ def find_newest(where: str) -> Checkpoint:
 
 def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
     """The checkpoints of a folder, newest first, at least one; a run directory keeps its own under `checkpoints`."""
-    is_local = "://" not in where
-    if is_local and not Path(where).exists():
-        raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
-    inside = Path(where) / "checkpoints"
-    store = CheckpointStore(inside if is_local and inside.is_dir() else where)
+    place = open_place(where)
+    if isinstance(place, LocalPlace):
+        if not place.exists():
+            raise CheckpointError(
+                f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory"
+            )
+        inside = place.path / "checkpoints"
+        where = str(inside if inside.is_dir() else place.path)
+    store = CheckpointStore(where)
     candidates = store.candidates()
     if not candidates:
         raise CheckpointError(

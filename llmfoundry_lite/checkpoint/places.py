@@ -180,6 +180,8 @@ class LocalPlace:
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
+        if self.path.is_symlink():  # to where someone has moved a checkpoint; what lies there is theirs
+            self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def rename(self, old: str, new: str) -> None:

@@ -61,6 +61,13 @@ def test_nothing_there_is_an_error_of_one_line(tmp_path, capsys, command):
     assert "nowhere: no checkpoints here; expected one (…/ba200), a folder of them" in err
 
 
+@pytest.mark.parametrize("form", ["{}", "{}/", "file://{}", "{}/checkpoints", "{}/../link"])
+def test_a_run_may_be_named_in_many_ways(folder, capsys, form):
+    (folder.parent / "link").symlink_to(folder)
+    code, out, _ = run(capsys, "ls", form.format(folder))
+    assert code == 0 and "ba3" in out
+
+
 def test_ls_lists_the_newest_first_and_names_the_damaged(folder, capsys):
     (folder / "checkpoints" / "ba2" / "manifest.json").write_text("{}")
     code, out, _ = run(capsys, "ls", folder)

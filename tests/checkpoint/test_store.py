@@ -359,6 +359,15 @@ def test_old_ones_go_and_those_to_keep_stay(url):
     assert not store.root.child("ba1").names()
 
 
+def test_of_a_checkpoint_that_was_moved_to_another_disk_the_link_goes(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, store.acquire(), 1)
+    (tmp_path / "checkpoints/ba1").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints/ba1").symlink_to(tmp_path / "elsewhere")
+    store.remove("ba1")
+    assert not [name for name in os.listdir(tmp_path / "checkpoints") if "ba1" in name]
+
+
 @pytest.mark.fault
 def test_the_last_verified_one_is_never_removed(tmp_path):
     store = CheckpointStore(tmp_path)
