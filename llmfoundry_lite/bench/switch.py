@@ -1,6 +1,6 @@
 """One run on several "clusters", and the same run switching between them: is it the same run?
 
-    llmfoundry-lite bench switch                        6 minutes on two quiet cores
+    llmfoundry-lite bench switch --out bench-switch     some 8 minutes on two quiet cores
     llmfoundry-lite bench switch --precision amp_bf16
 
 A small MPT is trained on each cluster (see `legs`) without interruption, then once switching every few batches, each
@@ -41,12 +41,12 @@ SWITCHING = "switching"
 UNTOUCHED = "untouched"
 
 CONTROLS: dict[str, tuple[str, tamper.Change]] = {
-    UNTOUCHED: ("published again, nothing changed", lambda content: None),
-    "moments": ("optimizer's moments zeroed", tamper.zero_moments),
+    UNTOUCHED: ("published again as it was", lambda content: None),
+    "moments": ("moments zeroed", tamper.zero_moments),
     "schedule": ("schedule one batch ahead", lambda content: None),
     "skipped": ("one batch skipped", tamper.move_data(1)),
     "repeated": ("one batch repeated", tamper.move_data(-1)),
-    "steps": ("optimizer's step counter reset", tamper.reset_steps),
+    "steps": ("step counter reset", tamper.reset_steps),
 }
 """What is done to the checkpoint at one switch. The first is sound, and must pass; the others must not."""
 
@@ -114,6 +114,7 @@ def run(
         report = {
             "date": datetime.date.today().isoformat(),
             "machine": describe_machine(),
+            "load": os.getloadavg()[1],
             "precision": precision,
             "num_batches": num_batches,
             "every": every,
@@ -303,7 +304,7 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         caught += ["validation"] if verdict.validation_ratio > 1 and not verdict.first_outside else []
         rows.append(
             [
-                "switching" if name == SWITCHING else f"control: {CONTROLS[name][0]}",
+                "switching" if name == SWITCHING else CONTROLS[name][0],
                 "yes" if verdict.same_data else "no",
                 f"{verdict.final_deviation:.1e}",
                 times(verdict.largest_ratio),
@@ -331,10 +332,15 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         notes.append(f"each uninterrupted run beside the others, deviation of the band: {ratios}")
     share = report["verdicts"][SWITCHING]["share_outside"]
     notes.append(f"single batches at which the switching run is outside of the widest difference so far: {share:.0%}")
-    times = ", ".join(
-        f"{r['seconds_to_first_batch']:.1f} s after batch {r['after_batch']:,}" for r in report["resumes"]
+    resumes = [
+        f"after batch {r['after_batch']:,} {r['seconds_to_first_batch']:.1f} s, "
+        f"of which {r['seconds_to_first_batch'] - (r['seconds_to_restore'] or 0):.1f} s once restored"
+        for r in report["resumes"]
+    ]
+    notes.append(
+        f"from the command to the end of the first batch: {'; '.join(resumes)} (mostly imports; the load average "
+        f"was {report['load']:.0f})"
     )
-    notes.append(f"from the command to the first batch: {times}")
     if any(cluster["emulated"] for cluster in report["clusters"]):
         notes.append(
             "emulated: the same machine, held to an instruction set below its own, standing for another vendor"
