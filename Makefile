@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
-#   make quickstart   text -> shards -> a small MPT on 2 ranks -> a table, a sample, a plot (5 minutes, no GPU)
+#   make quickstart   text -> shards -> a small MPT on 2 ranks -> a table, a sample, a plot, an evaluation (6 minutes, no GPU)
 #   make test         the tests (10 minutes on 2 cores)
 
 SHELL := bash
@@ -30,6 +30,8 @@ quickstart: install
 	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:4096 --max-seq-len 256
 	composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
 	llmfoundry-lite report runs/mpt-quickstart
+	llmfoundry-lite data make-tasks
+	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart
 
 test: install
 	pytest -m "not slow and not gpu"

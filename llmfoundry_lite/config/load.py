@@ -128,6 +128,10 @@ def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
         value = getattr(task, key)
         if value is not None and value not in choices:
             raise ConfigError(f"{where}: {key}: {value!r} is not known; expected {', '.join(choices)}")
+    if task.metric is not None and task.metric not in ("acc_per_token", "acc", "acc_norm"):
+        raise ConfigError(f"{where}: metric: {task.metric!r} is not known; expected acc_per_token, acc, acc_norm")
+    if task.metric not in (None, "acc") and task.icl_task_type not in ("multiple_choice", "schema"):
+        raise ConfigError(f"{where}: metric: {task.metric} needs choices, and a {task.icl_task_type} task has none")
     if not task.num_fewshot or min(task.num_fewshot) < 0:
         raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, expected one number or more, 0 or above")
     return task

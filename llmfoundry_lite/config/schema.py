@@ -467,6 +467,9 @@ class TaskConfig:
     tokenization: str | None = None
     """separate: context and answer each on their own, as LLM Foundry does; joint: together, then divided, as
     lm-evaluation-harness does. Default: the evaluation's."""
+    metric: str | None = None
+    """Which of acc_per_token, acc (summed) and acc_norm (per character) is the task's in tables and averages; default:
+    acc_per_token where there are choices, as in LLM Foundry. All three are in the results."""
     has_categories: bool = False
     """Also give the mean of each value of the column `category`."""
     max_new_tokens: int | None = None

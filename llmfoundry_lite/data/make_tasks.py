@@ -2,8 +2,9 @@
 
     llmfoundry-lite data make-tasks --out data/eval
 
-    next_line           which of four lines comes next; the others are of the same file, depth and about the length
-    identifier_recall   the identifier that is written again, after the same word as before
+    next_line           which of four lines comes next; the others are of the same file and about the length
+    identifier_recall   which of four identifiers of the file comes next; the context has one of them, after the same
+                        word as here
     stdlib_text         the text itself, for bits per byte
 
 A model of any size learns something about them in minutes, on any machine. They are made where they are used: the
@@ -104,16 +105,11 @@ def next_line_questions(module: Module) -> Iterator[dict[str, Any]]:
         context = context_before(lines, n)
         if context is None or lines[n].strip() in context:
             continue
-        others = {
-            lines[m] for m in usable if _depth(lines[m]) == _depth(lines[n]) and lines[m].strip() not in context
-        } - {lines[n]}
-        alike = sorted(others, key=lambda line: (abs(len(line) - len(lines[n])), line))[: 4 * NUM_CHOICES]
-        if len(alike) < NUM_CHOICES - 1:
-            continue
-        generator = random.Random(f"{module.name}/{n}")
-        choices = [lines[n], *generator.sample(alike, NUM_CHOICES - 1)]
-        generator.shuffle(choices)
-        yield {"query": context, "choices": choices, "gold": choices.index(lines[n])}
+        others = {lines[m].strip(): lines[m] for m in usable if lines[m].strip() not in context}
+        others.pop(lines[n].strip())
+        choices = with_others(lines[n], others.values(), f"{module.name}/{n}")
+        if choices is not None:
+            yield {"query": context, "choices": choices, "gold": choices.index(lines[n])}
 
 
 def code_lines(text: str) -> list[int]:
@@ -155,16 +151,13 @@ def _is_telling(line: str) -> bool:
     return line.startswith("    ") and shortest <= len(text) <= longest and len(re.findall(r"[A-Za-z]{2,}", text)) >= 2
 
 
-def _depth(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
 # --------------------------------------------------------------------------------------------- identifier_recall
 
 
 def identifier_questions(module: Module) -> Iterator[dict[str, Any]]:
     """In a random order, spread over the file."""
     lines = module.text.splitlines()
+    names = sorted({name for _, _, name in names_in_code(module.text)})
     found: dict[int, tuple[str, str]] = {}
     for n, column, name in names_in_code(module.text):
         before, line = context_before(lines, n), lines[n]
@@ -174,7 +167,10 @@ def identifier_questions(module: Module) -> Iterator[dict[str, Any]]:
         found[n] = (f"{before}\n{line[:column]}".rstrip(), name)
     for n in apart(shuffled(found, module.name), CONTEXT_LINES // 2):
         context, name = found[n]
-        yield {"context": context, "continuation": name}
+        others = [other for other in names if other not in context and other != name]
+        choices = with_others(name, others, f"{module.name}/{n}")
+        if choices is not None:
+            yield {"query": context, "choices": choices, "gold": choices.index(name)}
 
 
 def names_in_code(text: str) -> Iterator[tuple[int, int, str]]:
@@ -232,6 +228,17 @@ def context_before(lines: list[str], n: int) -> str | None:
         kept.pop(0)
     context = "\n".join(kept).rstrip()
     return context if len(context) >= shortest else None
+
+
+def with_others(right: str, others: Iterable[str], seed: str) -> list[str] | None:
+    """`right` among others of about its length, in a random order; None if there are too few."""
+    alike = sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
+    if len(alike) < NUM_CHOICES - 1:
+        return None
+    generator = random.Random(seed)
+    choices = [right, *generator.sample(alike, NUM_CHOICES - 1)]
+    generator.shuffle(choices)
+    return choices
 
 
 def shuffled(numbers: Iterable[int], seed: str) -> list[int]:

@@ -207,7 +207,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         "fingerprint": task.fingerprint,
         "data_fingerprint": task.data_fingerprint,
         "settings": task.settings,
-        "metric": MAIN_METRIC.get(task.kind, "acc"),
+        "metric": task.config.metric or MAIN_METRIC.get(task.kind, "acc"),
     }
     for name in METRICS[task.kind]:
         record[name], record[f"{name}_stderr"] = mean_and_error([item[name] for item in items])

@@ -252,7 +252,7 @@ def _decisive(config: TaskConfig) -> dict[str, Any]:
     names = (
         *("icl_task_type", "fewshot_random_seed", "fewshot_fixed", "prompt_string", "example_delimiter"),
         *("continuation_delimiter", "prelimiter", "strip_dataset", "max_new_tokens", "early_stopping_criteria"),
-        *("do_normalization", "cot_delimiter"),
+        *("do_normalization", "cot_delimiter", "metric"),
     )
     return {name: getattr(config, name) for name in names}
 

@@ -329,6 +329,12 @@ def test_equal_choices_are_noticed():
     assert [item.has_duplicates for item in ask(task(), rows=rows)[0].items] == [False, True]
 
 
+def test_a_metric_of_choices_is_refused_where_there_are_none():
+    given = {"label": "t", "icl_task_type": "language_modeling", "dataset_uri": "t.jsonl", "metric": "acc_norm"}
+    with pytest.raises(ConfigError, match="metric: acc_norm needs choices, and a language_modeling task has none"):
+        load_tasks([given], "evals")
+
+
 # ---------------------------------------------------------------------------------------------------- fingerprint
 
 
@@ -594,6 +600,7 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("continuation_delimeter: x", "did you mean icl_tasks[0].continuation_delimiter?"),
         ("icl_task_type: multi_choice", "icl_task_type: 'multi_choice' is not known; expected multiple_choice, schema"),
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
+        ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm"),
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate, joint"),
     ],
 )
