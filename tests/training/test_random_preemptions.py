@@ -19,13 +19,13 @@ from llmfoundry_lite.bench.band import Series, judge
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import diff
-from llmfoundry_lite.data.shared_memory import find_stale_shared_memory
+from llmfoundry_lite.data.shared_memory import SHARED_MEMORY, find_stale_shared_memory
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-NUM_PREEMPTIONS, NUM_BATCHES, BATCH_SIZE, EVERY = 20, 240, 12, 5
+NUM_PREEMPTIONS, NUM_BATCHES, BATCH_SIZE, EVERY = 20, 200, 12, 5
 MOMENTS = ("fit_start", "batch_start", "before_backward", "batch_end", "batch_checkpoint")
 SHARDINGS = [
     None,
@@ -128,7 +128,7 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
     pipe = tmp_path / PIPE
     os.mkfifo(pipe)
     tell = {f"python:{__name__}:Tell": {"pipe": str(pipe)}}
-    stale_before = set(find_stale_shared_memory() or {})
+    stale_before = stale_blocks()
     story, reached = [], 0
     for _ in range(NUM_PREEMPTIONS):
         num_ranks = generator.choice([1, 2, 3, 4])
@@ -143,16 +143,17 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
         result = run("moved", num_ranks, generator.choice([0, 2]), fsdp_config=sharding, callbacks=tell)
         preempter.close(pipe)
         story.append((num_ranks, sharding, signal.Signals(number).name, victims, moment, result.exit_codes))
-        assert preempter.sent, (story, result.outputs)
+        print(story[-1], *(tail(output) for output in result.outputs), sep="\n")  # shown when the test fails
+        assert preempter.sent
         status = json.loads((tmp_path / "runs/moved/status.json").read_text())
         if number == signal.SIGKILL:
             killed = [code for rank, code in enumerate(result.exit_codes) if rank in victims]
             others = [code for rank, code in enumerate(result.exit_codes) if rank not in victims]
-            assert set(killed) == {-9} and set(others) <= {1, -9}, (story, result.outputs)
+            assert set(killed) == {-9} and set(others) <= {1, -9}, story
             # Who is killed writes nothing; the next launch goes by the checkpoints, not by this.
             assert status["status"] == ("running" if result.exit_codes[0] == -9 else "failed"), story
         else:
-            assert set(result.exit_codes) == {75}, (story, result.outputs)
+            assert set(result.exit_codes) == {75}, story
             assert status["status"] == "preempted"
             assert status["batch"] == 0 or saved(tmp_path, status["batch"]), story
         reached = max([reached, *(record["batch"] for record in written(tmp_path))])
@@ -171,7 +172,7 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
         parts_differ(tmp_path, "one", "two"), parts_differ(tmp_path, "one", "four")
     )
 
-    assert set(find_stale_shared_memory() or {}) <= stale_before
+    assert stale_blocks() <= stale_before
     left = {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert left == {".mds", ".json"}, left
     names = {path.name for path in (tmp_path / "runs/moved/checkpoints").iterdir()}
@@ -181,11 +182,22 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
             verify_checkpoint(open_checkpoint(tmp_path / "runs/moved/checkpoints" / name))
 
 
+def tail(output):
+    """Without torch's C++ frames."""
+    lines = [line for line in output.splitlines() if not line.startswith(("frame #", "Exception raised", "["))]
+    return "\n".join(lines[-12:])
+
+
 def written(tmp_path):
     """The whole lines of the log so far."""
     path = tmp_path / "runs/moved/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def stale_blocks():
+    """Of dead runs, ours or not, in shared memory itself; lock files are of no size and are used again."""
+    return {path for path in find_stale_shared_memory() or {} if path.is_relative_to(SHARED_MEMORY)}
 
 
 def saved(tmp_path, batch):
