@@ -63,7 +63,7 @@ def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
             ) from error
 
 
-def _download(name: str, origin: Origin) -> Iterable[Row]:
+def _download(name: str, origin: Origin) -> Any:
     import datasets
 
     try:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
@@ -186,7 +186,7 @@ def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
         raise DataError(f"{where}: gold is {gold!r}, expected 0 to {len(options) - 1}")
 
 
-def _are_texts(values: Any) -> bool:
+def _are_texts(values: Any) -> TypeGuard[list[str]]:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
