@@ -2,7 +2,8 @@
 
     llmfoundry-lite data make-tasks --out data/eval
 
-    next_line           which of four lines comes next; the others are of the same file and about the length
+    next_line           which of four lines comes next; one other is of the same file and about the length, two are
+                        the right one with its words in another order
     identifier_recall   which of four identifiers of the file comes next; the context has one of them, after the same
                         word as here
     stdlib_text         the text itself, for bits per byte
@@ -107,9 +108,26 @@ def next_line_questions(module: Module) -> Iterator[dict[str, Any]]:
             continue
         others = {lines[m].strip(): lines[m] for m in usable if lines[m].strip() not in context}
         others.pop(lines[n].strip())
-        choices = with_others(lines[n], others.values(), f"{module.name}/{n}")
-        if choices is not None:
+        generator = random.Random(f"{module.name}/{n}")
+        wrong = reordered(lines[n], generator)
+        if wrong and others:
+            choices = [lines[n], *wrong, generator.choice(nearest(lines[n], others.values()))]
+            generator.shuffle(choices)
             yield {"query": context, "choices": choices, "gold": choices.index(lines[n])}
+
+
+def reordered(line: str, generator: random.Random) -> list[str]:
+    """The line twice, its words in other orders; nothing if it has too few different words."""
+    parts = re.split(r"([A-Za-z_]\w*)", line)
+    words = parts[1::2]
+    if len(set(words)) < 3:
+        return []
+    found: set[str] = set()
+    while len(found) < 2:
+        parts[1::2] = generator.sample(words, len(words))
+        found.add("".join(parts))
+        found.discard(line)
+    return sorted(found)
 
 
 def code_lines(text: str) -> list[int]:
@@ -232,13 +250,18 @@ def context_before(lines: list[str], n: int) -> str | None:
 
 def with_others(right: str, others: Iterable[str], seed: str) -> list[str] | None:
     """`right` among others of about its length, in a random order; None if there are too few."""
-    alike = sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
+    alike = nearest(right, others)
     if len(alike) < NUM_CHOICES - 1:
         return None
     generator = random.Random(seed)
     choices = [right, *generator.sample(alike, NUM_CHOICES - 1)]
     generator.shuffle(choices)
     return choices
+
+
+def nearest(right: str, others: Iterable[str]) -> list[str]:
+    """Those of about the same length."""
+    return sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
 
 
 def shuffled(numbers: Iterable[int], seed: str) -> list[int]:
