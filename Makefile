@@ -66,4 +66,4 @@ requirements: install
 	$(EXPORT) --prune torch --prune torchvision -o requirements-without-torch.txt
 
 clean:
-	rm -rf $(VENV) .tools data runs
+	rm -rf $(VENV) .tools data runs results

@@ -135,14 +135,16 @@ PREEMPTED = "llmfoundry_lite/preempted"
 
 
 def announce_preemption(reason: str) -> None:
-    """Let other ranks know, should this one leave before they could agree. Never waits."""
+    """Let other ranks know, should this one leave before they could agree. Waits a second for them, no longer."""
 
     def announce() -> None:
         with suppress(RuntimeError):
             store.compare_set(PREEMPTED, "", reason)
 
     if (store := _process_group_store()) is not None:
-        threading.Thread(target=announce, daemon=True).start()
+        thread = threading.Thread(target=announce, daemon=True)
+        thread.start()
+        thread.join(1.0)
 
 
 def announced_preemption() -> str:

@@ -25,7 +25,7 @@ CLAIMS = {
         "checkpoint/test_failing_disks.py::test_writing_a_shard",
         "training/test_resume_faults.py::test_a_read_only_folder_can_be_loaded_from_but_not_saved_into",
     ),
-    "A launch that was thought dead": (
+    "What a launch that was thought dead": (
         "checkpoint/test_store.py::test_a_zombie_that_slips_through_loses_to_the_new_writer",
     ),
     "A state with a number in it": (
@@ -59,13 +59,14 @@ CLAIMS = {
         "training/test_checkpointing.py::"
         "test_across_worlds_shardings_and_epochs_the_data_is_the_same_and_the_losses_agree",
     ),
-    "Training waits only while": ("checkpoint/test_restore.py::test_a_save_is_of_its_moment_though_training_goes_on",),
+    "Training waits while": ("checkpoint/test_restore.py::test_a_save_is_of_its_moment_though_training_goes_on",),
     "A failure there stops": (
         "training/test_resume_faults.py::test_what_fails_in_the_background_stops_the_run_at_the_next_batch_with_its_cause",
     ),
     "Retention removes the oldest": (
         "checkpoint/test_store.py::test_old_ones_go_and_those_to_keep_stay",
         "checkpoint/test_store.py::test_the_last_verified_one_is_never_removed",
+        "checkpoint/test_cli_checkpoint.py::test_prune_keeps_what_it_has_hashed",
     ),
     "`save_folder` and `load_path` are": (
         "training/test_switching.py::test_another_run_begins_from_a_checkpoint_in_a_bucket",
@@ -77,6 +78,7 @@ CLAIMS = {
     "A checkpoint outside of the run": (
         "training/test_switching.py::test_the_curve_goes_from_cluster_to_cluster_with_the_checkpoint",
     ),
+    "A launch that is refused": ("training/test_checkpointing.py::test_a_refused_launch_takes_no_lease_and_says_why",),
     "`ls`, `inspect`, `verify` and `prune`": (
         "checkpoint/test_cli_checkpoint.py::test_looking_at_checkpoints_needs_no_torch",
     ),

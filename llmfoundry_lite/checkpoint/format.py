@@ -135,9 +135,18 @@ class ShardWriter(StorageWriter):
 
 
 def open_saver(
-    store: CheckpointStore, *, parent_save_id: str | None = None, group: Group = None, num_threads: int = 4
+    store: CheckpointStore,
+    *,
+    parent_save_id: str | None = None,
+    group: Group = None,
+    num_threads: int = 4,
+    after_publish: Callable[[Lease], None] = lambda lease: None,
 ) -> "Saver":
-    """Take the run's lease on rank 0. Raises CheckpointError on all ranks if it cannot be had."""
+    """Take the run's lease on rank 0. Raises CheckpointError on all ranks if it cannot be had.
+
+    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
+    flight until it returns, and what it raises ends the run.
+    """
     lease, error = None, None
     if exchange.rank_and_size(group)[0] == 0:
         try:
@@ -145,7 +154,14 @@ def open_saver(
         except CheckpointError as caught:
             error = caught
     exchange.agree(error, group)
-    return Saver(store, lease, parent_save_id=parent_save_id, group=group, num_threads=num_threads)
+    return Saver(
+        store,
+        lease,
+        parent_save_id=parent_save_id,
+        group=group,
+        num_threads=num_threads,
+        after_publish=after_publish,
+    )
 
 
 class Saver:
@@ -159,8 +175,10 @@ class Saver:
         parent_save_id: str | None = None,
         group: Group = None,
         num_threads: int = 4,
+        after_publish: Callable[[Lease], None] = lambda lease: None,
     ):
         self.store = store
+        self.after_publish = after_publish
         self.lease = lease
         """On rank 0; None elsewhere."""
         self.parent_save_id = parent_save_id
@@ -310,6 +328,7 @@ class Saver:
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{place.url}: what goes with the tensors was not written: {error}") from error
         self.store.publish(replace(manifest, attachments=tuple(records)), self.lease)
+        self.after_publish(self.lease)
 
     def _gather_manifest(self, flight: "_Flight") -> Manifest:
         reports = exchange.gather_json(flight.task.result(), self.group)

@@ -21,9 +21,9 @@ from llmfoundry_lite.checkpoint import manifest as portable
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
-from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
@@ -73,15 +73,15 @@ class Checkpointing(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         found_newest = self._check_folder()
-        self.saver: Saver = open_saver(self.store)
+        self.saver: Saver = open_saver(self.store, after_publish=self._remove_old)
         restored = self._restore(state, found_newest)
         if restored is not None and restored.manifest is not None:
             self._say(*restored.notes, f"carrying on from {restored.url}" + _differences(self, restored.manifest))
             if not self.config.load_weights_only or found_newest:
                 self._restore_scalars(restored.manifest, state)
                 self._restore_log(restored)
-                self.saver.parent_save_id = restored.manifest.save_id
                 self.segments = restored.manifest.segments
+            self.saver.parent_save_id = restored.manifest.save_id
         elif restored is not None:
             self._say(*restored.notes, f"no checkpoint in {self.store.root.url} yet; starting at batch 1")
         self.first_batch = int(state.timestamp.batch) + 1
@@ -89,14 +89,27 @@ class Checkpointing(Callback):
         self.started_at = state.timestamp
 
     def _check_folder(self) -> bool:
-        """Whether to carry on from this run's own folder. A run never quietly starts over on top of another."""
-        names = tell_all([c.name for c in self.store.candidates()] if dist.get_rank() == 0 else None)
-        if names and not self.config.autoresume:
-            raise CheckpointError(
-                f"{self.store.root.url} already holds {names[0]} of this run; carry on with autoresume=true, "
-                "or choose another run_name"
-            )
-        return bool(names)
+        """Whether to carry on from this run's own folder. A run never quietly starts over on top of another.
+
+        What can be refused is refused here, before the lease is taken, which would stop a launch that still runs.
+        """
+        error, num_found = None, 0
+        if dist.get_rank() == 0:
+            try:
+                candidates = self.store.candidates()
+                num_found = len(candidates)
+                if candidates and not self.config.autoresume:
+                    raise CheckpointError(
+                        f"{self.store.root.url} already holds {candidates[0].name} of this run; carry on with "
+                        "autoresume=true, or choose another run_name"
+                    )
+                newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
+                if newest is not None:
+                    self._check_fit(newest.manifest)
+            except CheckpointError as caught:
+                error = caught
+        agree(error)
+        return bool(tell_all(num_found))
 
     def _restore(self, state: State, found_newest: bool) -> Restored | None:
         optimizer = state.optimizers[0]
@@ -119,7 +132,13 @@ class Checkpointing(Callback):
         options: dict[str, Any] = {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
         if not self.config.load_weights_only:
             options["check"] = self._check_fit
-        if portable.MANIFEST in tell_all(open_place(url).names() if dist.get_rank() == 0 else None):
+        found, error = False, None
+        try:
+            found = dist.get_rank() == 0 and is_checkpoint(url)
+        except CheckpointError as caught:
+            error = caught
+        agree(error)
+        if tell_all(found):
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
         restored = load_newest(CheckpointStore(url), self.model.model, optimizer, **options)
         if restored.manifest is None:
@@ -135,7 +154,7 @@ class Checkpointing(Callback):
                 "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
             )
         ours, theirs = model_identity(as_dict(self.config)["model"]), model_identity(manifest.config["model"])
-        pairs = {f"model.{key}": (value, theirs.get(key)) for key, value in ours.items()}
+        pairs: dict[str, tuple[Any, Any]] = {f"model.{key}": (value, theirs.get(key)) for key, value in ours.items()}
         batch_size = "global_train_batch_size"
         pairs[batch_size] = (self.config.global_train_batch_size, manifest.config[batch_size])
         if {"tokenizer"} <= self.fingerprints.keys() & manifest.fingerprints.keys():
@@ -160,7 +179,7 @@ class Checkpointing(Callback):
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
         for callback in self._users_callbacks(state):
-            saved = scalars["callbacks"].get(type(callback).__qualname__)
+            saved = scalars["callbacks"].get(_name(callback))
             if saved:
                 callback.load_state_dict(saved)
 
@@ -168,7 +187,7 @@ class Checkpointing(Callback):
         assert restored.manifest is not None
         error = None
         try:
-            if dist.get_rank() == 0 and self.carries_log:
+            if dist.get_rank() == 0:
                 self.history = read_attachment(open_checkpoint(restored.url), METRICS)
         except CheckpointError as caught:
             error = caught
@@ -234,18 +253,21 @@ class Checkpointing(Callback):
             }
         )
         self._say(f"saved {saved.name}")
-        error = None
-        if dist.get_rank() == 0 and self.config.save_num_checkpoints_to_keep > 0:
-            try:
-                self.store.prune(
-                    self.saver.lease,
-                    keep_newest=self.config.save_num_checkpoints_to_keep,
-                    keep_every_batches=self.config.save_keep_every_batches,
-                    verify=check_structure,
-                )
-            except CheckpointError as caught:
-                error = caught
-        agree(error)
+
+    def _remove_old(self, lease: Lease) -> None:
+        """In the background, on rank 0, after each save. Another writer is an error, a file that stays is not."""
+        if self.config.save_num_checkpoints_to_keep < 0:
+            return
+        try:
+            self.store.prune(
+                lease,
+                keep_newest=self.config.save_num_checkpoints_to_keep,
+                keep_every_batches=self.config.save_keep_every_batches,
+                verify=check_structure,
+            )
+        except CheckpointError as error:
+            self.store.check(lease)
+            print(f"old checkpoints were not removed: {error}", flush=True)
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp
@@ -258,7 +280,7 @@ class Checkpointing(Callback):
             "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
             "seed": self.config.seed,
             "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
-            "callbacks": {type(c).__qualname__: c.state_dict() for c in self._users_callbacks(state)},
+            "callbacks": {_name(c): c.state_dict() for c in self._users_callbacks(state)},
         }
         return About(
             timestamp=portable.Timestamp(
@@ -316,6 +338,10 @@ class Checkpointing(Callback):
                 print(line, flush=True)
 
 
+def _name(callback: Callback) -> str:
+    return f"{type(callback).__module__}:{type(callback).__qualname__}"
+
+
 def is_inside(place: Place, folder: Path) -> bool:
     return isinstance(place, LocalPlace) and place.path.resolve().is_relative_to(folder.resolve())
 
@@ -324,8 +350,9 @@ def model_identity(values: dict[str, Any]) -> dict[str, Any]:
     """What a model is, less how it is computed and how it was initialised."""
     left_out = {"init_device", "loss_fn", "init_config"}
     identity = {key: value for key, value in values.items() if key not in left_out}
-    attention = {key: value for key, value in values["attn_config"].items() if key != "attn_impl"}
-    return {**identity, "attn_config": attention}
+    del identity["attn_config"]
+    attention = {f"attn_config.{key}": value for key, value in values["attn_config"].items() if key != "attn_impl"}
+    return {**identity, **attention}
 
 
 def _differences(here: Checkpointing, manifest: Manifest) -> str:
@@ -335,6 +362,7 @@ def _differences(here: Checkpointing, manifest: Manifest) -> str:
     last, config = manifest.segments[-1], here.config
     fsdp = config.sharding
     pairs = {
+        "run_name": (manifest.run_name, config.run_name),
         "device": (last.device, devices.device_name()),
         "devices": (last.num_devices, dist.get_world_size()),
         "torch": (last.torch, str(torch.__version__)),

@@ -5,6 +5,7 @@ gathered and written once, after that batch's evaluation, under the number of th
 """
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -55,7 +56,7 @@ class RunLog(LoggerDestination):
         """Begin to write, after the lines of `history` that are not here. What was logged before waits in the first
         record."""
         self.mirrors = mirrors
-        missed = [json.loads(line) for line in take_over(self.path, history)] if history else []
+        missed = take_over(self.path, history) if history else []
         self.launch = 1 + last_launch(self.path)
         for mirror in mirrors:
             mirror.begin(self.path, in_order(missed))
@@ -121,8 +122,19 @@ def last_launch(path: Path) -> int:
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         content = content[: content.rfind(b"\n") + 1]
-        path.write_bytes(content)
-    return max((json.loads(line)["launch"] for line in content.splitlines()), default=0)
+        os.truncate(path, len(content))
+    return max((record.get("launch", 0) for _, record in read_lines(content)), default=0)
+
+
+def read_lines(content: bytes) -> Iterator[tuple[bytes, Record]]:
+    """Each whole line and what it says; a line that a crash of the machine has made unreadable is passed over."""
+    for line in content.splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "batch" in record:
+            yield line, record
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
@@ -133,18 +145,18 @@ def in_order(records: Iterable[Record]) -> list[Record]:
 
 def log_until(path: Path, batch: int) -> bytes:
     """The lines of the batches up to `batch`, those of earlier launches too: what a save of that batch takes along."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return b"".join(line for line in lines if line.endswith(b"\n") and json.loads(line)["batch"] <= batch)
+    content = path.read_bytes() if path.exists() else b""
+    return b"".join(line for line, record in read_lines(content) if record["batch"] <= batch)
 
 
-def take_over(path: Path, history: bytes) -> list[bytes]:
+def take_over(path: Path, history: bytes) -> list[Record]:
     """Append the lines of a log that came with a checkpoint and are not here: what other machines have trained."""
     last_launch(path)  # cuts off a torn line
-    here = set(path.read_bytes().splitlines()) if path.exists() else set()
-    missing = [line for line in history.splitlines() if line not in here]
+    here = set(path.read_bytes().splitlines(keepends=True)) if path.exists() else set()
+    missing = [(line, record) for line, record in read_lines(history) if line not in here]
     with path.open("ab") as file:
-        file.writelines(line + b"\n" for line in missing)
-    return missing
+        file.writelines(line for line, _ in missing)
+    return [record for _, record in missing]
 
 
 # ------------------------------------------------------------------------------------------------- mirrors
@@ -252,7 +264,7 @@ class WandbMirror(Mirror):
         files = Path(self.run.dir).parents[1]  # <files>/offline-run-<time>-<id>/files
         self.last_step = max([self.run.step - 1, *offline_steps(files, self.run.id)])
         elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
-        records = map(json.loads, log.read_bytes().splitlines() if log.exists() else ())
+        records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))
         self.lost = in_order(r for r in records if r["batch"] > self.last_step and r["batch"] not in elsewhere)
 
     def __call__(self, record: Record) -> None:

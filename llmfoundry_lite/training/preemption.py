@@ -51,6 +51,8 @@ class Preemption(Callback):
         self.reason = 0
         self.agreed = 0
         self.leave_by: float | None = None
+        self._may_ask = True
+        self._asking = threading.Lock()
 
     # ---------------------------------------------------------------------------------------------- the main thread
 
@@ -77,6 +79,12 @@ class Preemption(Callback):
             self._request(self.agreed)
         return REASONS[self.agreed]
 
+    def fall_silent(self) -> None:
+        """The process is about to end: the thread asks torch for nothing any more. Python ends daemon threads without
+        unwinding them, and one that is inside of C++ then takes the process down with an abort."""
+        with self._asking:
+            self._may_ask = False
+
     def consume_stop_file(self) -> None:
         """What it asked for is done; the next launch must not find it."""
         if dist.get_rank() == 0 and self.agreed:
@@ -93,7 +101,9 @@ class Preemption(Callback):
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number in SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
-            if not self.reason and (announced := announced_preemption()):
+            with self._asking:
+                announced = announced_preemption() if self._may_ask and not self.reason else ""
+            if announced:
                 self._request(REASONS.index(announced))
             now = time.monotonic()
             if self.leave_by is not None and now >= self.leave_by:

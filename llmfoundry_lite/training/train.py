@@ -80,9 +80,11 @@ def train(config: TrainConfig) -> None:
         preemption.consume_stop_file()
         if preempted.is_orderly and trainer is not None:
             trainer.close()
+        preemption.fall_silent()
         raise preempted from None
     run.finish("stopped" if checkpointing.was_stopped else "done", trainer)
     trainer.close()
+    preemption.fall_silent()
 
 
 def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | None:

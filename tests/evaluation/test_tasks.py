@@ -537,9 +537,9 @@ def test_a_hub_data_set_is_read_through_the_map_of_its_columns(tmp_path):
     )
     assert read_rows(config) == [{"query": "Ice. Cold?", "choices": ["yes", "no"], "gold": 0}]
     with pytest.raises(DataError) as caught:
-        read_rows(replace(config, hf_parsing_map={"query": ["titel"]}))
+        read_rows(replace(config, hf_parsing_map={"query": ["tytle"]}))
     assert str(caught.value) == (
-        f"t: hf_parsing_map: query: hf://{folder} has no column 'titel'; there are: title, question, options, label"
+        f"t: hf_parsing_map: query: hf://{folder} has no column 'tytle'; there are: title, question, options, label"
     )
     with pytest.raises(DataError, match=r"has splits test; choose one: hf_loading_vars: \{split: …\}"):
         read_rows(replace(config, hf_loading_vars={}))

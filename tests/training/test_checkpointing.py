@@ -179,3 +179,14 @@ def test_fp16_carries_its_loss_scale(tmp_path, data):
     run(tmp_path, config, "parts", stop_after="3ba")
     run(tmp_path, config, "parts")
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+
+
+def test_a_refused_launch_takes_no_lease_and_says_why(tmp_path, data):
+    """Or else a mistyped command would stop the healthy run on another machine at its next save."""
+    config = tiny_config(data, autoresume=True, max_duration="2ba", run_name="tiny")
+    run(tmp_path, config, "tiny")
+    before = sorted(path.name for path in (tmp_path / "runs/tiny/checkpoints/.leases").iterdir())
+    result = attempt(tmp_path, config, "tiny", 2, global_train_batch_size=16, max_duration="4ba")
+    assert result.exit_codes == [2, 2]
+    assert "global_train_batch_size is 16 here and 8 in the checkpoint" in result.output
+    assert sorted(path.name for path in (tmp_path / "runs/tiny/checkpoints/.leases").iterdir()) == before

@@ -10,7 +10,15 @@ from composer.core import Callback
 
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.loggers import ConsoleLine, WandbMirror, console_line, duration_text, last_launch
+from llmfoundry_lite.training.loggers import (
+    ConsoleLine,
+    WandbMirror,
+    console_line,
+    duration_text,
+    last_launch,
+    log_until,
+    take_over,
+)
 from llmfoundry_lite.training.wandb_files import offline_steps, read_records
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
@@ -172,3 +180,12 @@ def test_a_wandb_file_that_was_cut_off_is_read_to_its_last_whole_record():
     assert list(read_records(content + part(1, b"three")[:-1])) == [b"one", b"two"]
     filled = content + part(1, b"x" * (32768 - len(content) - 7 - 5)) + b"\0" * 5 + part(1, b"next block")
     assert list(read_records(filled))[-1] == b"next block"
+
+
+def test_a_log_that_a_crash_has_torn_is_read_around(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    good = b'{"batch": 1, "launch": 1}\n'
+    log.write_bytes(b"\0\0\0\n" + good + b'{"batch": 2, "launch": 2}\n[1]\n{"batch": 3, "lau')
+    assert last_launch(log) == 2
+    assert log_until(log, 1) == good
+    assert take_over(log, good + b'{"batch": 2, "launch": 3}\n') == [{"batch": 2, "launch": 3}]

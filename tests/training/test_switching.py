@@ -74,7 +74,7 @@ def test_another_run_begins_from_a_checkpoint_in_a_bucket(tmp_path, data, bucket
     options = {"run_name": "second", "save_folder": None, "max_duration": "5ba"}
     path = write_config(tmp_path / "second.yaml", {**config, **options, "load_path": f"{url}/first/ba3"})
     train([path], tmp_path, 2, env=environment).check()
-    assert [record["batch"] for record in read_metrics(tmp_path / "runs/second")] == [4, 5]
+    assert [record["batch"] for record in read_metrics(tmp_path / "runs/second")] == [1, 2, 3, 4, 5]
 
 
 def test_without_a_run_directory_the_log_is_the_checkpoint_s(tmp_path, data):
@@ -89,3 +89,20 @@ def test_without_a_run_directory_the_log_is_the_checkpoint_s(tmp_path, data):
     assert [record["batch"] for record in read_metrics(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
     assert raw.count(b"\n") == 4
     assert os.listdir(tmp_path / "shared/ba6").count("metrics.jsonl") == 1
+
+
+def test_a_run_that_begins_from_another_takes_its_curve_along(tmp_path, data):
+    first = tiny_config(data, run_name="first", save_folder=str(tmp_path / "shared"), max_duration="2ba")
+    train([write_config(tmp_path / "first.yaml", first)], tmp_path).check()
+    second = tiny_config(data, run_name="second", load_path=str(tmp_path / "shared"), max_duration="4ba")
+    output = train([write_config(tmp_path / "second.yaml", second)], tmp_path).check().output
+    assert "run_name first -> second" in output
+    assert [record["batch"] for record in read_metrics(tmp_path / "runs/second")] == [1, 2, 3, 4]
+
+
+def test_a_bucket_that_cannot_be_reached_is_said_in_one_line(tmp_path, data):
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, load_path="s3://nowhere/run", max_duration="2ba"))
+    environment = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    result = train([path], tmp_path, env=environment)
+    assert result.exit_codes == [2]
+    assert "Traceback" not in result.output
