@@ -1,12 +1,35 @@
 """Text and a small tokenizer for the data tests; a reader of MDS that is not ours."""
 
+import atexit
+import gc
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def close_shared_memory(monkeypatch: pytest.MonkeyPatch):
+    """Streaming keeps its blocks open until the process ends, and the tests make a thousand data sets in one."""
+    from streaming.base.shared import memory
+
+    made, initialise = [], memory.SharedMemory.__init__
+
+    def remember(self, *arguments, **options):
+        initialise(self, *arguments, **options)
+        made.append(self)
+
+    monkeypatch.setattr(memory.SharedMemory, "__init__", remember)
+    yield
+    gc.collect()
+    for block in made:
+        with suppress(BufferError):  # a data set that something still holds
+            block.cleanup()
+            atexit.unregister(block.cleanup)
 
 
 def make_documents(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
