@@ -110,11 +110,12 @@ def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
         lock.release()
 
 
-def wait_for_folders(folders: Sequence[str], timeout_seconds: float = 15) -> None:
+def wait_for_folders(folders: Sequence[str], timeout_seconds: float = 45) -> None:
     """Return when no living process caches a download in one of the folders; `DataError` if one goes on doing so.
 
-    Two runs must not download into one folder: each would evict and overwrite what the other reads. But the workers of
-    a killed run outlive it by some seconds (torch's look for their parent every 5 s), and are worth waiting for.
+    Two runs must not download into one folder: each would evict and overwrite what the other reads. But what is left
+    of a killed run is worth waiting for: workers look for their parent every 5 s, and `composer` and `torchrun` leave
+    the ranks beside one that died 30 s.
     """
     deadline = time.monotonic() + timeout_seconds
     wanted = {os.path.abspath(folder) for folder in folders}
