@@ -1,6 +1,6 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
 #   make quickstart   text -> shards -> a small MPT on 2 ranks -> a table, a sample, a plot, an evaluation (6 minutes, no GPU)
-#   make test         the tests (10 minutes on 2 cores)
+#   make test         the tests (15 minutes on 2 cores)
 
 SHELL := bash
 PYTHON ?= python3
@@ -14,7 +14,7 @@ SOURCES := llmfoundry_lite scripts tests
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow lint format requirements gpu-check clean
+.PHONY: install quickstart test test-slow test-long lint format requirements gpu-check clean
 
 install: $(READY)
 
@@ -34,10 +34,13 @@ quickstart: install
 	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart
 
 test: install
-	pytest -m "not slow and not gpu"
+	pytest -m "not slow and not long and not gpu"
 
 test-slow: install
-	pytest -m "slow and not gpu"
+	pytest -m "slow and not gpu" --durations=20
+
+test-long: install
+	pytest -m "long and not gpu" --durations=20
 
 gpu-check: install
 	pytest -m gpu

@@ -117,7 +117,7 @@ def test_memory_counts_what_is_kept_and_what_was_needed_for_a_moment() -> None:
         assert 90 << 20 < memory.extra_bytes < 110 << 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_that_fails_ends_the_measurement_with_its_words(tmp_path: Path) -> None:
     settings = {"what": "growth", "size": "no such size", "num_rounds": 1, "folder": str(tmp_path)}
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_ends_the_measurement_with_its_words(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_all_sides_are_measured_and_nothing_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = tmp_path / "disk", tmp_path / "out"

@@ -165,7 +165,7 @@ def forked(shop: Workshop, name, cluster, *arguments):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_bench_passes_a_sound_run_and_catches_every_control(tmp_path, monkeypatch):
     data = write_data(tmp_path / "data", num_train=600, seq_len=switch.SEQ_LEN)
@@ -200,7 +200,7 @@ def test_the_bench_passes_a_sound_run_and_catches_every_control(tmp_path, monkey
     assert "caught by digest, batch 13" in (out / "switch.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_leg_goes_through_the_real_launcher_and_its_overlay_reaches_torch(tmp_path, data):
     overlay = {"environment": {**INSTRUCTION_SETS["avx2"], "OMP_NUM_THREADS": "1"}, "device_train_microbatch_size": 2}

@@ -133,7 +133,7 @@ def test_the_batch_scripts_ask_for_what_the_run_needs():
         assert options["ntasks-per-node"] == options["gpus-per-node"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_job_that_is_signalled_saves_is_requeued_and_carries_on_to_its_end(tmp_path, data):
     """Every process of both tasks gets the signal, loader workers too: that is what SLURM does with a step."""
@@ -165,7 +165,7 @@ def test_a_job_that_is_signalled_saves_is_requeued_and_carries_on_to_its_end(tmp
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"model__n_heads": 5}, 2), pytest.param({"callbacks": BUG}, 1, marks=pytest.mark.slow)],
+    [({"model__n_heads": 5}, 2), pytest.param({"callbacks": BUG}, 1, marks=pytest.mark.long)],
     ids=["user", "bug"],
 )
 def test_a_job_that_fails_is_not_requeued(tmp_path, data, changes, code):

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.launch import ROOT, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """For torchrun, which otherwise hands the ranks it starts again the store of those before: gloo waits for these."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

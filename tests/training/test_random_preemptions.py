@@ -23,7 +23,7 @@ from llmfoundry_lite.data.shared_memory import SHARED_MEMORY, find_stale_shared_
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 
 NUM_PREEMPTIONS, NUM_BATCHES, BATCH_SIZE, EVERY = 20, 200, 12, 5
 MOMENTS = ("fit_start", "batch_start", "before_backward", "batch_end", "batch_checkpoint")
