@@ -122,6 +122,7 @@ def raise_when_interrupted() -> None:
         raise Interrupted(number)
 
     def preempt(number: int, frame: Any) -> None:
+        announce_preemption(signal.Signals(number).name)
         raise Preempted(
             f"preempted by {signal.Signals(number).name} before the first batch; run the same command again"
         )

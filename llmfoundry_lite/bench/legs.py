@@ -165,5 +165,9 @@ def probe(cluster: Cluster) -> Machine:
 def environment_for(cluster: Cluster) -> dict[str, str]:
     """The shell's, less what overlays set; the package's own folder for interpreters in which it is not installed."""
     names = {name for variables in (*INSTRUCTION_SETS.values(), NO_GPU) for name in variables}
-    kept = {name: value for name, value in os.environ.items() if name not in names or name in NO_GPU}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in cluster.environment and (name not in names or name in NO_GPU)
+    }
     return {**kept, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}

@@ -145,6 +145,8 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> None:
     if is_first:
         raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
     for key in leaf_keys(layer.values):
+        # A stream lies on the cluster's disks like a whole data set; its weight in the mixture is the run's.
+        key = re.sub(r"(_loader\.dataset)\.streams\.[^.]+\.(local|remote|download_\w+)$", r"\1.\2", key)
         if not any(key == allowed or key.startswith(allowed + ".") for allowed in HARDWARE_KEYS):
             raise ConfigError(
                 f"{layer.source}: {key}: a hardware overlay may not change what is trained; "

@@ -150,9 +150,10 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
         callbacks.append(DropoutSeed(config.seed))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
+    callbacks.append(preemption)  # before what it may make needless
     if config.icl_tasks:
         callbacks.append(build_in_context(config, model, preemption))
-    return [*callbacks, preemption, Checkpointing(config, model, guard, preemption)]
+    return [*callbacks, Checkpointing(config, model, guard, preemption)]
 
 
 def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:

@@ -66,6 +66,7 @@ class Preemption(Callback):
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)  # the pipe has it
         threading.Thread(target=self._listen, name="preemption", daemon=True).start()
+        threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.agree()
@@ -82,15 +83,16 @@ class Preemption(Callback):
     def fall_silent(self) -> None:
         """The process is about to end: the thread asks torch for nothing any more. Python ends daemon threads without
         unwinding them, and one that is inside of C++ then takes the process down with an abort."""
-        with self._asking:
-            self._may_ask = False
+        self._may_ask = False
+        if self._asking.acquire(timeout=2.0):
+            self._asking.release()
 
     def consume_stop_file(self) -> None:
         """What it asked for is done; the next launch must not find it."""
         if dist.get_rank() == 0 and self.agreed:
             self.stop_file.unlink(missing_ok=True)
 
-    # --------------------------------------------------------------------------------------------------- the thread
+    # -------------------------------------------------------------------------------------------------- the threads
 
     def _listen(self) -> None:
         while True:
@@ -101,15 +103,23 @@ class Preemption(Callback):
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number in SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
-            with self._asking:
-                announced = announced_preemption() if self._may_ask and not self.reason else ""
-            if announced:
-                self._request(REASONS.index(announced))
             now = time.monotonic()
             if self.leave_by is not None and now >= self.leave_by:
                 self._leave_late()
             if self.deadline is not None and now >= self.deadline:
                 self._request(REASONS.index("max_wall_time"))
+
+    def _ask(self) -> None:
+        """What other ranks have announced. A thread of its own: when the rank that keeps the store is frozen or gone,
+        the question is never answered, and the other thread must go on listening."""
+        while not self.reason:
+            with self._asking:
+                if not self._may_ask:
+                    return
+                announced = announced_preemption()
+            if announced:
+                self._request(REASONS.index(announced))
+            time.sleep(1.0)
 
     def _request(self, reason: int) -> None:
         if self.reason:
@@ -122,6 +132,8 @@ class Preemption(Callback):
         text = f"{REASONS[self.reason]}: nothing could be saved within {self.grace_seconds:g} s; the last save stands"
         with suppress(Exception):
             self.on_timeout(text)
+            if REASONS[self.reason] == "the file STOP":
+                self.stop_file.unlink(missing_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_PREEMPTED)

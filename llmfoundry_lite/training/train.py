@@ -52,13 +52,13 @@ def train(config: TrainConfig) -> None:
 
     Raises UserError for what the user can mend; other ranks' failures surface as torch's communication errors.
     """
+    raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     start_process_group(config)
     run = RunFolder(config)
     preemption = build_preemption(config, on_timeout=run.leave_late)
     trainer, checkpointing = None, None
     try:
         trainer, checkpointing = build_trainer(config, run, preemption)
-        raise_when_interrupted()
         preemption.listen()
         choose_microbatch(config, trainer)
         run.start(trainer, checkpointing)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from composer.core import Callback
@@ -49,6 +50,29 @@ class SignalThenHang(Signal):
         if self.is_here(state):
             os.kill(os.getpid(), self.number)
             threading.Event().wait()
+
+
+class SignalAtTheStart(Signal):
+    """Before anything has been restored, while the other ranks build their models."""
+
+    def before_load(self, state, logger):
+        if int(os.environ["RANK"]) == self.rank:
+            os.kill(os.getpid(), self.number)
+
+
+class FreezeTheOtherThenSignal(Signal):
+    """Rank 0, which keeps the store, is stopped; it is killed when rank 1 has gone, so that the test can end."""
+
+    def fit_start(self, state, logger):
+        if os.environ["RANK"] == "0":
+            Path("rank0.pid").write_text(str(os.getpid()))
+
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            other, me = Path("rank0.pid").read_text(), os.getpid()
+            os.kill(int(other), signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"tail --pid={me} -f /dev/null; kill -KILL {other}"])
+            os.kill(me, self.number)
 
 
 class TouchStop(Signal):
@@ -116,6 +140,21 @@ def test_a_rank_that_hangs_does_not_hold_the_exit_and_the_last_save_stands(tmp_p
     assert status(tmp_path)["status"] == "preempted"
     result = launch(tmp_path, config).check()
     assert "carrying on from runs/tiny/checkpoints/ba4" in result.output
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_before_the_first_batch_is_one_too(tmp_path, data, name):
+    config = tiny_config(data, callbacks=callback(SignalAtTheStart, rank=1, batch=1, name=name))
+    result = launch(tmp_path, config)
+    assert result.exit_codes == [75, 75], result.outputs
+    assert "Traceback" not in result.output
+
+
+def test_a_frozen_node_does_not_hold_the_exit_of_the_others(tmp_path, data):
+    """Neither the batch nor the store will ever answer."""
+    freeze = callback(FreezeTheOtherThenSignal, rank=1, batch=4)
+    result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=2, callbacks=freeze))
+    assert result.exit_codes == [-signal.SIGKILL, 75]
 
 
 def test_a_long_evaluation_does_not_hold_the_exit(tmp_path, data):
