@@ -113,6 +113,7 @@ def test_a_signal_to_one_rank_makes_all_of_them_save_and_leave(tmp_path, data, n
     assert status(tmp_path)["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_file_named_stop_is_obeyed_once(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="6ba", callbacks=callback(TouchStop, rank=1, batch=3))
     result = launch(tmp_path, config)
@@ -121,6 +122,7 @@ def test_a_file_named_stop_is_obeyed_once(tmp_path, data):
     launch(tmp_path, config).check()
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_the_launch(tmp_path, data):
     config = tiny_config(data, max_duration="1000000ba", save_interval="1000000ba", max_wall_time="2s")
     result = launch(tmp_path, config, console_log_interval="1000ba")
@@ -150,6 +152,7 @@ def test_a_signal_before_the_first_batch_is_one_too(tmp_path, data, name):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_a_frozen_node_does_not_hold_the_exit_of_the_others(tmp_path, data):
     """Neither the batch nor the store will ever answer."""
     freeze = callback(FreezeTheOtherThenSignal, rank=1, batch=4)
@@ -157,6 +160,7 @@ def test_a_frozen_node_does_not_hold_the_exit_of_the_others(tmp_path, data):
     assert result.exit_codes == [-signal.SIGKILL, 75]
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_does_not_hold_the_exit(tmp_path, data):
     config = tiny_config(data, autoresume=True, eval_interval="4ba", device_eval_batch_size=1)
     launch(tmp_path, config, run_name="whole").check()
@@ -169,6 +173,7 @@ def test_a_long_evaluation_does_not_hold_the_exit(tmp_path, data):
     assert values(parts, "loss/train/total") == values(whole, "loss/train/total")
 
 
+@pytest.mark.slow
 def test_a_lost_peer_is_no_preemption(tmp_path, data):
     config = tiny_config(data, callbacks=callback(Signal, rank=1, batch=3, name="SIGKILL"))
     result = launch(tmp_path, config)
@@ -197,6 +202,7 @@ def read_until(process, beginning):
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "code"),
     [
@@ -221,6 +227,7 @@ def test_the_launcher_may_be_the_one_who_is_told(tmp_path, data, launcher, code)
     assert process.returncode == code or (code == 1 and process.returncode != 0)
 
 
+@pytest.mark.slow
 def test_srun_s_words_are_understood(tmp_path, data):
     """One machine has no SLURM: two processes are started with the variables that `srun` sets."""
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="2ba"))

@@ -11,7 +11,7 @@ from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import tiny_config, values
 from tests.training.runs import attempt, carry_on, losses, metrics, run, saves
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 

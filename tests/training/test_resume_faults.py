@@ -18,7 +18,7 @@ from tests.checkpoint.saves import flip
 from tests.helpers.tiny import tiny_config, values
 from tests.training.runs import attempt, losses, metrics, run, saved_names, saves, status
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.fault]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.slow]
 
 
 class Fault(Callback):

@@ -12,7 +12,7 @@ from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
