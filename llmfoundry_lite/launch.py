@@ -180,7 +180,8 @@ def report(text: str) -> None:
     """Print the launch's first error: on the rank that had it, and on rank 0, whose output the user watches.
 
     When one rank fails the others fail after it, with words that hide the reason. The first to come puts its text
-    into the process group's store and everybody else repeats that.
+    into the process group's store and rank 0 repeats that. A traceback is always printed where it happened: those who
+    heard of the failure may have come first.
     """
     here = place()
     store = _process_group_store()
@@ -198,6 +199,8 @@ def report(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
     elif here.rank == 0:
         print(f"rank {rank}: {first_text}", file=sys.stderr, flush=True)
+    elif text.startswith("Traceback"):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _process_group_store() -> Any:

@@ -114,7 +114,7 @@ def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption)
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
-        eval_interval=build_eval_interval(config, preemption),
+        eval_interval=build_eval_interval(config, preemption) if eval_data is not None else 0,
         eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
         optimizers=build_optimizer(config.optimizer, model),
         max_duration=str(Duration.parse(config.max_duration)),
