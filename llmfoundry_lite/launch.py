@@ -192,6 +192,8 @@ def report(text: str) -> None:
     try:
         first = store.compare_set("llmfoundry_lite/first_error", "", f"{here.rank} {text}").decode()
     except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
+        if text.startswith("Traceback"):
+            print(text, file=sys.stderr, flush=True)
         return
     rank, first_text = first.split(" ", 1)
     if int(rank) == here.rank or first_text == text:
