@@ -7,13 +7,12 @@ composer -n 8 scripts/eval.py yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt
 import os
 from collections.abc import Sequence
 
-from llmfoundry_lite.config.load import load_eval_config, load_tasks
+from llmfoundry_lite.config.load import load_eval_config
 from llmfoundry_lite.launch import run_and_exit
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = load_eval_config(arguments)
-    tasks = load_tasks(config.icl_tasks, config.task_folder)
+    config, tasks = load_eval_config(arguments)
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)  # before torch looks
 

@@ -63,7 +63,7 @@ TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 
 
-def load_eval_config(arguments: Sequence[str]) -> EvalConfig:
+def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskConfig]]:
     """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs. Raises ConfigError in one line."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     for flag in flags:
@@ -92,24 +92,49 @@ def load_eval_config(arguments: Sequence[str]) -> EvalConfig:
     for name in config.models:
         if not re.fullmatch(r"\w[\w.\-]*", name):
             raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")
-    return config
+    return config, load_tasks(config.icl_tasks, config.task_folder, layers)
 
 
 def load_tasks(entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
     """Tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
 
-    A file holds one task, or a list of them under `icl_tasks`. Raises ConfigError.
+    A file holds one task, or a list of them under `icl_tasks`. What says a label but neither its type nor its data,
+    such as `{label: arc_easy, num_fewshot: [5]}`, is laid over the task that the label names. Raises ConfigError.
     """
-    tasks: list[TaskConfig] = []
-    for number, entry in enumerate([entries] if isinstance(entries, str) else entries):
-        if isinstance(entry, str):
-            name = entry if entry.endswith((".yaml", ".yml")) else f"{task_folder}/{entry}.yaml"
-            layer = read_layers([name])[0]
-            inside = layer.values.get("icl_tasks")
-            tasks += load_tasks(inside if inside is not None else [merge_layers([layer])], task_folder, [layer])
-        else:
-            tasks.append(_build_task(entry, f"icl_tasks[{number}]", layers))
+    tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers)
+    asked: set[str] = set()
+    for task in tasks:
+        for name in (f"{task.label}/{shots}-shot" for shots in task.num_fewshot):
+            if name in asked:
+                raise ConfigError(f"icl_tasks: {name} is asked for twice; remove one, or give it another label")
+            asked.add(name)
     return tasks
+
+
+def _load_entries(entries: Sequence[Any], task_folder: str, layers: Sequence[Layer]) -> list[TaskConfig]:
+    tasks: list[TaskConfig] = []
+    for number, entry in enumerate(entries):
+        path = f"icl_tasks[{number}]"
+        if isinstance(entry, str):
+            layer = _read_task_file(entry, task_folder)
+            inside = layer.values.get("icl_tasks")
+            values = [merge_layers([layer])] if inside is None else inside
+            if not isinstance(values, list):
+                raise ConfigError(f"{layer.source}: icl_tasks: {values!r} given, expected a list of tasks")
+            tasks += _load_entries(values, task_folder, [layer])
+        elif isinstance(entry, dict) and "label" in entry and not entry.keys() & {"icl_task_type", "dataset_uri"}:
+            layer = _read_task_file(str(entry["label"]), task_folder)
+            if "icl_tasks" in layer.values:
+                raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
+            changes = {key: value for key, value in entry.items() if key != "label"}
+            tasks.append(_build_task({**merge_layers([layer]), **changes}, path, layers))
+        else:
+            tasks.append(_build_task(entry, path, layers))
+    return tasks
+
+
+def _read_task_file(name: str, task_folder: str) -> Layer:
+    return read_layers([name if name.endswith((".yaml", ".yml")) else f"{task_folder}/{name}.yaml"])[0]
 
 
 def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:

@@ -494,7 +494,8 @@ class EvalConfig:
     """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
     model, or hf:NAME."""
     icl_tasks: list[Any]
-    """Names of files in task_folder (without .yaml), files, or tasks written out here."""
+    """Names of files in task_folder (without .yaml), files, or tasks written out here;
+    `{label: arc_easy, num_fewshot: [5]}` is the one of that name with other examples."""
     suite: str
     """Default: the first YAML file's name."""
     results_folder: str = "results"

@@ -618,3 +618,33 @@ def test_a_wrong_key_or_value_of_a_task_is_one_line(tmp_path, line, message):
         load_tasks([str(path)], "evals")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_named_task_may_be_changed_in_place(tmp_path):
+    (tmp_path / "arc.yaml").write_text(
+        "label: arc\nicl_task_type: multiple_choice\ndataset_uri: arc.jsonl\nprelimiter: Q\nnum_fewshot: [0]\n"
+    )
+    plain, five = load_tasks(["arc", {"label": "arc", "num_fewshot": 5, "prelimiter": ""}], str(tmp_path))
+    assert (plain.num_fewshot, plain.prelimiter) == ([0], "Q")
+    assert (five.num_fewshot, five.prelimiter, five.dataset_uri) == ([5], "", "arc.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"label": "arcs", "num_fewshot": [5]}], "{folder}/arcs.yaml: no such file; did you mean {folder}/arc.yaml?"),
+        ([{"label": "arc", "num_shots": 5}], "icl_tasks[0].num_shots: unknown key; did you mean icl_tasks[0].num_few"),
+        ([{"label": "arc", "num_fewshot": [5]}, "many"], "icl_tasks: arc/5-shot is asked for twice; remove one, or"),
+        ([{"label": "many", "num_fewshot": [5]}], "{folder}/many.yaml holds a list of tasks; icl_tasks[0]: change"),
+        (["wrong"], "{folder}/wrong.yaml: icl_tasks: 'arc' given, expected a list of tasks"),
+    ],
+)
+def test_a_change_that_cannot_be_is_one_line(tmp_path, entries, message):
+    task_text = "label: arc\nicl_task_type: multiple_choice\ndataset_uri: arc.jsonl\n"
+    (tmp_path / "arc.yaml").write_text(task_text)
+    (tmp_path / "many.yaml").write_text("icl_tasks: [{label: arc, num_fewshot: [0, 5]}]")
+    (tmp_path / "wrong.yaml").write_text("icl_tasks: arc")
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(entries, str(tmp_path))
+    assert message.format(folder=tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
