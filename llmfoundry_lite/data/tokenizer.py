@@ -98,7 +98,10 @@ def is_local_or_cached(name: str | Path) -> bool:
 
 @dataclass(kw_only=True)
 class Tokenizer:
-    """A tokenizer and its end-of-text token. Documents in, token ids out: no beginning-of-text, no other template."""
+    """A tokenizer and its end-of-text token. Documents in, token ids out: no beginning-of-text, no other template.
+
+    What its template puts before a text is known as `beginning`, for evaluation, which does as other harnesses do.
+    """
 
     name: str
     """The folder or Hub name it was loaded from, or `train:SIZE`."""
@@ -132,6 +135,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some token ids, special tokens included."""
         return self.backend.decode(ids, skip_special_tokens=False)
+
+    @cached_property
+    def beginning(self) -> list[int]:
+        """What the template puts before every text, such as Llama's `<s>`; nothing for most byte-level tokenizers."""
+        whole, plain = (self.backend.encode("a", add_special_tokens=templated).ids for templated in (True, False))
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
     @cached_property
     def fingerprint(self) -> str:

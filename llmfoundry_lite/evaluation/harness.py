@@ -230,7 +230,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
             for name in categories
         }
     trimmed = sum(1 for item in items if item.get("num_trimmed"))
-    odd = {"num_trimmed": trimmed, "skipped": task.skipped}
+    odd = {"num_trimmed": trimmed, "skipped": task.skipped, "beginning": task.beginning}
     return {**record, **{key: value for key, value in odd.items() if value}, "seconds": round(seconds, 3)}
 
 
@@ -269,6 +269,8 @@ class ResultFiles:
             return None
         record: Record | None = self.known.get("tasks", {}).get(task.name)
         if record is None or record["fingerprint"] != task.fingerprint:
+            return None
+        if record.get("beginning", []) != task.beginning:
             return None
         is_whole = len(self.lines.get(task.name, [])) == record["n"] == len(task.items)
         return record if is_whole else None

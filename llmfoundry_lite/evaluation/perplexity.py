@@ -27,8 +27,9 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     """Windows of `max_seq_len` tokens that do not overlap, each after the token before it, as
     lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes.
 
-    A text file is one document; of a JSONL file each row's `text` is one; both begin after an end of text. Of an MDS
-    split each sample is one, and its first token is given, not predicted. `limit` counts windows. Raises DataError.
+    A text file is one document; of a JSONL file each row's `text` is one; both begin after the tokenizer's beginning,
+    or after an end of text where it has none. Of an MDS split each sample is one, and its first token is given, not
+    predicted. `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
     digest = hashlib.sha256()
@@ -52,6 +53,7 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",
         settings=settings,
         data_fingerprint=f"sha256:{digest_of_data}",
+        beginning=tokenizer.beginning,
         config=config,
     )
 
@@ -81,7 +83,8 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
         return
     for text in _texts(path, config.label):
         if ids := tokenizer.encode(text):
-            yield Document(tokenizer.eos_token_id, ids, len(text.encode()), text)
+            before = [tokenizer.eos_token_id, *tokenizer.beginning][-1]
+            yield Document(before, ids, len(text.encode()), text)
 
 
 def _texts(path: Path, label: str) -> Iterator[str]:

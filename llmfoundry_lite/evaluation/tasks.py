@@ -36,6 +36,11 @@ class Encoder(Protocol):
     @property
     def eos_token_id(self) -> int: ...
 
+    @property
+    def beginning(self) -> list[int]:
+        """What stands before every text, once, such as Llama's `<s>`."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -83,6 +88,8 @@ class Prepared:
     """What of the configuration went into it, so that a comparison can name what differs."""
     data_fingerprint: str
     """Of the rows or texts alone."""
+    beginning: list[int] = field(default_factory=list)
+    """Token ids before every text, which the tokenizer's template decides."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> items that could not be asked."""
     config: TaskConfig
@@ -237,6 +244,7 @@ def prepare(
         fingerprint=fingerprint([described, rows]),
         settings=described,
         data_fingerprint=fingerprint(rows),
+        beginning=tokenizer.beginning,
         skipped=skipped,
         config=replace(config, tokenization=tokenization),
     )
@@ -338,7 +346,8 @@ def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
 
 
 class _Encoding:
-    """Text -> requests, by one convention."""
+    """Text -> requests, by one convention. Both put the tokenizer's beginning before the first text and nowhere else;
+    trimming takes it away with the rest."""
 
     def __init__(self, tokenizer: Encoder, tokenization: str, max_seq_len: int, *, strips: bool):
         self.tokenizer = tokenizer
@@ -362,8 +371,7 @@ class _Encoding:
         """As `request`, for an answer of up to `num_tokens` that the model is to write."""
         if self.is_joint:
             preamble, context = "", preamble + context
-        ids = self._encode(preamble) + self._encode(context.rstrip() if self.strips else context)
-        return self._fit(ids, [], num_tokens, 0)
+        return self._fit(self._apart(preamble, context), [], num_tokens, 0)
 
     def _fit(self, ids: list[int], answer_ids: list[int], num_tokens: int, num_characters: int) -> Request | str:
         """Trimmed from the left."""
@@ -376,8 +384,11 @@ class _Encoding:
     def _separate(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
         if self.needs_space and answer and not answer.startswith(" "):
             answer = " " + answer
+        return self._apart(preamble, context), self._encode(answer)
+
+    def _apart(self, preamble: str, context: str) -> list[int]:
         context = context.rstrip() if self.strips else context
-        return self._encode(preamble) + self._encode(context), self._encode(answer)
+        return self.tokenizer.beginning + self._encode(preamble) + self._encode(context)
 
     def _joint(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
         """White space at the context's end goes to the answer, where tokenizers like to have it.
@@ -387,7 +398,8 @@ class _Encoding:
         answer.
         """
         before = self._encode((preamble + context).rstrip())
-        return before, self.tokenizer.encode(preamble + context + answer)[len(before) :]
+        answer_ids = self.tokenizer.encode(preamble + context + answer)[len(before) :]
+        return self.tokenizer.beginning + before, answer_ids
 
     def _encode(self, text: str) -> list[int]:
         """Remembers, because the choices of an item share their context."""

@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -9,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import processors
 
 from llmfoundry_lite.data import wordcache
 from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer, train_tokenizer
@@ -33,6 +35,22 @@ def test_decoding_gives_back_any_text(tokenizer: Tokenizer) -> None:
 
 def test_a_special_token_spelled_in_a_text_does_not_end_the_document(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_token_id not in tokenizer.encode("a <|endoftext|> b")
+
+
+@pytest.mark.parametrize(
+    ("template", "beginning"),
+    [(None, []), ("{0} $A", [0]), ("{0} $A {0}", [0]), ("$A {0}", []), ("{0} {0} $A", [0, 0])],
+)
+def test_what_a_template_puts_before_a_text_is_known_and_not_put_there(
+    tokenizer: Tokenizer, template: str | None, beginning: list[int]
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    if template is not None:
+        end = tokenizer.eos_token
+        backend.post_processor = processors.TemplateProcessing(single=template.format(end), special_tokens=[(end, 0)])
+    changed = replace(tokenizer, backend=backend)
+    assert changed.beginning == beginning
+    assert changed.encode("a text") == tokenizer.encode("a text")
 
 
 def test_a_batch_gets_the_ids_of_its_single_texts(tokenizer: Tokenizer) -> None:

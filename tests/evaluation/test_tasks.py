@@ -5,13 +5,16 @@ import re
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from llmfoundry_lite.config.load import load_tasks
 from llmfoundry_lite.config.schema import TaskConfig
-from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import is_right, write
+from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
 
 
@@ -23,6 +26,7 @@ class Pieces:
     def __init__(self):
         self.pieces = ["<eos>"]
         self.eos_token_id = 0
+        self.beginning = []
 
     def encode(self, text):
         found = re.findall(self.pattern, text)
@@ -248,6 +252,67 @@ def test_more_examples_than_rows_are_refused():
     with pytest.raises(DataError) as caught:
         ask(task("language_modeling", **FIXED), rows=many(3), shots=3)
     assert str(caught.value) == "t: t.jsonl has 3 rows, too few for 3 examples and a question"
+
+
+# --------------------------------------------------------------------------------------------- a beginning of text
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """As Llama's: `<s>` before every text, `▁` for a space and before the first word, which makes " a" two tokens."""
+    words = ["Is", "ice", "fire", "cold?", "yes", "no", "way", "Answer."]
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "▁", *(f"▁{word}" for word in words)])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    backend.decoder = decoders.Replace("▁", "_")
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder = tmp_path_factory.mktemp("llama")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("tokenization", ["separate", "joint"])
+def test_a_beginning_of_text_stands_once_and_never_in_an_answer(llama, tokenization):
+    words = {"tokenizer": llama, "tokenization": tokenization, "max_seq_len": 20}
+    (item, _) = ask(task(), rows=QUESTIONS[:2], **words)[0].items
+    assert [list(request.context) for request in item.requests] == [[1, 4, 5, 7]] * 2  # <s> Is ice cold?
+    assert [list(request.continuation) for request in item.requests] == [[8], [9, 10]]  # yes; no way
+
+    config = task(prompt_string="Answer.", example_delimiter=" ", fewshot_fixed=True)
+    (item,) = ask(config, rows=QUESTIONS[:2], shots=1, **words)[0].items
+    # Apart, the context after the examples is a text of its own, with a ▁ before its first space.
+    between = [3] if tokenization == "separate" else []
+    assert list(item.requests[1].context) == [1, 11, 4, 5, 7, 8, *between, 4, 6, 7]
+    assert list(item.requests[1].continuation) == [9, 10]
+
+    rows = [{"context": "", "continuation": "yes"}]
+    (item,) = ask(task("language_modeling", continuation_delimiter=""), rows=rows, **words)[0].items
+    assert (item.requests[0].context, item.requests[0].continuation) == ((1,), (8,))
+
+
+def test_a_beginning_of_text_is_trimmed_with_the_context_as_elsewhere(llama):
+    (item,) = ask(task(), rows=QUESTIONS[:1], tokenizer=llama, max_seq_len=4)[0].items
+    assert [request.context for request in item.requests] == [(4, 5, 7), (5, 7)]
+    assert [request.num_trimmed for request in item.requests] == [1, 2]
+
+
+def test_a_model_is_asked_to_write_after_the_beginning_of_text(llama):
+    rows = [{"context": "Is ice cold?", "answer": "yes"}]
+    for tokenization in ("separate", "joint"):
+        (item,) = ask(task("generation_task_with_answers"), rows=rows, tokenizer=llama, tokenization=tokenization)[
+            0
+        ].items
+        assert item.requests[0].context == (1, 4, 5, 7)
+
+
+def test_held_out_text_is_predicted_from_the_beginning_of_text(llama, tmp_path):
+    (tmp_path / "t.txt").write_text("Is ice cold?")
+    config = task("perplexity", dataset_uri=str(tmp_path / "t.txt"))
+    (item,) = prepare_text(config, llama, max_seq_len=9, limit=None).items
+    assert (item.requests[0].context, item.requests[0].continuation) == ((1,), (4, 5, 7))
 
 
 # --------------------------------------------------------------------------------------------------------- tokens
