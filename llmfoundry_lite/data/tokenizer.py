@@ -136,7 +136,7 @@ class Tokenizer:
         """The text of some token ids, special tokens included."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
-    @cached_property
+    @property
     def beginning(self) -> list[int]:
         """What the template puts before every text, such as Llama's `<s>`; nothing for most byte-level tokenizers."""
         whole, plain = (self.backend.encode("a", add_special_tokens=templated).ids for templated in (True, False))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from llmfoundry_lite.checkpoint.exchange import gather_json
+from llmfoundry_lite.checkpoint.exchange import gather_json, max_of
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.evaluation.scoring import Scorable
 from llmfoundry_lite.evaluation.tasks import Encoder, Prepared
@@ -35,18 +35,27 @@ def answer_all(
 
 @torch.no_grad()
 def write(model: Scorable, tokenizer: Encoder, context: Sequence[int], num_tokens: int, config: TaskConfig) -> str:
-    """The likeliest continuation, to the end of text, a stopping text or `num_tokens`."""
+    """The likeliest continuation, to the end of text, a stopping text or `num_tokens`.
+
+    Ranks go on until all are done, because those of a sharded model can only compute together.
+    """
     written: list[int] = []
+    answer: str | None = None
     for _ in range(num_tokens):
+        if not any(max_of([answer is None])):
+            break
         window = [*context, *written][-model.max_seq_len :]
         token = model.likeliest(torch.tensor([window], device=model.device))
+        if answer is not None:
+            continue
         if token == tokenizer.eos_token_id:
-            break
+            answer = tokenizer.decode(written)
+            continue
         written.append(token)
         text = tokenizer.decode(written)
         if any(stop in text for stop in config.early_stopping_criteria):
-            return re.split("|".join(map(re.escape, config.early_stopping_criteria)), text)[0]
-    return tokenizer.decode(written)
+            answer = re.split("|".join(map(re.escape, config.early_stopping_criteria)), text)[0]
+    return tokenizer.decode(written) if answer is None else answer
 
 
 def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:

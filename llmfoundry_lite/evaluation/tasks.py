@@ -351,6 +351,7 @@ class _Encoding:
 
     def __init__(self, tokenizer: Encoder, tokenization: str, max_seq_len: int, *, strips: bool):
         self.tokenizer = tokenizer
+        self.beginning = tokenizer.beginning
         self.strips = strips
         self.is_joint = tokenization == "joint"
         # The last token is predicted and never read, so one more fits; LLM Foundry does not use that.
@@ -388,7 +389,7 @@ class _Encoding:
 
     def _apart(self, preamble: str, context: str) -> list[int]:
         context = context.rstrip() if self.strips else context
-        return self.tokenizer.beginning + self._encode(preamble) + self._encode(context)
+        return self.beginning + self._encode(preamble) + self._encode(context)
 
     def _joint(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
         """White space at the context's end goes to the answer, where tokenizers like to have it.
@@ -399,7 +400,7 @@ class _Encoding:
         """
         before = self._encode((preamble + context).rstrip())
         answer_ids = self.tokenizer.encode(preamble + context + answer)[len(before) :]
-        return self.tokenizer.beginning + before, answer_ids
+        return self.beginning + before, answer_ids
 
     def _encode(self, text: str) -> list[int]:
         """Remembers, because the choices of an item share their context."""

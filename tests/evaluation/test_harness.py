@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -135,6 +136,56 @@ def test_every_world_size_gives_the_same_results_on_every_rank(here):
         for file in (here / "results/suite").iterdir():
             file.unlink()
     assert len(set(outputs)) == 1
+
+
+def evaluate_suite(arguments):
+    import scripts.eval
+    from llmfoundry_lite.launch import run_and_exit
+
+    sys.argv = ["scripts/eval.py", *arguments]
+    run_and_exit(scripts.eval.main)
+
+
+def items_of(folder):
+    return [json.loads(line) for line in (folder / "sharded/ours.items.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.multiprocess
+def test_a_sharded_model_answers_as_a_whole_one_and_carries_on_where_it_was_killed(here):
+    """Items that two ranks cannot share evenly, and answers of different lengths, which must not part the ranks."""
+    riddles = [{"context": " ".join(WORDS[i : i + 3]), "answer": WORDS[i + 3]} for i in range(5)]
+    (here / "write.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
+    changed = {"label": "choice", "num_fewshot": [1]}
+    write = {
+        "label": "write",
+        "icl_task_type": "generation_task_with_answers",
+        "dataset_uri": "write.jsonl",
+        "early_stopping_criteria": ["?"],
+        "max_new_tokens": 12,
+    }
+    suite = {"suite": "sharded", "models": {"ours": "model"}, "icl_tasks": [changed, "next", write], "limit": 11}
+    (here / "icl.yaml").write_text(json.dumps(suite))
+    arguments = ["icl.yaml", "device_batch_tokens=64"]
+    launch(evaluate_suite, ([*arguments, "results_folder=whole"],), here).check()
+    sharded = [*arguments, "results_folder=parts", "fsdp=true"]
+    launch(evaluate_suite, (sharded,), here, 2).check()
+    whole, parts = items_of(here / "whole"), items_of(here / "parts")
+    assert len(whole) == len(parts) == 11 + 2 * 11 + 5
+    assert len({len(item["text"]) for item in whole if "text" in item}) > 1, "the case is chosen for this"
+    for ours, theirs in zip(whole, parts, strict=True):
+        assert ours.pop("log_probability", 0) == pytest.approx(theirs.pop("log_probability", 0), abs=1e-5)
+        assert ours == theirs
+
+    path, written = here / "parts/sharded/ours.json", items_of(here / "parts")
+    kept = json.loads(path.read_text())
+    del kept["tasks"]["next/2-shot"], kept["tasks"]["write/0-shot"]
+    kept["tasks"]["choice/1-shot"]["seconds"] = 1234  # to be known again
+    path.write_text(json.dumps(kept))
+    launch(evaluate_suite, (sharded,), here, 2).check()
+    assert items_of(here / "parts") == written
+    carried_on = json.loads(path.read_text())["tasks"]
+    assert list(carried_on) == ["choice/1-shot", "next/0-shot", "next/2-shot", "write/0-shot"]
+    assert carried_on["choice/1-shot"]["seconds"] == 1234
 
 
 def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here):
