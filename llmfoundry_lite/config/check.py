@@ -26,12 +26,16 @@ HASHES = (
 
 CHOICES = {
     "model.name": ("mpt_causal_lm",),
-    "model.norm_type": ("low_precision_layernorm", "layernorm"),
+    "model.norm_type": ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm"),
     "model.loss_fn": ("auto", "fused_crossentropy", "torch_crossentropy"),
     "model.init_device": ("meta", "cpu", "mixed"),
-    "model.attn_config.attn_type": ("multihead_attention",),
-    "model.attn_config.attn_impl": ("auto", "sdpa", "torch", "flash"),
-    "model.ffn_config.ffn_type": ("mptmlp",),
+    "model.attn_config.attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
+    "model.attn_config.attn_impl": ("auto", "sdpa", "flex", "flash", "reference", "torch"),
+    "model.attn_config.rope_impl": ("dail", "hf"),
+    "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk"),
+    "model.ffn_config.ffn_type": ("mptmlp", "mptglu"),
+    "model.ffn_config.ffn_act_fn.name": ("gelu", "quick_gelu", "relu", "silu"),
+    "model.ffn_config.ffn_act_fn.approximate": ("none", "tanh"),
     "model.init_config.name": (
         *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
         *("small_init_", "neox_init_", "baseline_", "default_"),
@@ -58,7 +62,9 @@ CHOICES = {
 POSITIVE = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
     *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
-    *("model.attn_config.alibi_bias_max", "max_seq_len", "global_train_batch_size", "device_eval_batch_size"),
+    *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
+    *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
+    *("global_train_batch_size", "device_eval_batch_size"),
     *("optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches", "preemption_grace_seconds"),
     *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
     *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
@@ -102,8 +108,9 @@ MAY_BE_ZERO = ("scheduler.t_warmup", "scheduler.t_cooldown")
 
 ALTERNATIVES = {
     "model.name": "LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
-    "model.ffn_config.ffn_type": "mixture of experts, GLU and TransformerEngine layers are left out; use mptmlp",
-    "model.attn_config.attn_type": "grouped-query attention is left out; use multihead_attention",
+    "model.ffn_config.ffn_type": "mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
+    "model.norm_type": "use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
+    "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
     "train_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
     "eval_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
     "precision": "expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
@@ -331,12 +338,11 @@ def _check_model(model: ModelConfig, refuse: Refuse) -> None:
             "model.n_heads",
             f"{model.n_heads} does not divide d_model, {model.d_model}; the nearest that does is {nearest}",
         )
-    if not model.tie_word_embeddings:
-        refuse(
-            "model.tie_word_embeddings", "false is left out here: input and output embeddings are one matrix; remove it"
-        )
+    _check_attention(model, refuse)
+    if not 0 < model.embedding_fraction <= 1:
+        refuse("model.embedding_fraction", f"{model.embedding_fraction} given, expected a share, 0 < share <= 1")
     ffn_dim = model.d_model * model.expansion_ratio
-    if ffn_dim != int(ffn_dim):
+    if model.ffn_config.ffn_hidden_size is None and ffn_dim != int(ffn_dim):
         refuse(
             "model.expansion_ratio",
             f"{model.expansion_ratio} x d_model, {model.d_model}, is no whole number; "
@@ -367,6 +373,43 @@ def _check_model(model: ModelConfig, refuse: Refuse) -> None:
             "model.init_config.emb_init_uniform_lim",
             f"{limit!r} given, expected a number, or the lower and the upper limit in a list",
         )
+
+
+def _check_attention(model: ModelConfig, refuse: Refuse) -> None:
+    options = model.attn_config
+    is_grouped = options.attn_type == "grouped_query_attention"
+    if is_grouped and options.kv_n_heads is None:
+        refuse("model.attn_config.kv_n_heads", "missing; grouped_query_attention needs the number of heads of k and v")
+    if options.kv_n_heads not in (None, model.num_kv_heads):
+        refuse(
+            "model.attn_config.kv_n_heads",
+            f"{options.kv_n_heads} given, but {options.attn_type} has {model.num_kv_heads}; remove it, or use "
+            "attn_type: grouped_query_attention",
+        )
+    if model.n_heads % model.num_kv_heads:
+        divisors = [str(n) for n in range(1, model.n_heads + 1) if model.n_heads % n == 0]
+        refuse(
+            "model.attn_config.kv_n_heads",
+            f"{model.num_kv_heads} does not divide n_heads, {model.n_heads}; use one of {_or(divisors)}",
+        )
+    if options.qk_ln and options.qk_gn:
+        refuse("model.attn_config.qk_gn", "both qk_ln and qk_gn given; use one of them")
+    if options.alibi and options.rope:
+        refuse("model.attn_config.rope", "both alibi and rope given; use one of them")
+    if options.rope and model.head_dim % 2:
+        refuse("model.attn_config.rope", f"turns pairs of dimensions, and d_model / n_heads is {model.head_dim}, odd")
+    scaling = options.rope_hf_config
+    if scaling.factor != 1.0 and scaling.type == "no_scaling":
+        refuse("model.attn_config.rope_hf_config.factor", "given without a type; add type: linear, dynamic or ntk")
+    if scaling.factor < 1:
+        refuse("model.attn_config.rope_hf_config.factor", f"{scaling.factor} given, expected 1 or more")
+    if options.sliding_window_size < -1 or options.sliding_window_size == 0:
+        refuse(
+            "model.attn_config.sliding_window_size",
+            f"{options.sliding_window_size} given, expected a number of tokens above 0, or -1 to see all",
+        )
+    if options.attn_impl == "flex" and options.attn_pdrop:
+        refuse("model.attn_config.attn_impl", "flex has no attn_pdrop; use sdpa, or attn_pdrop: 0")
 
 
 def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse: Refuse) -> None:

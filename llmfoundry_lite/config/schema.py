@@ -56,29 +56,67 @@ def parse_seconds(time: str | int | float) -> float:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RopeScaling:
+    type: str = "no_scaling"
+    """no_scaling, linear (positions / factor), dynamic (theta grows with the sequence beyond max_seq_len) or ntk (theta
+    raised by the factor from the start)."""
+    factor: float = 1.0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionConfig:
     attn_type: str = "multihead_attention"
-    """multihead_attention"""
+    """multihead_attention, grouped_query_attention or multiquery_attention"""
+    kv_n_heads: int | None = None
+    """grouped_query_attention: heads of keys and values, each shared by n_heads / kv_n_heads heads of queries."""
     attn_pdrop: float = 0.0
     """Dropout of attention probabilities, 0 to 1."""
     attn_impl: str = "auto"
-    """auto, sdpa, or LLM Foundry's torch and flash, which name the same mathematics."""
+    """auto, sdpa, flex, flash (the flash-attn package where it is installed, else what auto chooses), reference; LLM
+    Foundry's torch is sdpa. How to compute, not what: a checkpoint does not depend on it."""
+    fused_qkv: bool = True
+    """One matrix for q, k and v. Tensor parallelism needs three."""
     qk_ln: bool = False
-    """LayerNorm over the whole of q and of k, before heads are split."""
+    """Norm over the whole of q and of k, before heads are split."""
+    qk_gn: bool = False
+    """Norm over each head of q and of k."""
     clip_qkv: float | None = None
     """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
     softmax_scale: float | None = None
     """Default 1/sqrt(head dimension)."""
+    sliding_window_size: int = -1
+    """A token sees so many tokens before itself; -1 for all."""
+    attn_uses_sequence_id: bool = False
+    """Documents packed in one sample do not see each other; they end where the tokenizer's end of text stands."""
     alibi: bool = False
     """Linear distance bias instead of learned positions."""
     alibi_bias_max: int = 8
     """The steepest slope is 2**-(alibi_bias_max / heads)."""
+    rope: bool = False
+    """Rotary positions instead of learned ones."""
+    rope_theta: float = 10_000
+    """The longest wavelength is 2 * pi * theta tokens."""
+    rope_impl: str = "dail"
+    """dail or hf: LLM Foundry's two implementations, the same here."""
+    rope_hf_config: RopeScaling = field(default_factory=RopeScaling)
+    """Scaling beyond the trained length, whatever rope_impl says."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FFNActivation:
+    name: str = "gelu"
+    """gelu, quick_gelu, relu or silu"""
+    approximate: str = "none"
+    """gelu: none (exact) or tanh."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FFNConfig:
     ffn_type: str = "mptmlp"
-    """mptmlp"""
+    """mptmlp, or mptglu: down(act(gate(x)) * up(x))"""
+    ffn_act_fn: FFNActivation = field(default_factory=FFNActivation)
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward layer; default: expansion_ratio * d_model."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -110,7 +148,7 @@ class ModelConfig:
     n_heads: int = 16
     n_layers: int = 24
     expansion_ratio: int | float = 4
-    """Width of the feed-forward layer over d_model."""
+    """Width of the feed-forward layer over d_model; ffn_config.ffn_hidden_size goes before it."""
     max_seq_len: int = 2048
     """Tokens."""
     vocab_size: int = 50368
@@ -118,7 +156,9 @@ class ModelConfig:
     resid_pdrop: float = 0.0
     emb_pdrop: float = 0.0
     learned_pos_emb: bool = True
-    """Ignored, as in LLM Foundry, when attn_config.alibi is on."""
+    """Ignored, as in LLM Foundry, when attn_config.alibi or attn_config.rope is on."""
+    embedding_fraction: float = 1.0
+    """Share of the embeddings' gradient that is used."""
     attn_config: AttentionConfig = field(default_factory=AttentionConfig)
     ffn_config: FFNConfig = field(default_factory=FFNConfig)
     init_config: InitConfig = field(default_factory=InitConfig)
@@ -128,7 +168,7 @@ class ModelConfig:
     """A number, or inv_sqrt_d_model."""
     no_bias: bool = False
     norm_type: str = "low_precision_layernorm"
-    """layernorm (statistics in fp32) or low_precision_layernorm (in the compute precision)."""
+    """layernorm and rmsnorm (in fp32), low_precision_layernorm and low_precision_rmsnorm (in the compute precision)."""
     norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     loss_fn: str = "auto"
@@ -136,7 +176,13 @@ class ModelConfig:
 
     @property
     def uses_learned_positions(self) -> bool:
-        return self.learned_pos_emb and not self.attn_config.alibi
+        return self.learned_pos_emb and not (self.attn_config.alibi or self.attn_config.rope)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        kinds = {"multihead_attention": self.n_heads, "multiquery_attention": 1}
+        return kinds.get(self.attn_config.attn_type) or self.attn_config.kv_n_heads or self.n_heads
 
     @property
     def head_dim(self) -> int:
@@ -144,7 +190,7 @@ class ModelConfig:
 
     @property
     def ffn_dim(self) -> int:
-        return int(self.d_model * self.expansion_ratio)
+        return self.ffn_config.ffn_hidden_size or int(self.d_model * self.expansion_ratio)
 
 
 # ----------------------------------------------------------------------------------------------- data

@@ -1,39 +1,267 @@
-"""Causal attention over heads: one function, and the biases that go with it.
+"""Attention over heads: who sees whom, at what bias, and four implementations of the same mathematics.
 
-Legend: b batch, t position of a query, s position of a key, h heads, k head dimension.
+`reference` is the definition, written out in fp32: the yardstick. `sdpa` is PyTorch's
+scaled_dot_product_attention, `flex` its FlexAttention (ALiBi, windows and documents without a bias of t*s numbers),
+`flash` the flash-attn package. `Mask` is made once for all blocks of a forward pass; `attend` is called in each.
+
+Legend: b batch, t position of a query, s position of a key, h heads, g heads of keys and values, k head dimension.
 """
 
+import functools
+import importlib.util
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+
+# ------------------------------------------------------------------------------------------- which implementation
+
+
+def choose_implementation(model: ModelConfig, device_type: str, in_half_precision: bool) -> tuple[str, str]:
+    """(implementation, why) for training this model there: what `attn_impl` names, or for auto the fastest that can.
+
+    What cannot be is refused when the configuration is checked (`config.check`, `preflight`), but for LLM Foundry's
+    `flash`, which its files name throughout: where there is no flash-attn, it is the wish for what auto would choose.
+    """
+    options, wish = model.attn_config, model.attn_config.attn_impl
+    has_flash = device_type == "cuda" and in_half_precision and importlib.util.find_spec("flash_attn") is not None
+    if wish == "torch":
+        return "sdpa", "LLM Foundry's torch"
+    if wish == "flash" and has_flash:
+        return "flash", "asked for"
+    if wish not in ("auto", "flash"):
+        return wish, "asked for"
+    reason = "flash-attn cannot be used here; " if wish == "flash" else ""
+    if device_type != "cuda":
+        return "sdpa", f"{reason}the fastest on a {device_type}"
+    if not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id):
+        return "sdpa", f"{reason}plain causal attention has its own kernels there"
+    if has_flash:
+        return "flash", "flash-attn is installed and in it a bias costs no memory"
+    if options.attn_pdrop:
+        return "sdpa", f"{reason}flex has no dropout"
+    return "flex", f"{reason}a bias or a mask costs no memory in it"
+
+
+# --------------------------------------------------------------------------------------------------- who sees whom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """Which keys each query sees and at what bias, in the form `implementation` wants it.
+
+    Not a tuple or a dict, so that FSDP does not look inside for tensors to cast.
+    """
+
+    implementation: str
+    bias_bhts: torch.Tensor | None = None
+    """reference, sdpa: added to the scores, -inf where nothing is seen; b and h may be 1. None: plain causal."""
+    block_mask: BlockMask | None = None
+    """flex: which blocks of scores are computed at all."""
+    slopes_h: torch.Tensor | None = None
+    """flex, flash: ALiBi's."""
+    window: int = -1
+    """flash: a query sees so many keys before its own; -1 for all."""
+    document_starts_n: torch.Tensor | None = None
+    """flash: int32, where each document begins in the flattened batch, and where the last one ends."""
+    longest_document: int = 0
+
+    def to(self, dtype: torch.dtype) -> "Mask":
+        """The precision scores are computed in; reference keeps fp32."""
+        if self.bias_bhts is None or self.implementation == "reference":
+            return self
+        return replace(self, bias_bhts=self.bias_bhts.to(dtype))
+
+
+def build_mask(
+    options: AttentionConfig,
+    implementation: str,
+    slopes_h: torch.Tensor | None,
+    positions_bt: torch.Tensor,
+    num_keys: int,
+    may_see_bts: torch.Tensor | None = None,
+    documents_bt: torch.Tensor | None = None,
+) -> Mask:
+    """Keys stand at positions 0 to `num_keys`, queries at the last of them, unless `may_see_bts` says who sees whom.
+
+    `positions_bt` (b may be 1) are the queries'. `may_see_bts` (bool) is for rows that are not plain text: as many
+    queries as keys, at the same positions, computed through a bias whatever the implementation. `documents_bt`
+    numbers the document each token belongs to; tokens of different documents do not see each other.
+    """
+    num_queries, device, window = positions_bt.size(1), positions_bt.device, options.sliding_window_size
+    if may_see_bts is not None or implementation in ("reference", "sdpa"):
+        name = implementation if implementation == "reference" else "sdpa"
+        is_plain = slopes_h is None and window < 0 and may_see_bts is None and documents_bt is None
+        if is_plain and num_queries == num_keys:
+            return Mask(implementation=name)
+        key_positions_bs = positions_bt
+        if may_see_bts is None:
+            key_positions_bs = torch.arange(num_keys, device=device)[None]
+            may_see_bts = key_positions_bs[:, None, :] <= positions_bt[:, :, None]
+        distance_bts = positions_bt[:, :, None] - key_positions_bs[:, None, :]
+        if window >= 0:
+            may_see_bts = may_see_bts & (distance_bts <= window)
+        if documents_bt is not None:
+            may_see_bts = may_see_bts & (documents_bt[:, :, None] == documents_bt[:, None, :])
+        # Four dimensions, because with three torch falls back to keeping all scores.
+        bias_bhts = torch.zeros((), device=device) if slopes_h is None else slopes_h[:, None, None]
+        bias_bhts = (-bias_bhts * distance_bts[:, None]).masked_fill(~may_see_bts[:, None], float("-inf"))
+        return Mask(implementation=name, bias_bhts=bias_bhts)
+    if implementation == "flex":
+        offset = num_keys - num_queries
+        if documents_bt is None:
+            block_mask = _block_mask(window, offset, num_queries, num_keys, device)
+        else:
+            block_mask = _document_block_mask(documents_bt, window)
+        return Mask(implementation="flex", block_mask=block_mask, slopes_h=slopes_h)
+    starts_n, longest = (None, 0) if documents_bt is None else _document_starts(documents_bt)
+    return Mask(
+        implementation="flash",
+        slopes_h=slopes_h,
+        window=window,
+        document_starts_n=starts_n,
+        longest_document=longest,
+    )
+
+
+def document_numbers(tokens_bt: torch.Tensor, separator: int) -> torch.Tensor:
+    """Which document of its row each token belongs to, [b, t]; the separator is the last token of one."""
+    ends_bt = (tokens_bt == separator).long()
+    return ends_bt.cumsum(dim=1) - ends_bt
+
+
+# -------------------------------------------------------------------------------------------------- the computation
 
 
 def attend(
     q_bthk: torch.Tensor,
-    k_bshk: torch.Tensor,
-    v_bshk: torch.Tensor,
+    k_bsgk: torch.Tensor,
+    v_bsgk: torch.Tensor,
+    mask: Mask,
     *,
-    bias_bhts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Causal softmax(q k^T * scale + bias) v, with PyTorch's scaled_dot_product_attention.
+    """softmax(q k^T * scale + bias) v, [b, t, h, k]; head i of the queries reads head i // (h / g) of the others."""
+    return IMPLEMENTATIONS[mask.implementation](q_bthk, k_bsgk, v_bsgk, mask, softmax_scale, dropout_p)
 
-    `bias_bhts` is added to the scores and must hold the causal mask as well, as `alibi_bias` does; b and h may be 1.
-    Without one, there are as many queries as keys. Returns [b, t, h, k].
-    """
-    q_bhtk, k_bhsk, v_bhsk = (x.transpose(1, 2) for x in (q_bthk, k_bshk, v_bshk))
-    out_bhtk = F.scaled_dot_product_attention(
+
+def _reference(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
+    scale = softmax_scale or 1.0 / math.sqrt(q_bthk.size(-1))
+    repeats = q_bthk.size(2) // k_bsgk.size(2)
+    k_bshk, v_bshk = (x.repeat_interleave(repeats, dim=2).float() for x in (k_bsgk, v_bsgk))
+    scores_bhts = torch.einsum("bthk,bshk->bhts", q_bthk.float(), k_bshk) * scale
+    if mask.bias_bhts is None:
+        hidden_ts = torch.ones_like(scores_bhts[0, 0], dtype=torch.bool).triu(1)
+        scores_bhts = scores_bhts.masked_fill(hidden_ts, float("-inf"))
+    else:
+        scores_bhts = scores_bhts + mask.bias_bhts
+    weights_bhts = F.dropout(scores_bhts.softmax(dim=-1), dropout_p)
+    return torch.einsum("bhts,bshk->bthk", weights_bhts, v_bshk).to(q_bthk.dtype)
+
+
+def _sdpa(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
+    q_bhtk, k_bgsk, v_bgsk = (x.transpose(1, 2) for x in (q_bthk, k_bsgk, v_bsgk))
+    return F.scaled_dot_product_attention(
         q_bhtk,
-        k_bhsk,
-        v_bhsk,
-        attn_mask=None if bias_bhts is None else bias_bhts.to(q_bthk.dtype),
-        is_causal=bias_bhts is None,
+        k_bgsk,
+        v_bgsk,
+        attn_mask=None if mask.bias_bhts is None else mask.bias_bhts.to(q_bthk.dtype),
+        is_causal=mask.bias_bhts is None,
         dropout_p=dropout_p,
         scale=softmax_scale,
+        enable_gqa=q_bthk.size(2) != k_bsgk.size(2),
+    ).transpose(1, 2)
+
+
+def _flex(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
+    assert not dropout_p, "refused when the configuration is checked"
+    q_bhtk, k_bgsk, v_bgsk = (x.transpose(1, 2) for x in (q_bthk, k_bsgk, v_bsgk))
+    # Compiled, or it computes all scores. On a CPU it is there to be compared with, and needs no compiler.
+    compute: Callable = _compiled(flex_attention) if q_bthk.is_cuda else flex_attention
+    out_bhtk = compute(
+        q_bhtk,
+        k_bgsk,
+        v_bgsk,
+        score_mod=None if mask.slopes_h is None else _alibi_score(mask.slopes_h, k_bsgk.size(1) - q_bthk.size(1)),
+        block_mask=mask.block_mask,
+        scale=softmax_scale,
+        enable_gqa=q_bthk.size(2) != k_bsgk.size(2),
     )
     return out_bhtk.transpose(1, 2)
+
+
+def _flash(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
+    from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    options = {
+        "dropout_p": dropout_p,
+        "softmax_scale": softmax_scale,
+        "causal": True,
+        "window_size": (mask.window, 0) if mask.window >= 0 else (-1, -1),
+        "alibi_slopes": mask.slopes_h,
+    }
+    if mask.document_starts_n is None:
+        return flash_attn_func(q_bthk, k_bsgk, v_bsgk, **options)
+    out_nhk = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q_bthk, k_bsgk, v_bsgk)),
+        cu_seqlens_q=mask.document_starts_n,
+        cu_seqlens_k=mask.document_starts_n,
+        max_seqlen_q=mask.longest_document,
+        max_seqlen_k=mask.longest_document,
+        **options,
+    )
+    return out_nhk.view_as(q_bthk)
+
+
+IMPLEMENTATIONS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "flash": _flash}
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)
+
+
+@functools.lru_cache(maxsize=16)
+def _block_mask(window: int, offset: int, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+    """Causal, perhaps within a window; the same for every batch, so made once."""
+
+    def sees(b, h, t, s):
+        distance = t + offset - s
+        return (distance >= 0) & (distance <= window) if window >= 0 else distance >= 0
+
+    return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
+
+
+def _document_block_mask(documents_bt: torch.Tensor, window: int) -> BlockMask:
+    def sees(b, h, t, s):
+        seen = (t >= s) & (documents_bt[b, t] == documents_bt[b, s])
+        return seen & (t - s <= window) if window >= 0 else seen
+
+    batch_size, length = documents_bt.shape
+    create: Callable = _compiled(create_block_mask) if documents_bt.is_cuda else create_block_mask
+    return create(sees, batch_size, None, length, length, device=documents_bt.device)
+
+
+def _alibi_score(slopes_h: torch.Tensor, offset: int) -> Callable:
+    return lambda score, b, h, t, s: score - slopes_h[h] * (t + offset - s)
+
+
+def _document_starts(documents_bt: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(where each document of the flattened batch begins, and the end: int32; the longest one's length)"""
+    is_first_bt = torch.ones_like(documents_bt, dtype=torch.bool)
+    is_first_bt[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
+    starts_n = is_first_bt.flatten().nonzero().flatten()
+    starts_n = F.pad(starts_n, (0, 1), value=documents_bt.numel()).int()
+    return starts_n, int(starts_n.diff().max())
+
+
+# -------------------------------------------------------------------------------------------------------- positions
 
 
 def alibi_slopes(num_heads: int, bias_max: int = 8) -> list[float]:
@@ -47,22 +275,39 @@ def alibi_slopes(num_heads: int, bias_max: int = 8) -> list[float]:
     return slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
 
 
-def alibi_bias(slopes_h: torch.Tensor, positions_bt: torch.Tensor, may_see_bts: torch.Tensor) -> torch.Tensor:
-    """ALiBi and a mask in one fp32 bias, [b, h, t, t]: -slope * distance back, -inf where a key may not be seen.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosine and sine of every angle, fp32 [b, t, 1, k/2]. Not a tuple, for the reason that Mask is none."""
 
-    Four dimensions, because with three torch falls back to keeping all scores.
+    cos_bt1j: torch.Tensor
+    sin_bt1j: torch.Tensor
+
+
+def build_rotation(options: AttentionConfig, head_dim: int, max_seq_len: int, positions_bt: torch.Tensor) -> Rotation:
+    """Angles of RoPE: position * theta^(-2j/k) (Su et al. 2021, "RoFormer").
+
+    Scaling beyond the trained length: `linear` divides positions by the factor (Chen et al. 2023); `ntk` raises theta
+    to theta * factor^(k/(k-2)), and `dynamic` does so by as much as the longest position exceeds `max_seq_len`
+    (both from r/LocalLLaMA, as transformers has them).
     """
-    distance_bts = positions_bt[:, :, None] - positions_bt[:, None, :]
-    bias_bhts = -slopes_h[:, None, None] * distance_bts[:, None]
-    return bias_bhts.masked_fill(~may_see_bts[:, None], float("-inf"))
+    theta, factor = options.rope_theta, options.rope_hf_config.factor
+    positions_bt = positions_bt.float()
+    exponent = head_dim / (head_dim - 2) if head_dim > 2 else 1.0
+    if options.rope_hf_config.type == "linear":
+        positions_bt = positions_bt / factor
+    elif options.rope_hf_config.type == "ntk":
+        theta = theta * factor**exponent
+    elif options.rope_hf_config.type == "dynamic":
+        length = max(float(positions_bt.max()) + 1, float(max_seq_len))
+        theta = theta * (factor * length / max_seq_len - (factor - 1)) ** exponent
+    exponents_j = torch.arange(0, head_dim, 2, device=positions_bt.device).float() / head_dim
+    angles_btj = positions_bt[..., None] * (1.0 / theta**exponents_j)
+    return Rotation(angles_btj.cos()[:, :, None], angles_btj.sin()[:, :, None])
 
 
-def mask_bias(may_see_bts: torch.Tensor) -> torch.Tensor:
-    """A mask as an fp32 bias, [b, 1, t, t]."""
-    bias_bts = torch.zeros(may_see_bts.shape, device=may_see_bts.device)
-    return bias_bts.masked_fill(~may_see_bts, float("-inf"))[:, None]
-
-
-def causal(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Who may see whom in plain text, bool [1, t, t]."""
-    return torch.ones((1, num_tokens, num_tokens), dtype=torch.bool, device=device).tril()
+def rotate(x_bthk: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """RoPE: dimensions j and j + k/2 of each head are a pair, turned by their angle; in fp32, which angles need."""
+    cos_bt1j, sin_bt1j = rotation.cos_bt1j, rotation.sin_bt1j
+    first, second = x_bthk.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos_bt1j - second * sin_bt1j, second * cos_bt1j + first * sin_bt1j], dim=-1)
+    return turned.to(x_bthk.dtype)

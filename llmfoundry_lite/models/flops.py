@@ -8,18 +8,31 @@ def count_parameters(model: ModelConfig) -> int:
 
     With biases and learned positions this is V*d + s*d + L*(12*d^2 + 13*d) + 2*d, LLM Foundry's published counts.
     """
-    d, f = model.d_model, model.ffn_dim
+    d, f, kv_dim = model.d_model, model.ffn_dim, model.num_kv_heads * model.head_dim
     has_bias = 0 if model.no_bias else 1
-    norm = d * (1 + has_bias)
-    attention = 4 * d * d + has_bias * 4 * d + (2 * norm if model.attn_config.qk_ln else 0)
-    feed_forward = 2 * d * f + has_bias * (f + d)
-    embeddings = model.vocab_size * d + (model.max_seq_len * d if model.uses_learned_positions else 0)
-    return embeddings + model.n_layers * (attention + feed_forward + 2 * norm) + norm
+    norm_rows = 1 if model.norm_type.endswith("rmsnorm") else 1 + has_bias
+    attention = 2 * d * d + 2 * d * kv_dim + has_bias * (2 * d + 2 * kv_dim)
+    if model.attn_config.qk_ln:
+        attention += norm_rows * (d + kv_dim)
+    elif model.attn_config.qk_gn:
+        attention += norm_rows * 2 * model.head_dim
+    num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
+    feed_forward = (num_up + 1) * d * f + has_bias * (num_up * f + d)
+    embeddings = model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
+    if model.uses_learned_positions:
+        embeddings += model.max_seq_len * d
+    return embeddings + model.n_layers * (attention + feed_forward + 2 * norm_rows * d) + norm_rows * d
 
 
 def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """Model FLOPs to train on one token, forward and backward: 6*N + 12*L*d*s (PaLM, appendix B).
 
-    Counts what the mathematics needs: the whole attention square, and nothing recomputed.
+    Counts what the mathematics needs: the whole attention square (with a sliding window, as many keys as it holds), and
+    nothing recomputed. N leaves out the input embedding where it is not the output's as well: it is looked up.
     """
-    return 6 * count_parameters(model) + 12 * model.n_layers * model.d_model * seq_len
+    num_matmul = count_parameters(model)
+    if not model.tie_word_embeddings:
+        num_matmul -= model.vocab_size * model.d_model
+    window = model.attn_config.sliding_window_size
+    num_keys = seq_len if window < 0 else min(seq_len, window + 1)
+    return 6 * num_matmul + 12 * model.n_layers * model.d_model * num_keys

@@ -1,8 +1,10 @@
-"""Decoding: extend a prompt token by token."""
+"""Decoding: extend a prompt token by token, computing each token once."""
+
+from collections.abc import Iterator
 
 import torch
 
-from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.mpt import MPT, KeyValueCache
 
 
 @torch.no_grad()
@@ -13,30 +15,45 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
-) -> torch.Tensor:
-    """Prompt, int64 [t], followed by up to `num_tokens` sampled tokens; the window slides at the model's length.
+) -> Iterator[int]:
+    """Up to `num_tokens` tokens that follow the prompt (int64 [t], at least one), each as soon as it is chosen.
 
-    Temperature 0 takes the likeliest token; `top_k` samples among the k likeliest.
+    Temperature 0 takes the likeliest token; `top_k` samples among the k likeliest, `top_p` among the fewest whose
+    probabilities add up to p (Holtzman et al. 2020). Beyond the model's length the window slides, and every token of
+    it is computed again, since each then stands at another position.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens_t = prompt_t
+    length = model.config.max_seq_len
+    tokens_t = prompt_t[-length:]
+    cache = KeyValueCache(model, 1, min(length, tokens_t.numel() + num_tokens))
+    new_t = tokens_t
     for _ in range(num_tokens):
-        window_t = tokens_t[-model.config.max_seq_len :]
-        logits_v = model(window_t[None], head=_last_logits)
-        tokens_t = torch.cat([tokens_t, _sample(logits_v, temperature, top_k, generator)[None]])
-    return tokens_t
+        if cache.length + new_t.numel() > length:
+            cache.length, new_t = 0, tokens_t[-length:]
+        logits_v = model(new_t[None], cache=cache, head=_last_logits)
+        new_t = _sample(logits_v, temperature, top_k, top_p, generator)[None]
+        tokens_t = torch.cat([tokens_t, new_t])
+        yield int(new_t)
 
 
 def _last_logits(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
     return (hidden_btd[0, -1] @ unembedding_vd.T).float()
 
 
-def _sample(logits_v: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+def _sample(
+    logits_v: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> torch.Tensor:
     if temperature == 0:
         return logits_v.argmax()
     logits_v = logits_v.cpu() / temperature
     if top_k is not None:
         threshold = logits_v.topk(min(top_k, logits_v.numel())).values[-1]
         logits_v = logits_v.masked_fill(logits_v < threshold, float("-inf"))
+    if top_p is not None:
+        sorted_v, order_v = logits_v.softmax(-1).sort(descending=True)
+        # The first token whose predecessors already reach p is the first left out.
+        is_left_out_v = sorted_v.cumsum(-1) - sorted_v >= top_p
+        logits_v = logits_v.index_fill(0, order_v[is_left_out_v], float("-inf"))
     return torch.multinomial(logits_v.softmax(-1), 1, generator=generator)[0].to(logits_v.device)

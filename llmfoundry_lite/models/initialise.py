@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llmfoundry_lite.config.schema import InitConfig, ModelConfig
-from llmfoundry_lite.models.mpt import MPT, LayerNorm
+from llmfoundry_lite.models.mpt import MPT, Norm
 
 BLOCK = 1 << 16
 
@@ -30,7 +30,7 @@ def initialise_weights(model: MPT, seed: int) -> None:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full_name = _plain_name(f"{module_name}.{name}")
-            if isinstance(module, LayerNorm):
+            if isinstance(module, Norm):
                 _local(parameter).fill_(1.0 if name == "weight" else 0.0)
             elif name == "bias" and model.config.init_config.name != "default_":
                 _local(parameter).zero_()
@@ -95,8 +95,9 @@ def _scheme(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig
         if init.emb_init_uniform_lim is not None:
             limit = init.emb_init_uniform_lim
             return _uniform(*limit) if isinstance(limit, list) else _uniform(-limit, limit)
-    # Wqkv is three matrices of d_model rows each; their own fans count, as in LLM Foundry.
-    fan_out, fan_in = shape[0] // 3 if ".Wqkv." in name else shape[0], shape[1]
+    # LLM Foundry draws the projections to q, k and v head by head; each head's own fans count.
+    is_per_head = name.endswith((".Wqkv.weight", ".Wq.weight", ".Wk.weight", ".Wv.weight"))
+    fan_out, fan_in = config.head_dim if is_per_head else shape[0], shape[1]
     divisor = _residual_divisor(config) if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0
     return _weight_scheme(init, fan_in, fan_out, config.d_model, divisor)
 

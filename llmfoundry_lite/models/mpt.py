@@ -1,34 +1,42 @@
 """MPT: token ids -> hidden states -> logits. Tensors in, tensors out.
 
-What is special about this model: pre-norm blocks; one matrix for q, k and v; ALiBi or learned positions;
-optional qk LayerNorm and clamping of q, k, v; exact GELU; one matrix for input and output embeddings.
-Parameter names are those of MPT in Hugging Face. Loss, precision, sharding and devices live elsewhere.
+What is special about this family: pre-norm blocks; one matrix for q, k and v; ALiBi, learned, rotary or no positions;
+queries that may share heads of keys and values; optional norms and clamping of q, k, v; a plain or gated feed-forward
+layer; one matrix for input and output embeddings unless they are untied. Parameter names are those of LLM Foundry and
+of MPT in Hugging Face. Loss, precision, sharding and devices live elsewhere.
 
-Legend: b batch, t time (s for keys), d model width, f feed-forward width, h heads, k head dimension, v vocabulary.
+Legend: b batch, t time (s for keys), d model width, f feed-forward width, h heads, g heads of keys and values,
+k head dimension, v vocabulary.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend, causal, mask_bias
+from llmfoundry_lite.config.schema import FFNActivation, ModelConfig
+from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, attend, build_mask, build_rotation, rotate
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
 """(hidden_btd, unembedding_vd) -> whatever is wanted of them: logits, a loss, log-probabilities."""
 
 
 class MPT(nn.Module):
-    """The language model; weights are uninitialised until `models.initialise` or a checkpoint fills them."""
+    """The language model; weights are uninitialised until `models.initialise` or a checkpoint fills them.
 
-    def __init__(self, config: ModelConfig):
+    `attn_impl` is reference, sdpa, flex or flash: how to compute, which is not part of what the model is.
+    """
+
+    def __init__(self, config: ModelConfig, attn_impl: str = "sdpa"):
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config)
+        self.transformer = Transformer(config, attn_impl)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         scale = config.logit_scale
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
 
@@ -38,29 +46,35 @@ class MPT(nn.Module):
         *,
         positions_bt: torch.Tensor | None = None,
         may_see_bts: torch.Tensor | None = None,
+        documents_bt: torch.Tensor | None = None,
+        cache: "KeyValueCache | None" = None,
         head: Head | None = None,
     ) -> Any:
         """tokens_bt int64 -> logits [b, t, v], or what `head` makes of hidden states and output embedding.
 
         A head is called inside the forward pass because that is where a sharded embedding is whole. Rows that are
         not plain text, such as several continuations of one context, say what their tokens' positions are and,
-        for each, which others it may see (bool).
+        for each, which others it may see (bool). `documents_bt` numbers documents that must not see each other.
+        With a cache, the tokens follow those it holds, and join them.
         """
-        hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts)
+        hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts, documents_bt, cache)
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
-        return (head or F.linear)(hidden_btd, self.transformer.wte.weight)
+        output = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
+        return (head or F.linear)(hidden_btd, output.weight)
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, attn_impl: str):
         super().__init__()
+        self.config = config
+        self.attn_impl = attn_impl
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         if config.uses_learned_positions:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
         self.emb_drop = nn.Dropout(config.emb_pdrop)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm_f = LayerNorm(config)
+        self.norm_f = Norm(config, config.d_model)
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
 
@@ -69,36 +83,49 @@ class Transformer(nn.Module):
         tokens_bt: torch.Tensor,
         positions_bt: torch.Tensor | None = None,
         may_see_bts: torch.Tensor | None = None,
+        documents_bt: torch.Tensor | None = None,
+        cache: "KeyValueCache | None" = None,
     ) -> torch.Tensor:
-        x_btd = self.wte(tokens_bt)
+        config, num_past = self.config, 0 if cache is None else cache.length
+        num_keys = num_past + tokens_bt.size(1)
         if positions_bt is None:
-            positions_bt = torch.arange(tokens_bt.size(1), device=tokens_bt.device)[None]
-        if hasattr(self, "wpe"):
+            positions_bt = torch.arange(num_past, num_keys, device=tokens_bt.device)[None]
+        x_btd = self.wte(tokens_bt)
+        if config.uses_learned_positions:
             x_btd = x_btd + self.wpe(positions_bt)
+        if config.embedding_fraction != 1.0:
+            # Shrinks the embeddings' gradient alone (Zeng et al. 2022, GLM-130B).
+            x_btd = x_btd * config.embedding_fraction + x_btd.detach() * (1.0 - config.embedding_fraction)
         x_btd = self.emb_drop(x_btd)
-        # One for all blocks: h*t*t numbers are kept for the backward pass, and per block they would add up.
-        bias_bhts = None if may_see_bts is None else mask_bias(may_see_bts).to(x_btd.dtype)
-        if self.slopes is not None:
-            slopes_h = torch.tensor(self.slopes, device=x_btd.device)
-            if may_see_bts is None:
-                may_see_bts = causal(tokens_bt.size(1), tokens_bt.device)
-            bias_bhts = alibi_bias(slopes_h, positions_bt, may_see_bts).to(x_btd.dtype)
-        for block in self.blocks:
-            x_btd = block(x_btd, bias_bhts)
+
+        # One of each for all blocks: a bias is h*t*s numbers kept for the backward pass, and per block it would add up.
+        slopes_h = None if self.slopes is None else torch.tensor(self.slopes, device=x_btd.device)
+        mask = build_mask(
+            config.attn_config, self.attn_impl, slopes_h, positions_bt, num_keys, may_see_bts, documents_bt
+        ).to(x_btd.dtype)
+        rotation = None
+        if config.attn_config.rope:
+            rotation = build_rotation(config.attn_config, config.head_dim, config.max_seq_len, positions_bt)
+        for layer, block in enumerate(self.blocks):
+            x_btd = block(x_btd, mask, rotation, None if cache is None else partial(cache.extend, layer))
+        if cache is not None:
+            cache.length = num_keys
         return self.norm_f(x_btd)
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm_1 = LayerNorm(config)
+        self.norm_1 = Norm(config, config.d_model)
         self.attn = Attention(config)
-        self.norm_2 = LayerNorm(config)
-        self.ffn = FeedForward(config)
+        self.norm_2 = Norm(config, config.d_model)
+        self.ffn = GatedFeedForward(config) if config.ffn_config.ffn_type == "mptglu" else FeedForward(config)
         self.resid_drop = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, x_btd: torch.Tensor, bias_bhts: torch.Tensor | None) -> torch.Tensor:
-        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd), bias_bhts))
+    def forward(
+        self, x_btd: torch.Tensor, mask: Mask, rotation: Rotation | None, extend: Callable | None = None
+    ) -> torch.Tensor:
+        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd), mask, rotation, extend))
         return x_btd + self.resid_drop(self.ffn(self.norm_2(x_btd)))
 
 
@@ -106,33 +133,43 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         options, d, bias = config.attn_config, config.d_model, not config.no_bias
-        self.Wqkv = nn.Linear(d, 3 * d, bias=bias)
+        self.head_dim, self.kv_dim = config.head_dim, config.num_kv_heads * config.head_dim
+        if options.fused_qkv:
+            self.Wqkv = nn.Linear(d, d + 2 * self.kv_dim, bias=bias)
+        else:
+            self.Wq = nn.Linear(d, d, bias=bias)
+            self.Wk = nn.Linear(d, self.kv_dim, bias=bias)
+            self.Wv = nn.Linear(d, self.kv_dim, bias=bias)
         self.out_proj = nn.Linear(d, d, bias=bias)
         if options.qk_ln:
-            self.q_ln = LayerNorm(config)
-            self.k_ln = LayerNorm(config)
-        self.num_heads = config.n_heads
-        self.clip_qkv = options.clip_qkv
-        self.softmax_scale = options.softmax_scale
-        self.dropout_p = options.attn_pdrop
+            self.q_ln, self.k_ln = Norm(config, d), Norm(config, self.kv_dim)
+        elif options.qk_gn:
+            self.q_ln, self.k_ln = Norm(config, self.head_dim), Norm(config, self.head_dim)
+        self.options = options
 
-    def forward(self, x_btd: torch.Tensor, bias_bhts: torch.Tensor | None) -> torch.Tensor:
-        qkv = self.Wqkv(x_btd)
-        if self.clip_qkv is not None:
-            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
-        q, k, v = qkv.chunk(3, dim=-1)
-        if hasattr(self, "q_ln"):
+    def forward(
+        self, x_btd: torch.Tensor, mask: Mask, rotation: Rotation | None, extend: Callable | None
+    ) -> torch.Tensor:
+        options = self.options
+        if options.fused_qkv:
+            q, k, v = self.clamp(self.Wqkv(x_btd)).split([x_btd.size(-1), self.kv_dim, self.kv_dim], dim=-1)
+        else:
+            q, k, v = (self.clamp(linear(x_btd)) for linear in (self.Wq, self.Wk, self.Wv))
+        if options.qk_ln:
             q, k = self.q_ln(q), self.k_ln(k)
-        q_bthk, k_bthk, v_bthk = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        out_bthk = attend(
-            q_bthk,
-            k_bthk,
-            v_bthk,
-            bias_bhts=bias_bhts,
-            softmax_scale=self.softmax_scale,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )
+        q_bthk, k_btgk, v_btgk = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if options.qk_gn:
+            q_bthk, k_btgk = self.q_ln(q_bthk), self.k_ln(k_btgk)
+        if rotation is not None:
+            q_bthk, k_btgk = rotate(q_bthk, rotation), rotate(k_btgk, rotation)
+        k_bsgk, v_bsgk = (k_btgk, v_btgk) if extend is None else extend(k_btgk, v_btgk)
+        dropout_p = options.attn_pdrop if self.training else 0.0
+        out_bthk = attend(q_bthk, k_bsgk, v_bsgk, mask, softmax_scale=options.softmax_scale, dropout_p=dropout_p)
         return self.out_proj(out_bthk.flatten(-2))
+
+    def clamp(self, qkv: torch.Tensor) -> torch.Tensor:
+        limit = self.options.clip_qkv
+        return qkv if limit is None else qkv.clamp(-limit, limit)
 
 
 class FeedForward(nn.Module):
@@ -140,25 +177,69 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
         self.down_proj = nn.Linear(config.ffn_dim, config.d_model, bias=not config.no_bias)
+        self.activate = activation(config.ffn_config.ffn_act_fn)
 
     def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_btd)))
+        return self.down_proj(self.activate(self.up_proj(x_btd)))
 
 
-class LayerNorm(nn.Module):
-    """Layer normalisation in the precision of its input; `layernorm` asks for fp32 whatever the input is."""
+class GatedFeedForward(FeedForward):
+    """Shazeer 2020, "GLU Variants Improve Transformer"."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
+
+    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activate(self.gate_proj(x_btd)) * self.up_proj(x_btd))
+
+
+def activation(config: FFNActivation) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.name == "gelu":
+        return partial(F.gelu, approximate=config.approximate)
+    if config.name == "quick_gelu":
+        return lambda x: x * torch.sigmoid(1.702 * x)
+    return {"relu": F.relu, "silu": F.silu}[config.name]
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm in the precision of its input; without `low_precision_` in fp32 whatever the input is."""
 
     bias: torch.Tensor | None
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.d_model))
-        self.register_parameter("bias", None if config.no_bias else nn.Parameter(torch.empty(config.d_model)))
+        self.is_rms = config.norm_type.endswith("rmsnorm")
+        has_bias = not (config.no_bias or self.is_rms)
+        self.weight = nn.Parameter(torch.empty(width))
+        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if has_bias else None)
         self.eps = config.norm_eps
-        self.in_fp32 = config.norm_type == "layernorm"
+        self.in_fp32 = not config.norm_type.startswith("low_precision_")
 
-    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., width]"""
+        dtype, weight, bias = x.dtype, self.weight, self.bias
         if self.in_fp32:
-            bias = None if self.bias is None else self.bias.float()
-            return F.layer_norm(x_btd.float(), x_btd.shape[-1:], self.weight.float(), bias, self.eps).to(x_btd.dtype)
-        return F.layer_norm(x_btd, x_btd.shape[-1:], self.weight, self.bias, self.eps)
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+        if self.is_rms:
+            return F.rms_norm(x, x.shape[-1:], weight, self.eps).to(dtype)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(dtype)
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, so that decoding computes each token once."""
+
+    def __init__(self, model: MPT, batch_size: int, num_tokens: int):
+        """Room for `num_tokens` tokens of `batch_size` rows."""
+        config, weight = model.config, model.transformer.wte.weight
+        shape = (config.n_layers, batch_size, num_tokens, config.num_kv_heads, config.head_dim)
+        self.length = 0
+        self._keys_lbsgk = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        self._values_lbsgk = torch.empty_like(self._keys_lbsgk)
+
+    def extend(self, layer: int, k_btgk: torch.Tensor, v_btgk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep these behind the others; the model moves `length` on when all layers have done so. Returns all."""
+        end = self.length + k_btgk.size(1)
+        self._keys_lbsgk[layer, :, self.length : end] = k_btgk
+        self._values_lbsgk[layer, :, self.length : end] = v_btgk
+        return self._keys_lbsgk[layer, :, :end], self._values_lbsgk[layer, :, :end]

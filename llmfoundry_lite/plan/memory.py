@@ -154,10 +154,13 @@ def _activations_bytes(
     # The last norm keeps its input and its output is the loss's.
     last_norm_bytes = 2 * input_bytes
     bias_bytes = 0
-    if model.attn_config.alibi:
+    options = model.attn_config
+    if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id:
+        # Where there is a kernel that needs none, `auto` takes it; this is the most it can be.
         # One bias for all blocks, unless autocast has to copy it into the compute precision for each.
         num_copies = model.n_layers if stream_bytes != compute_bytes and not is_checkpointed else 0
-        bias_bytes = model.n_heads * seq_len * seq_len * (stream_bytes + num_copies * compute_bytes)
+        rows = (model.n_heads if options.alibi else 1) * (num_tokens if options.attn_uses_sequence_id else seq_len)
+        bias_bytes = rows * seq_len * (stream_bytes + num_copies * compute_bytes)
     dropout_bytes = num_tokens * d if model.emb_pdrop else 0
     return blocks_bytes + last_norm_bytes + bias_bytes + dropout_bytes
 
@@ -165,15 +168,21 @@ def _activations_bytes(
 def _block_bytes_per_token(model: ModelConfig, compute_bytes: int, stream_bytes: int) -> int:
     d, f = model.d_model, model.ffn_dim
     # A norm in fp32 keeps an fp32 copy of an input that is not.
-    norm_input = d * (max(stream_bytes, FP32_BYTES) if model.norm_type == "layernorm" else stream_bytes)
-    norm_statistics = 2 * FP32_BYTES
+    norm_input = d * (
+        max(stream_bytes, FP32_BYTES) if not model.norm_type.startswith("low_precision_") else stream_bytes
+    )
+    norm_statistics = (1 if model.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES
+    kv_dim = model.num_kv_heads * model.head_dim
     norms = 2 * (norm_input + norm_statistics + d * compute_bytes)
-    attention = (3 + 1) * d * compute_bytes + model.n_heads * FP32_BYTES
+    attention = (2 * d + 2 * kv_dim) * compute_bytes + model.n_heads * FP32_BYTES
     if model.attn_config.clip_qkv is not None:
-        attention += 3 * d * compute_bytes
-    if model.attn_config.qk_ln:
-        attention += 2 * (d * compute_bytes + norm_statistics)
-    feed_forward = 2 * f * compute_bytes
+        attention += (d + 2 * kv_dim) * compute_bytes
+    if model.attn_config.qk_ln or model.attn_config.qk_gn:
+        attention += (d + kv_dim) * compute_bytes + 2 * norm_statistics
+    if model.attn_config.rope:
+        attention += (d + kv_dim) * compute_bytes
+    # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).
+    feed_forward = (4 if model.ffn_config.ffn_type == "mptglu" else 2) * f * compute_bytes
     dropout = 2 * d if model.resid_pdrop else 0
     return norms + attention + feed_forward + dropout
 

@@ -177,7 +177,6 @@ def sample(run: Run, prompt: str, num_tokens: int = 120) -> dict[str, str] | Non
     model.load_state_dict(weights)
     model.eval()
     tokenizer = load_tokenizer(folder)
-    tokens_t = generate(
-        model, torch.tensor(tokenizer.encode(prompt) or [tokenizer.eos_token_id]), num_tokens, temperature=0.7, top_k=40
-    )
-    return {"prompt": prompt, "text": tokenizer.decode(tokens_t.tolist())}
+    prompt_tokens = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
+    written = generate(model, torch.tensor(prompt_tokens), num_tokens, temperature=0.7, top_k=40)
+    return {"prompt": prompt, "text": tokenizer.decode([*prompt_tokens, *written])}

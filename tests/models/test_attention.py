@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.models.attention import alibi_bias, alibi_slopes, attend, causal
+from llmfoundry_lite.models.attention import Mask, alibi_slopes, attend, build_mask
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
@@ -28,15 +28,15 @@ def test_one_head_two_dimensions_three_tokens_by_hand():
         expected.append([sum(weights[s] * v[s][j] for s in range(t + 1)) for j in range(2)])
 
     q_bthk, k_bthk, v_bthk = (torch.tensor(x).view(1, 3, 1, 2) for x in (q, k, v))
-    bias_bhts = alibi_bias(torch.tensor([slope]), torch.arange(3)[None], causal(3, q_bthk.device))
-    out_bthk = attend(q_bthk, k_bthk, v_bthk, bias_bhts=bias_bhts)
+    mask = build_mask(AttentionConfig(), "sdpa", torch.tensor([slope]), torch.arange(3)[None], 3)
+    out_bthk = attend(q_bthk, k_bthk, v_bthk, mask)
     torch.testing.assert_close(out_bthk.view(3, 2), torch.tensor(expected))
 
 
 def test_without_alibi_the_first_token_sees_itself_and_the_last_sees_all():
     q_bthk = torch.zeros(1, 4, 1, 2)
     v_bthk = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 4, 1, 1).expand(1, 4, 1, 2)
-    out_bthk = attend(q_bthk, q_bthk, v_bthk)
+    out_bthk = attend(q_bthk, q_bthk, v_bthk, Mask(implementation="sdpa"))
     torch.testing.assert_close(out_bthk[0, :, 0, 0], torch.tensor([1.0, 1.5, 2.0, 3.0]))
 
 
@@ -58,7 +58,7 @@ def test_two_continuations_in_one_row_are_as_two_rows(alibi):
         torch.nn.init.normal_(parameter, std=0.3)
     together = torch.tensor([[3, 4, 5, 6, 7]])
     positions = torch.tensor([[0, 1, 2, 3, 2]])
-    may_see = causal(5, together.device).clone()
+    may_see = torch.ones(1, 5, 5, dtype=torch.bool).tril()
     may_see[0, 4, 2:4] = False
     logits = model(together, positions_bt=positions, may_see_bts=may_see)[0]
     torch.testing.assert_close(logits[:4], model(torch.tensor([[3, 4, 5, 6]]))[0])

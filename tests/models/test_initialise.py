@@ -83,7 +83,7 @@ def test_schemes_draw_what_llm_foundry_draws(scheme):
         elif name.endswith("bias"):
             assert not tensor.any(), name
         else:
-            expected = reference(init_fn, tensor.shape, num_fused=3 if "Wqkv" in name else 1)
+            expected = reference(init_fn, tensor.shape, num_fused=3 * SMALL.n_heads if "Wqkv" in name else 1)
             if name.endswith(RESIDUAL):
                 expected /= math.sqrt(2 * SMALL.n_layers)
             assert_same_distribution(tensor, expected, name)

@@ -1,0 +1,243 @@
+"""Every option of the family: implementations of attention agree, decoding with a cache changes nothing, and no
+option is without effect. The yardstick is `reference`; on a CPU flex has a forward pass only.
+"""
+
+import itertools
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.models.attention import choose_implementation, document_numbers
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.models.generate import generate
+from llmfoundry_lite.models.mpt import MPT, KeyValueCache
+from tests.models.test_mpt_parity import random_model, random_tokens
+
+BASE = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)
+EOS = 5
+
+
+def attention(**options) -> ModelConfig:
+    return replace(BASE, attn_config=AttentionConfig(**options))
+
+
+GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+FAMILY = {
+    "learned": BASE,
+    "alibi": attention(alibi=True),
+    "rope": attention(rope=True),
+    "rope linear": attention(rope=True, rope_hf_config=RopeScaling(type="linear", factor=2.0)),
+    "rope ntk": attention(rope=True, rope_theta=500.0, rope_hf_config=RopeScaling(type="ntk", factor=4.0)),
+    "no positions": replace(BASE, learned_pos_emb=False),
+    "grouped": attention(**GQA),
+    "multiquery": attention(attn_type="multiquery_attention", alibi=True),
+    "grouped rope": attention(**GQA, rope=True),
+    "window": attention(sliding_window_size=3),
+    "window alibi grouped": attention(**GQA, sliding_window_size=5, alibi=True),
+    "norm of q and k": attention(**GQA, qk_ln=True),
+    "norm of heads": attention(**GQA, qk_gn=True),
+    "clip and scale": attention(clip_qkv=0.5, softmax_scale=0.3),
+    "three matrices": attention(**GQA, fused_qkv=False, clip_qkv=0.5),
+    "gated": replace(BASE, ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu"))),
+    "hidden size": replace(BASE, ffn_config=FFNConfig(ffn_hidden_size=40, ffn_act_fn=FFNActivation(name="relu"))),
+    "gelu by tanh": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(approximate="tanh"))),
+    "quick gelu": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(name="quick_gelu"))),
+    "rmsnorm": replace(BASE, norm_type="rmsnorm"),
+    "low-precision rmsnorm": replace(BASE, norm_type="low_precision_rmsnorm", attn_config=AttentionConfig(qk_ln=True)),
+    "untied": replace(BASE, tie_word_embeddings=False),
+    "no bias": replace(BASE, no_bias=True, attn_config=AttentionConfig(**GQA, qk_ln=True)),
+}
+
+
+def with_implementation(model: MPT, attn_impl: str) -> MPT:
+    other = MPT(model.config, attn_impl)
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def documents_of(tokens_bt: torch.Tensor) -> torch.Tensor:
+    tokens_bt[0, 7], tokens_bt[1, [3, 4, 20]] = EOS, EOS
+    return document_numbers(tokens_bt, EOS)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """flash-attn's interface, computed plainly from its documentation: what is tested is what we pass to it."""
+
+    def attend(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes):
+        assert causal and not dropout_p
+        heads = range(q.size(2))
+        distance = torch.arange(q.size(1))[:, None] - torch.arange(k.size(1))[None] + (k.size(1) - q.size(1))
+        seen = (distance >= 0) & ((distance <= window_size[0]) | torch.tensor(window_size[0] < 0))
+        out = torch.empty_like(q)
+        for h in heads:
+            g = h * k.size(2) // q.size(2)
+            scores = q[:, :, h] @ k[:, :, g].transpose(1, 2) * (softmax_scale or q.size(-1) ** -0.5)
+            if alibi_slopes is not None:
+                scores = scores - alibi_slopes[h] * distance.abs()
+            out[:, :, h] = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, :, g]
+        return out
+
+    def attend_documents(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q == cu_seqlens_q.diff().max()
+        bounds = list(itertools.pairwise(cu_seqlens_q.tolist()))
+        return torch.cat([attend(*(x[None, a:b] for x in (q, k, v)), **options)[0] for a, b in bounds])
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_varlen_func = attend, attend_documents
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+@pytest.mark.parametrize("with_documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("name", FAMILY)
+@torch.no_grad()
+def test_all_implementations_compute_the_same(name, with_documents, flash_attn):
+    model = random_model(FAMILY[name])
+    tokens_bt = random_tokens(BASE)
+    documents_bt = documents_of(tokens_bt) if with_documents else None
+    expected_btv = with_implementation(model, "reference")(tokens_bt, documents_bt=documents_bt)
+    for attn_impl in ("sdpa", "flex", "flash"):
+        logits_btv = with_implementation(model, attn_impl)(tokens_bt, documents_bt=documents_bt)
+        torch.testing.assert_close(logits_btv, expected_btv, rtol=1e-4, atol=1e-4, msg=attn_impl)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_gradients_of_sdpa_are_those_of_the_definition(name):
+    model = random_model(FAMILY[name])
+    tokens_bt = random_tokens(BASE)
+    documents_bt = documents_of(tokens_bt)
+    gradients = {}
+    for attn_impl in ("reference", "sdpa"):
+        other = with_implementation(model, attn_impl)
+        other(tokens_bt, documents_bt=documents_bt).logsumexp(-1).sum().backward()
+        gradients[attn_impl] = {name: parameter.grad for name, parameter in other.named_parameters()}
+    for key, expected in gradients["reference"].items():
+        error = (gradients["sdpa"][key] - expected).abs().max() / expected.abs().max()
+        # Nothing can be learnt about a bias of keys when nothing but its own softmax sees it: rounding remains.
+        assert error < 1e-4 or expected.abs().max() < 1e-3, f"{key}: {error:.1e}"
+
+
+@pytest.mark.parametrize("attn_impl", ["reference", "sdpa", "flex", "flash"])
+@pytest.mark.parametrize("name", FAMILY)
+@torch.no_grad()
+def test_decoding_with_a_cache_changes_nothing(name, attn_impl, flash_attn):
+    model = with_implementation(random_model(FAMILY[name]), attn_impl)
+    tokens_bt = random_tokens(BASE)
+    cache = KeyValueCache(model, 3, 29)
+    parts = [model(part_bt, cache=cache) for part_bt in tokens_bt.split([11, 1, 1, 9, 7], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens_bt), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_parameters_are_counted(name):
+    model = MPT(FAMILY[name])
+    assert count_parameters(FAMILY[name]) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY if name not in ("learned", "three matrices", "untied")])
+@torch.no_grad()
+def test_each_option_changes_what_is_computed(name):
+    """From the same weights where the shapes allow it; otherwise the shapes are the change."""
+    plain = random_model(BASE)
+    model = MPT(FAMILY[name])
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    if shapes == {key: tensor.shape for key, tensor in plain.state_dict().items()}:
+        model.load_state_dict(plain.state_dict())
+        assert not torch.allclose(model(random_tokens(BASE)), plain(random_tokens(BASE)), atol=1e-3)
+    else:
+        assert shapes != {key: tensor.shape for key, tensor in plain.state_dict().items()}
+
+
+@torch.no_grad()
+def test_one_matrix_and_three_are_the_same_model():
+    model = random_model(FAMILY["grouped"])
+    other = MPT(replace(BASE, attn_config=AttentionConfig(**GQA, fused_qkv=False)))
+    weights = dict(model.state_dict())
+    for key in [key for key in weights if ".Wqkv." in key]:
+        for part, tensor in zip("qkv", weights.pop(key).split([48, 16, 16]), strict=True):
+            weights[key.replace("Wqkv", f"W{part}")] = tensor
+    other.load_state_dict(weights)
+    torch.testing.assert_close(other(random_tokens(BASE)), model(random_tokens(BASE)))
+
+
+@torch.no_grad()
+def test_documents_packed_in_a_sample_are_as_samples_of_their_own():
+    """With positions that know distances alone, a document's logits do not depend on where it stands."""
+    model = random_model(FAMILY["alibi"])
+    first_t, second_t = random_tokens(BASE)[0, :9], random_tokens(BASE)[1, :13]
+    for document_t in (first_t, second_t):
+        document_t[document_t == EOS] = EOS + 1
+        document_t[-1] = EOS
+    packed_bt = torch.cat([first_t, second_t])[None]
+    logits_btv = model(packed_bt, documents_bt=document_numbers(packed_bt, EOS))
+    torch.testing.assert_close(logits_btv[:, :9], model(first_t[None]))
+    torch.testing.assert_close(logits_btv[:, 9:], model(second_t[None]))
+
+
+@torch.no_grad()
+def test_a_window_hides_what_is_further_back_than_its_size():
+    model = random_model(replace(FAMILY["window"], n_layers=1))
+    tokens_bt = random_tokens(BASE)
+    changed_bt = tokens_bt.clone()
+    changed_bt[:, 10] = (changed_bt[:, 10] + 1) % BASE.vocab_size
+    differs_t = (model(tokens_bt) != model(changed_bt)).any(-1).any(0)
+    assert differs_t.nonzero().flatten().tolist() == [10, 11, 12, 13]
+
+
+def test_a_share_of_the_embeddings_gradient():
+    gradients = []
+    for share in (1.0, 0.25):
+        model = random_model(replace(BASE, embedding_fraction=share, tie_word_embeddings=False))
+        model(random_tokens(BASE)).logsumexp(-1).sum().backward()
+        gradients.append(model.transformer.wte.weight.grad)
+    torch.testing.assert_close(gradients[1], 0.25 * gradients[0])
+
+
+@pytest.mark.parametrize("name", ["learned", "alibi", "grouped rope", "window"])
+@torch.no_grad()
+def test_greedy_decoding_takes_the_likeliest_token_each_time_also_beyond_the_models_length(name):
+    model = random_model(FAMILY[name])
+    tokens = random_tokens(BASE)[0, :25].tolist()
+    written = list(generate(model, torch.tensor(tokens), 12, temperature=0))
+    for token in written:
+        assert token == int(model(torch.tensor([tokens[-BASE.max_seq_len :]]))[0, -1].argmax())
+        tokens.append(token)
+    assert len(tokens) > BASE.max_seq_len
+
+
+def test_sampling_is_seeded_and_keeps_to_the_likely():
+    model = random_model(BASE).eval()
+    prompt_t = random_tokens(BASE)[0, :8]
+    logits_v = model(prompt_t[None])[0, -1].detach()
+    order = logits_v.argsort(descending=True).tolist()
+    draws = [next(generate(model, prompt_t, 1, top_k=3, seed=seed)) for seed in range(40)]
+    assert set(draws) == set(order[:3])
+    smallest_p = float(logits_v.softmax(-1)[order[:2]].sum()) - 1e-4
+    assert {next(generate(model, prompt_t, 1, top_p=smallest_p, seed=seed)) for seed in range(40)} == set(order[:2])
+    assert list(generate(model, prompt_t, 6, seed=3)) == list(generate(model, prompt_t, 6, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "half", "expected"),
+    [
+        (BASE, "cpu", False, "sdpa"),
+        (FAMILY["alibi"], "cpu", True, "sdpa"),
+        (BASE, "cuda", True, "sdpa"),
+        (FAMILY["alibi"], "cuda", True, "flex"),
+        (FAMILY["window"], "cuda", False, "flex"),
+        (attention(alibi=True, attn_pdrop=0.1), "cuda", True, "sdpa"),
+        (attention(attn_impl="flash"), "cpu", True, "sdpa"),
+        (attention(attn_impl="flash", alibi=True), "cuda", True, "flex"),
+        (attention(attn_impl="torch"), "cuda", True, "sdpa"),
+        (attention(attn_impl="reference"), "cpu", False, "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can_and_says_why(model, device, half, expected):
+    chosen, why = choose_implementation(model, device, half)
+    assert chosen == expected and why
+    if model.attn_config.attn_impl == "flash":
+        assert "flash-attn cannot be used here" in why
