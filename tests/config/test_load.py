@@ -164,13 +164,24 @@ WRONG = {
         "use mpt_causal_lm"
     ),
     "model.ffn_config.ffn_type=mb_dmoe": (
-        "'mb_dmoe' is not known; mixture of experts, GLU and TransformerEngine layers are left out; use mptmlp"
+        "'mb_dmoe' is not known; mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu"
     ),
     "train_loader.name=finetuning": (
         "'finetuning' is not known; fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`"
     ),
-    "model.attn_config.rope=true": "LLM Foundry's option is left out here; use learned_pos_emb or alibi",
-    "model.tie_word_embeddings=false": "false is left out here: input and output embeddings are one matrix; remove it",
+    "model.attn_config.rope_dail_config={type: xpos}": (
+        "LLM Foundry's option is left out here; positions are always turned in fp32, and there is no xpos; remove it"
+    ),
+    "model.norm_type=triton_rmsnorm": (
+        "'triton_rmsnorm' is not known; use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm"
+    ),
+    "model.attn_config.rope_hf_config.type=llama3": "'llama3' is not known; expected no_scaling, linear, dynamic or ntk",
+    "model.attn_config.kv_n_heads=2": (
+        "2 given, but multihead_attention has 4; remove it, or use attn_type: grouped_query_attention"
+    ),
+    "model.attn_config.sliding_window_size=0": ("0 given, expected a number of tokens above 0, or -1 to see all"),
+    "model.attn_config.rope_hf_config.factor=2": ("given without a type; add type: linear, dynamic or ntk"),
+    "model.embedding_fraction=1.5": "1.5 given, expected a share, 0 < share <= 1",
     "algorithms.low_precision_layernorm={}": (
         "LLM Foundry's option is left out here; use model.norm_type: low_precision_layernorm"
     ),
@@ -183,6 +194,27 @@ WRONG = {
 def test_one_wrong_key_is_named_with_what_to_write_instead(argument):
     key = argument.split("=")[0]
     assert refusal("run.yaml", argument) == f"command line: {key}: {WRONG[argument]}"
+
+
+IMPOSSIBLE_ATTENTION = {
+    "model.attn_config.attn_type=grouped_query_attention": (
+        "kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v"
+    ),
+    "model.attn_config={attn_type: grouped_query_attention, kv_n_heads: 3}": (
+        "kv_n_heads: 3 does not divide n_heads, 4; use one of 1, 2 or 4"
+    ),
+    "model.attn_config={alibi: true, rope: true}": "rope: both alibi and rope given; use one of them",
+    "model.attn_config={qk_ln: true, qk_gn: true}": "qk_gn: both qk_ln and qk_gn given; use one of them",
+    "model.attn_config={attn_impl: flex, attn_pdrop: 0.1}": (
+        "attn_impl: flex has no attn_pdrop; use sdpa, or attn_pdrop: 0"
+    ),
+}
+"""Options that do not go together -> which one is named, and what is said of it."""
+
+
+@pytest.mark.parametrize("argument", IMPOSSIBLE_ATTENTION)
+def test_impossible_combinations_of_attention_options_are_refused(argument):
+    assert refusal("run.yaml", argument) == f"command line: model.attn_config.{IMPOSSIBLE_ATTENTION[argument]}"
 
 
 @pytest.mark.parametrize(
@@ -397,10 +429,6 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
         (
             "train_loader.dataset.shuffle_algo=py1s",
             "train_loader.dataset.shuffle_algo has no effect: there is one order, for every world size",
-        ),
-        (
-            "model.attn_config.rope_dail_config={type: original}",
-            "model.attn_config.rope_dail_config has no effect: there is no rope",
         ),
         ("eval_interval=500", "eval_interval: 500 counts epochs; 500 batches are 500ba"),
         (
