@@ -28,7 +28,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, elapsed
+from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, is_evaluation_due
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
@@ -151,9 +151,10 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     callbacks.append(preemption)  # before what it may make needless
-    if config.icl_tasks:
-        callbacks.append(build_in_context(config, model, preemption))
-    return [*callbacks, Checkpointing(config, model, guard, preemption)]
+    checkpointing = Checkpointing(config, model, guard, preemption)
+    if config.icl_tasks and config.eval_interval != 0:
+        callbacks.append(build_in_context(config, model, preemption, checkpointing))
+    return [*callbacks, checkpointing]
 
 
 def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
@@ -170,12 +171,15 @@ def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
     return mirrors
 
 
-def build_in_context(config: TrainConfig, model: LanguageModel, preemption: Preemption) -> InContext:
+def build_in_context(
+    config: TrainConfig, model: LanguageModel, preemption: Preemption, checkpointing: Checkpointing
+) -> InContext:
     return InContext(
         model,
         load_tokenizer(config.tokenizer.name),
         load_tasks(config.icl_tasks, config.icl_task_folder),
         build_eval_interval(config, preemption),
+        checkpointing.leave_if_asked,
         max_batch_tokens=max(config.device_eval_batch_size * config.max_seq_len, 2048),
         limit=config.icl_limit,
     )
@@ -188,20 +192,8 @@ def build_preemption(config: TrainConfig, on_timeout: Callable[[str], None]) -> 
 
 def build_eval_interval(config: TrainConfig, preemption: Preemption) -> Callable[[State, Event], bool]:
     """Evaluate right after a batch, so that its numbers stand in that batch's record; and after the last batch.
-    Not when the ranks have agreed to leave after this batch."""
-    if config.eval_interval == 0:
-        return lambda state, event: False
-    every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
-
-    def is_due(state: State, event: Event) -> bool:
-        if event != Event.BATCH_END:
-            return False
-        rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value
-        rounds = elapsed(state, every.unit) // every.value
-        is_last = elapsed(state, end.unit) >= end.value
-        return is_last or (rounds > rounds_before and not preemption.agreed)
-
-    return is_due
+    Not when the ranks have agreed to leave after this batch: then the next launch does."""
+    return lambda state, event: event == Event.BATCH_END and not preemption.agreed and is_evaluation_due(config, state)
 
 
 def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:

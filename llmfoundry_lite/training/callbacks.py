@@ -10,7 +10,7 @@ from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.schema import Duration, SchedulerConfig
+from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
 from llmfoundry_lite.data.text import batch_digest, format_digest
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.schedule import learning_rate_multiplier
@@ -108,6 +108,15 @@ class RunMonitor(Callback):
 def progress_of(state: State, max_duration: Duration) -> float:
     """Fraction of the run that is done."""
     return elapsed(state, max_duration.unit) / max_duration.value
+
+
+def is_evaluation_due(config: TrainConfig, state: State) -> bool:
+    """After the batch that has just been trained: every `eval_interval`, and after the last."""
+    if config.eval_interval == 0 or not (config.eval_loader or config.icl_tasks):
+        return False
+    every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
+    rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value
+    return elapsed(state, every.unit) // every.value > rounds_before or elapsed(state, end.unit) >= end.value
 
 
 def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:

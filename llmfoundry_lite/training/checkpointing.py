@@ -30,7 +30,7 @@ from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.launch import Preempted
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.callbacks import elapsed
+from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.loggers import METRICS, RunLog, log_until, wandb_run_id
 from llmfoundry_lite.training.preemption import REASONS, Preemption
@@ -68,6 +68,8 @@ class Checkpointing(Callback):
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
+        self.owes_evaluation = False
+        """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
 
     # -------------------------------------------------------------------------------------------------- restore
 
@@ -176,6 +178,7 @@ class Checkpointing(Callback):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
             # Without this the Trainer would skip the batches that the data set has skipped already.
             state.dataset_resumption["train"] = True
+        self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
         for callback in self._users_callbacks(state):
@@ -203,7 +206,9 @@ class Checkpointing(Callback):
         stops = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
         before = elapsed(state, self.interval.unit, state.previous_timestamp) // self.interval.value
         due = elapsed(state, self.interval.unit) // self.interval.value > before
-        preempted_by = REASONS[self.preemption.agreed] if not is_last else ""
+        agreed = REASONS[self.preemption.agreed]
+        self.owes_evaluation = bool(agreed) and is_evaluation_due(self.config, state)
+        preempted_by = agreed if not is_last or self.owes_evaluation else ""
         if due or is_last or stops or preempted_by:
             self._save(state, logger)
         if preempted_by:
@@ -214,7 +219,11 @@ class Checkpointing(Callback):
             state.stop_training()
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
-        """A long evaluation does not hold the exit: the batch before it is recorded and saved, and the run leaves."""
+        self.leave_if_asked(state, logger)
+
+    def leave_if_asked(self, state: State, logger: Logger) -> None:
+        """A long evaluation does not hold the exit: the batch before it is recorded and saved, and the run leaves.
+        The next launch evaluates. Every rank must call this at the same places."""
         preempted_by = self.preemption.agree()
         if not preempted_by:
             return
@@ -223,6 +232,7 @@ class Checkpointing(Callback):
             for destination in logger.destinations:
                 if isinstance(destination, RunLog):
                     destination.write(state)
+            self.owes_evaluation = True
             self._save(state, logger)
             self._finish(logger)
         raise Preempted(self.preempted_text(state), orderly=True)
@@ -279,6 +289,7 @@ class Checkpointing(Callback):
             "data": self._data_state(state),
             "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
             "seed": self.config.seed,
+            "owes_evaluation": self.owes_evaluation,
             "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
             "callbacks": {_name(c): c.state_dict() for c in self._users_callbacks(state)},
         }

@@ -18,7 +18,10 @@ from llmfoundry_lite.training.adapter import LanguageModel
 
 
 class InContext(Callback):
-    """Evaluates whenever the validation loss is due. The ranks share the items and end with the same numbers."""
+    """Evaluates whenever the validation loss is due. The ranks share the items and end with the same numbers.
+
+    `leave_if_asked` is called by all ranks together before each of their batches, and raises when the run must go.
+    """
 
     def __init__(
         self,
@@ -26,6 +29,7 @@ class InContext(Callback):
         tokenizer: Tokenizer,
         tasks: Sequence[TaskConfig],
         is_due: Callable[[State, Event], bool],
+        leave_if_asked: Callable[[State, Logger], None],
         max_batch_tokens: int,
         limit: int | None,
     ):
@@ -33,12 +37,15 @@ class InContext(Callback):
         self.tokenizer = tokenizer
         self.tasks = tasks
         self.is_due = is_due
+        self.leave_if_asked = leave_if_asked
         self.max_batch_tokens = max_batch_tokens
         self.limit = limit
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if not self.is_due(state, Event.BATCH_END):
-            return
+        if self.is_due(state, Event.BATCH_END):
+            self.evaluate(state, logger)
+
+    def evaluate(self, state: State, logger: Logger) -> None:
         was_training = self.model.training
         self.model.eval()
         results = evaluate(
@@ -48,6 +55,7 @@ class InContext(Callback):
             TaskResults(model="", suite="", source=""),
             max_batch_tokens=self.max_batch_tokens,
             limit=self.limit,
+            on_progress=lambda task, done, total: self.leave_if_asked(state, logger),
         )
         self.model.train(was_training)
         metrics: dict[str, Any] = {}

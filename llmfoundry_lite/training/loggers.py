@@ -82,6 +82,18 @@ class RunLog(LoggerDestination):
         for mirror in self.mirrors:
             mirror(record)
 
+    def record_of(self, batch: int) -> Record:
+        """What stands in the log of that batch; nothing if it is not there."""
+        records = [record for _, record in read_lines(self.path.read_bytes()) if record["batch"] == batch]
+        return records[-1] if records else {"batch": batch, "launch": self.launch}
+
+    def add_to(self, batch: int) -> None:
+        """Write what has been gathered into the record of a batch that an earlier launch has trained."""
+        record, self.record = {**self.record_of(batch), **self.record}, {}
+        self._append(record)
+        for mirror in self.mirrors:
+            mirror(record)
+
     def fit_end(self, state: State, logger: Logger) -> None:
         """What came after the last batch, such as how long its save took, belongs to it: it is written once more."""
         if self.record:

@@ -17,6 +17,7 @@ from composer.utils import dist as composer_dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.exchange import tell_all
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.launch import (
@@ -42,6 +43,7 @@ from llmfoundry_lite.training.builders import (
 )
 from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
 from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
@@ -62,10 +64,10 @@ def train(config: TrainConfig) -> None:
         preemption.listen()
         choose_microbatch(config, trainer)
         run.start(trainer, checkpointing)
+        make_up_evaluation(trainer, run, checkpointing)
         if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
-            if config.eval_first and trainer.state.evaluators and int(trainer.state.timestamp.batch) == 0:
-                trainer.eval()
-                run.write_log(trainer)
+            if config.eval_first and int(trainer.state.timestamp.batch) == 0 and evaluate(trainer) and run.is_main:
+                run.log.write(trainer.state)
             trainer.fit()
         if checkpointing.was_preempted_by:
             raise Preempted(checkpointing.preempted_text(trainer.state), orderly=True)
@@ -150,6 +152,28 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
         print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)
 
 
+def make_up_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkpointing) -> None:
+    """Of the batch that the run carries on from, if the launch before had to leave in the middle of it."""
+    if not checkpointing.owes_evaluation:
+        return
+    batch, last_metric = int(trainer.state.timestamp.batch), "eval/loss" if trainer.state.evaluators else "eval/icl/"
+    # A run that is done is launched again at times, and has been evaluated by then.
+    is_made_up = run.is_main and any(key.startswith(last_metric) for key in run.log.record_of(batch))
+    if not tell_all(is_made_up) and evaluate(trainer) and run.is_main:
+        run.log.add_to(batch)
+    checkpointing.owes_evaluation = False
+
+
+def evaluate(trainer: Trainer) -> bool:
+    """All evaluations there are, outside of the loop. Whether there are any."""
+    tasks = [callback for callback in trainer.state.callbacks if isinstance(callback, InContext)]
+    for callback in tasks:
+        callback.evaluate(trainer.state, trainer.logger)
+    if trainer.state.evaluators:
+        trainer.eval()
+    return bool(tasks or trainer.state.evaluators)
+
+
 def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
     """Gather the weights on rank 0 and write them for plain transformers, if its layouts can hold them."""
     reason = can_export(config.model)
@@ -201,10 +225,6 @@ class RunFolder:
                 self.log.open(mirrors, checkpointing.history)
         self.trainer = trainer
         self.is_started = True
-
-    def write_log(self, trainer: Trainer) -> None:
-        if self.is_main:
-            self.log.write(trainer.state)
 
     def finish(self, status: str, trainer: Trainer) -> None:
         if self.is_main:
