@@ -34,7 +34,7 @@ quickstart: install
 	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart
 
 test: install
-	pytest -m "not slow and not long and not gpu"
+	pytest -m "not slow and not long and not gpu" --durations=20
 
 test-slow: install
 	pytest -m "slow and not gpu" --durations=20

@@ -8,6 +8,7 @@ checkpoint mentions need not be installed, and none of them is ever imported or 
 """
 
 import collections
+import enum
 import io
 import os
 import pickle
@@ -99,7 +100,15 @@ def _allowed() -> dict[tuple[str, str], Any]:
         *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING),
         *(dcp_files._StorageInfo, older_dcp.TensorProperties, older_dcp.MEM_FORMAT_ENCODING),
     )
-    return things | {(cls.__module__, cls.__qualname__): cls for cls in classes}
+    things |= {(cls.__module__, cls.__qualname__): cls for cls in classes}
+    # How Python 3.11's first releases write a member of an enumeration.
+    things["builtins", "getattr"] = _member
+    return things
+
+
+def _member(owner: Any, name: str) -> Any:
+    """A member of one of the enumerations above, by name; of anything else, nothing."""
+    return owner[name] if isinstance(owner, enum.EnumMeta) else StandIn()
 
 
 ALLOWED = _allowed()

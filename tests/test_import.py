@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 import llmfoundry_lite
 from llmfoundry_lite import cli
@@ -20,6 +21,7 @@ from llmfoundry_lite.cli_checkpoint import model_config
 from llmfoundry_lite.errors import CheckpointError, ConfigError, ExportError
 from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.pickles import StandIn, TensorsOnly
 from tests import composer_saves
 from tests.helpers.launch import launch, train
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, read_metrics, tiny_config, values, write_config, write_data
@@ -275,6 +277,29 @@ def test_a_malicious_pickle_is_never_run(tmp_path, trust_pickle):
     assert not exploded.exists()
     torch.load(hostile, weights_only=False)
     assert exploded.exists(), "or this test could not fail"
+
+
+class Getattr:
+    """`getattr(owner, name)`, to be done by whoever unpickles it."""
+
+    def __init__(self, owner, name):
+        self.arguments = owner, name
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_a_member_of_an_enumeration_may_be_named_as_python_3_11_2_names_it_and_nothing_else(tmp_path):
+    def read(content):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+        with open(tmp_path / ".metadata", "rb") as file:
+            return TensorsOnly(file).load()
+
+    member = MemoryFormat.TORCH_CONTIGUOUS_FORMAT
+    assert read(Getattr(MemoryFormat, member.name)) is member
+    assert isinstance(read(Getattr(MemoryFormat, member.name)), MemoryFormat)
+    assert isinstance(read(Getattr(Path, "touch")), StandIn)
+    assert isinstance(read(Getattr(torch.Size, "numel")), StandIn)
 
 
 PEERS = ["bench/checkpoint.py"]

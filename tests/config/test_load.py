@@ -175,7 +175,9 @@ WRONG = {
     "model.norm_type=triton_rmsnorm": (
         "'triton_rmsnorm' is not known; use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm"
     ),
-    "model.attn_config.rope_hf_config.type=llama3": "'llama3' is not known; expected no_scaling, linear, dynamic or ntk",
+    "model.attn_config.rope_hf_config.type=llama3": (
+        "'llama3' is not known; expected no_scaling, linear, dynamic or ntk"
+    ),
     "model.attn_config.kv_n_heads=2": (
         "2 given, but multihead_attention has 4; remove it, or use attn_type: grouped_query_attention"
     ),
