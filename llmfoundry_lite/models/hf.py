@@ -99,46 +99,62 @@ def import_model(
 
 def can_export(config: ModelConfig) -> str | None:
     """Why plain `transformers` could not run this model, and what to do about it; None when it can."""
-    if config.attn_config.alibi:
-        return _cannot_be_mpt(config)
-    return _cannot_be_gpt2(config)
-
-
-def _cannot_be_mpt(config: ModelConfig) -> str | None:
-    """What transformers' modeling_mpt.py ignores or fixes (read at 5.23)."""
-    attention = config.attn_config
-    if not config.no_bias:
-        return _refusal("no_bias: false", "MPT, the layout for ALiBi models", "train with no_bias: true")
-    if attention.alibi_bias_max != 8:
-        return _refusal(f"attn_config.alibi_bias_max: {attention.alibi_bias_max}", "MPT", "train with 8")
-    if config.ffn_dim != 4 * config.d_model:
-        return _refusal(f"expansion_ratio: {config.expansion_ratio}", "MPT", "train with 4")
-    if attention.qk_ln:
-        return _refusal("attn_config.qk_ln: true", "MPT", "train without")
-    if config.logit_scale is not None:
-        return _refusal(f"logit_scale: {config.logit_scale}", "MPT", "train without")
+    is_mpt = config.attn_config.alibi
+    layout = "MPT, the layout for ALiBi models" if is_mpt else "GPT-2, the layout without ALiBi"
+    for key, expressible in (_mpt_can_be(config) if is_mpt else _gpt2_can_be(config)).items():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value not in expressible:
+            instead = expressible[0]
+            return _refusal(key, value, layout, "without" if instead in (None, False, -1) else f"with {_yaml(instead)}")
+    if is_mpt and config.ffn_dim != 4 * config.d_model:
+        width = config.ffn_config.ffn_hidden_size
+        if width is not None:
+            return _refusal("ffn_config.ffn_hidden_size", width, layout, f"with {4 * config.d_model}")
+        return _refusal("expansion_ratio", config.expansion_ratio, layout, "with 4")
     return None
 
 
-def _cannot_be_gpt2(config: ModelConfig) -> str | None:
-    attention = config.attn_config
-    if attention.qk_ln:
-        return _refusal("attn_config.qk_ln: true", "GPT-2, the layout without ALiBi", "train without")
-    if attention.clip_qkv is not None:
-        return _refusal(f"attn_config.clip_qkv: {attention.clip_qkv}", "GPT-2", "train without, or with alibi: true")
-    if attention.softmax_scale not in (None, config.head_dim**-0.5, 1.0):
-        instead = "train without, or with alibi: true"
-        return _refusal(f"attn_config.softmax_scale: {attention.softmax_scale}", "GPT-2", instead)
-    if config.logit_scale is not None:
-        return _refusal(f"logit_scale: {config.logit_scale}", "GPT-2", "train without")
-    return None
+LAYERNORMS = ("low_precision_layernorm", "layernorm")
 
 
-def _refusal(option: str, layout: str, instead: str) -> str:
+def _in_no_layout(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    return {
+        "attn_config.rope": (False,),
+        "attn_config.sliding_window_size": (-1,),
+        "attn_config.qk_ln": (False,),
+        "attn_config.qk_gn": (False,),
+        "attn_config.fused_qkv": (True,),
+        "num_kv_heads": (config.n_heads,),
+        "ffn_config.ffn_type": ("mptmlp",),
+        "ffn_config.ffn_act_fn.name": ("gelu",),
+        "ffn_config.ffn_act_fn.approximate": ("none",),
+        "norm_type": LAYERNORMS,
+        "tie_word_embeddings": (True,),
+        "logit_scale": (None,),
+    }
+
+
+def _mpt_can_be(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Of every option that transformers' modeling_mpt.py ignores or fixes (read at 5.23), what it can be."""
+    return {"no_bias": (True,), "attn_config.alibi_bias_max": (8,), **_in_no_layout(config)}
+
+
+def _gpt2_can_be(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    scales = (None, config.head_dim**-0.5, 1.0)
+    return {"attn_config.clip_qkv": (None,), "attn_config.softmax_scale": scales, **_in_no_layout(config)}
+
+
+def _refusal(option: str, value: Any, layout: str, instead: str) -> str:
     return (
-        f"model.{option} cannot be expressed in transformers' {layout}; "
-        f"{instead}, or keep the training checkpoint, which holds everything"
+        f"model.{option}: {_yaml(value)} cannot be expressed in transformers' {layout}; "
+        f"train {instead}, or keep the training checkpoint, which holds everything"
     )
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:

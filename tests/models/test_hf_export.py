@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models import hf
 from llmfoundry_lite.models.hf import can_export, export_model, from_hugging_face, import_model
@@ -117,6 +117,25 @@ def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
         (with_attention(SMALL, clip_qkv=6.0), "model.attn_config.clip_qkv: 6.0"),
         (with_attention(SMALL, softmax_scale=0.05), "model.attn_config.softmax_scale: 0.05"),
         (replace(SMALL, logit_scale="inv_sqrt_d_model"), "model.logit_scale: inv_sqrt_d_model"),
+        (with_attention(SMALL, rope=True), "model.attn_config.rope: true"),
+        (with_attention(SMALL, qk_gn=True), "model.attn_config.qk_gn: true"),
+        (with_attention(SMALL, fused_qkv=False), "model.attn_config.fused_qkv: false"),
+        (with_attention(SMALL, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
+        (with_attention(ALIBI, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
+        (with_attention(ALIBI, attn_type="multiquery_attention"), "model.num_kv_heads: 1"),
+        (with_attention(SMALL, attn_type="grouped_query_attention", kv_n_heads=2), "model.num_kv_heads: 2"),
+        (replace(SMALL, norm_type="rmsnorm"), "model.norm_type: rmsnorm"),
+        (replace(ALIBI, tie_word_embeddings=False), "model.tie_word_embeddings: false"),
+        (replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu")), "model.ffn_config.ffn_type: mptglu"),
+        (replace(ALIBI, ffn_config=FFNConfig(ffn_hidden_size=40)), "model.ffn_config.ffn_hidden_size: 40"),
+        (
+            replace(SMALL, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(name="silu"))),
+            "model.ffn_config.ffn_act_fn.name: silu",
+        ),
+        (
+            replace(ALIBI, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(approximate="tanh"))),
+            "model.ffn_config.ffn_act_fn.approximate: tanh",
+        ),
     ],
 )
 def test_what_no_layout_can_express_is_refused_by_name(config, option, tmp_path):
