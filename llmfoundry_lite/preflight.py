@@ -4,10 +4,12 @@ Configuration against world size, data, tokenizer and memory. Reads index files 
 neither Composer nor streaming, so that the answer comes quickly.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -16,12 +18,13 @@ from typing import Any
 import yaml
 
 from llmfoundry_lite.config.check import check_world_size
-from llmfoundry_lite.config.load import load_tasks
+from llmfoundry_lite.config.load import find_run_folder, load_tasks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.status import STATUS, write_ended_early
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,14 @@ def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Prefligh
             "(global_train_batch_size); use more data or a smaller batch"
         )
     return found
+
+
+def record_refusal(arguments: Sequence[str], reason: str) -> None:
+    """Where an earlier launch of the run has left a status, that is now `failed`. Nothing is made that is not there."""
+    folder = find_run_folder(arguments)
+    if folder is not None and (folder / STATUS).exists():
+        with contextlib.suppress(OSError):
+            write_ended_early(folder, "failed", reason)
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:

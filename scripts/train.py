@@ -9,13 +9,20 @@ from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.launch import place, run_and_exit
 
 
 def main(arguments: Sequence[str]) -> None:
-    invocation = load_train_config(arguments)
-    config, world_size = invocation.config, place().world_size
-    found = preflight.check(config, world_size, must_exist=not invocation.dry_run)
+    world_size = place().world_size
+    try:
+        invocation = load_train_config(arguments)
+        config = invocation.config
+        found = preflight.check(config, world_size, must_exist=not invocation.dry_run)
+    except UserError as error:
+        if place().local_rank == 0 and "--dry-run" not in arguments:
+            preflight.record_refusal(arguments, str(error))
+        raise
     if place().rank == 0:
         for note in invocation.notes:
             print(note)

@@ -25,7 +25,7 @@ class Layer(NamedTuple):
     values: dict[str, Any]
 
 
-def read_layers(arguments: Sequence[str]) -> list[Layer]:
+def read_layers(arguments: Sequence[str], *, check_overlays: bool = True) -> list[Layer]:
     """Files first, then the `key=value` arguments as one last layer."""
     layers: list[Layer] = []
     dotlist: list[str] = []
@@ -38,7 +38,7 @@ def read_layers(arguments: Sequence[str]) -> list[Layer]:
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{_spell(argument)}")
     if not layers:
         raise ConfigError("command line: no YAML file given; try yamls/pretrain/mpt-quickstart.yaml")
-    for layer in layers:
+    for layer in layers if check_overlays else ():
         _check_overlay(layer, is_first=layer is layers[0])
     for argument in dotlist:
         try:

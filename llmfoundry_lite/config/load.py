@@ -47,6 +47,17 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     return Invocation(config, dry_run=bool(flags), notes=notes)
 
 
+def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the run of these arguments lies, though they be refused; None where not even that can be told."""
+    try:
+        layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False)
+        values = merge_layers(layers)
+        _fill_in_names(values, layers, environ)
+    except ConfigError:
+        return None
+    return Path(values["run_folder"])
+
+
 EVAL_CHOICES = {
     "tokenization": ("separate", "joint"),
     "precision": ("fp32", "bf16", "fp16"),

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.data.prepare import write_atomically
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import write_atomically
 
 Row = dict[str, Any]
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.data.prepare import write_atomically
 from llmfoundry_lite.data.sources import open_standard_library, read_documents
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import write_atomically
 
 NUM_QUESTIONS = 400
 """Of each task: a standard error of 2.5 points or less."""

@@ -49,6 +49,7 @@ from rich.table import Table
 from llmfoundry_lite.data.sources import SKIP_REASONS, Document, Source, Unit, open_source, read_documents
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import write_atomically
 
 FORMAT_VERSION = 1
 TRAIN_PREFIX = "train:"
@@ -815,20 +816,6 @@ def load_unit(units_folder: Path, number: int, *, without_tokens: bool = False) 
     with np.load(unit_path(units_folder, number)) as stored:
         tokens = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
         return TokenUnit(tokens=tokens, **{name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"})
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """A file that is either not there or whole, whatever happens meanwhile."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def sync_folder(folder: Path) -> None:

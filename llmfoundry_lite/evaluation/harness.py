@@ -7,7 +7,6 @@ evaluation that was killed does not do a finished task again.
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import GENERATION, Encoder, Item, Prepared, prepare, read_rows
+from llmfoundry_lite.files import write_atomically
 
 Record = dict[str, Any]
 
@@ -282,11 +282,5 @@ class ResultFiles:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = (line for task in results.tasks for line in self.lines[task])
         # Items first: a task counts as finished when the JSON has it.
-        _replace(self.items_path, "".join(line + "\n" for line in lines))
-        _replace(self.path, json.dumps(results.as_json(), indent=1) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)
+        write_atomically(self.items_path, "".join(line + "\n" for line in lines))
+        write_atomically(self.path, json.dumps(results.as_json(), indent=1) + "\n")

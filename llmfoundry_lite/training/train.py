@@ -1,11 +1,9 @@
 """Train a model from a configuration: build, fit, export. Composer's loop, our parts."""
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +18,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.exchange import tell_all
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch import (
     Preempted,
     announced_preemption,
@@ -30,6 +29,7 @@ from llmfoundry_lite.launch import (
 )
 from llmfoundry_lite.models.hf import can_export, export_model
 from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
+from llmfoundry_lite.status import write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.builders import (
     build_callbacks,
@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> None:
     except BaseException as error:
         preempted = as_preempted(error, preemption)
         text = describe(preempted or error).splitlines()[-1].removeprefix("error: ")
-        run.fail("preempted" if preempted else "failed", text, trainer)
+        run.fail("preempted" if preempted else "failed", text)
         if preempted is None:
             raise
         preemption.consume_stop_file()
@@ -85,6 +85,7 @@ def train(config: TrainConfig) -> None:
         preemption.fall_silent()
         raise preempted from None
     run.finish("stopped" if checkpointing.was_stopped else "done", trainer)
+    preemption.consume_stop_file()
     trainer.close()
     preemption.fall_silent()
 
@@ -198,7 +199,8 @@ def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
 class RunFolder:
     """`runs/<run_name>`: config.yaml, status.json, metrics.jsonl. Rank 0 writes, the others look on.
 
-    Nothing is written before the run has been restored: a launch that is refused leaves the record as it was.
+    Nothing is written before the run has been restored: a launch that is refused leaves the record as it was, but for
+    how the last launch ended.
     """
 
     def __init__(self, config: TrainConfig):
@@ -206,8 +208,8 @@ class RunFolder:
         self.folder = Path(config.run_folder)
         self.is_main = dist.get_rank() == 0
         self.log = RunLog(self.folder / METRICS)
-        self.is_started = False
         self.trainer: Trainer | None = None
+        """None until the run has been restored."""
         if self.is_main:
             with clear_disk_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -219,40 +221,37 @@ class RunFolder:
                     (self.folder / WANDB_ID).write_text(checkpointing.wandb_run_id + "\n")
                 settings = yaml.safe_dump(as_dict(self.config), sort_keys=False)
                 write_atomically(self.folder / "config.yaml", settings)
-                self._write_status("running", trainer)
+                write_status(self.folder, "running", batch_of(trainer))
                 duration = Duration.parse(self.config.max_duration)
                 mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
                 self.log.open(mirrors, checkpointing.history)
         self.trainer = trainer
-        self.is_started = True
 
     def finish(self, status: str, trainer: Trainer) -> None:
         if self.is_main:
             with clear_disk_errors(self.folder):
-                self._write_status(status, trainer)
+                write_status(self.folder, status, batch_of(trainer))
 
-    def fail(self, status: str, reason: str, trainer: Trainer | None) -> None:
-        """Say in status.json why, unless that stands for an earlier launch; never instead of the failure itself."""
+    def fail(self, status: str, reason: str) -> None:
+        """Say in status.json why; never instead of the failure itself."""
         if not self.is_main:
             return
         with contextlib.suppress(OSError):
-            if self.is_started or not (self.folder / "status.json").exists():
-                self._write_status(status, trainer, reason)
+            self._write_reason(status, reason)
             self.log.post_close()
 
     def leave_late(self, reason: str) -> None:
         """From another thread, while the main thread hangs; the process ends when this returns."""
         if self.is_main:
             print(f"preempted by {reason}", file=sys.stderr, flush=True)
-            self._write_status("preempted", self.trainer, reason)
+            self._write_reason("preempted", reason)
 
-    def _write_status(self, status: str, trainer: Trainer | None, reason: str | None = None) -> None:
-        batch = int(trainer.state.timestamp.batch) if trainer else 0
-        content = {"status": status, "batch": batch, "reason": reason}
-        write_atomically(self.folder / "status.json", json.dumps(content) + "\n")
+    def _write_reason(self, status: str, reason: str) -> None:
+        if self.trainer is None:
+            write_ended_early(self.folder, status, reason)
+        else:
+            write_status(self.folder, status, batch_of(self.trainer), reason)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def batch_of(trainer: Trainer) -> int:
+    return int(trainer.state.timestamp.batch)

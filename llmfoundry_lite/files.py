@@ -1,0 +1,19 @@
+"""Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.places`.)"""
+
+import os
+import threading
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
+    """Whatever happens meanwhile, `path` has what it had or `content`, as UTF-8. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,89 @@
+"""status.json tells the truth about the last launch, the refused ones included."""
+
+import json
+import os
+
+import psutil
+import pytest
+
+from llmfoundry_lite import status
+from llmfoundry_lite.files import write_atomically
+from tests.helpers.launch import train
+from tests.helpers.tiny import tiny_config, write_config, write_data
+
+
+def told(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_a_launch_that_ended_early_keeps_the_batch(tmp_path):
+    status.write_ended_early(tmp_path, "failed", "no")
+    assert told(tmp_path) == {"status": "failed", "batch": 0, "reason": "no"}
+    status.write_status(tmp_path, "preempted", 7, "SIGTERM")
+    status.write_ended_early(tmp_path, "failed", "no")
+    assert told(tmp_path) == {"status": "failed", "batch": 7, "reason": "no"}
+
+
+def test_neither_a_finished_run_nor_one_that_runs_is_said_to_have_failed(tmp_path):
+    status.write_status(tmp_path, "done", 7)
+    status.write_ended_early(tmp_path, "failed", "no")
+    assert told(tmp_path)["status"] == "done"
+    status.write_status(tmp_path, "running", 7)  # this process
+    status.write_ended_early(tmp_path, "failed", "no")
+    assert told(tmp_path)["status"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "running"),
+        ({"started": psutil.Process().create_time() - 60}, "failed"),  # the number is another's by now
+        ({"pid": 2**22 + 1}, "failed"),  # above what Linux gives
+        ({"host": "elsewhere", "pid": 2**22 + 1}, "running"),  # cannot be asked
+    ],
+)
+def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
+    status.write_status(tmp_path, "running", 7)
+    content = told(tmp_path)
+    content["process"] |= change
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    status.write_ended_early(tmp_path, "failed", "no")
+    assert told(tmp_path)["status"] == expected
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
+    write_atomically(tmp_path / "a", "before")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "a", b"after")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "before")]
+
+
+@pytest.fixture
+def preempted(tmp_path):
+    """A run of two batches."""
+    config = tiny_config(write_data(tmp_path / "data"), stop_after="2ba")
+    train([write_config(tmp_path / "tiny.yaml", config)], tmp_path).check()
+    return tmp_path
+
+
+@pytest.mark.multiprocess
+def test_a_relaunch_that_is_refused_is_not_called_preempted_any_more(preempted):
+    """Otherwise a script that launches preempted runs again would do so for ever."""
+    for refused, reason in (
+        (["model.d_modle=3"], "model.d_modle"),  # by the configuration
+        (["train_loader.dataset.local=nowhere"], "nowhere"),  # by the world around it
+        ([], "carry on with autoresume=true"),  # by its checkpoints
+    ):
+        status.write_status(preempted / "runs/tiny", "preempted", 2, "SIGTERM")
+        assert train(["tiny.yaml", *refused], preempted).exit_codes == [2]
+        found = told(preempted / "runs/tiny")
+        assert (found["status"], found["batch"]) == ("failed", 2)
+        assert reason in found["reason"]
+    status.write_status(preempted / "runs/tiny", "preempted", 2, "SIGTERM")
+    train(["tiny.yaml", "train_loader.dataset.local=nowhere", "--dry-run"], preempted).check()
+    assert told(preempted / "runs/tiny")["status"] == "preempted"
