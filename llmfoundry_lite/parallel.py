@@ -6,13 +6,14 @@ below does all the casting, on CPUs too, where Composer refuses bf16.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
@@ -78,12 +79,14 @@ def build_parallel_model(
     mesh: DeviceMesh,
     seed: int,
     compile_config: dict[str, Any] | None = None,
+    attn_impl: str = "sdpa",
 ) -> MPT:
     """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share."""
     with torch.device("meta"):
-        model = MPT(config)
+        model = MPT(config, attn_impl)
     shard_model(model, fsdp, precision, mesh, compile_config)
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
+    device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     model.to_empty(device=device)
     initialise_weights(model, seed)
     return model
@@ -98,6 +101,10 @@ def shard_model(
 ) -> None:
     """Checkpoint, compile and shard each block, then the rest (embeddings and last norm), in place."""
     policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
+    is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
+    shard = partial(
+        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+    )
     # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
     reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     for block in model.transformer.blocks:
@@ -105,18 +112,28 @@ def shard_model(
             _checkpoint_activations(block, fsdp)
         if compile_config is not None:
             block.compile(**compile_config)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(block, reshard_after_forward=reshard)
+    shard(model, reshard_after_forward=False)
 
 
 def _checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
     """Recompute the block in backward. Replacing `forward` rather than wrapping keeps parameter names as they are."""
     forward = block.forward
+    options: dict[str, Any] = {"use_reentrant": fsdp.activation_checkpointing_reentrant}
+    if fsdp.activation_checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
 
     def checkpointed(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
         with torch.autograd.graph.save_on_cpu() if fsdp.activation_cpu_offload else nullcontext():
-            return checkpoint(forward, *args, use_reentrant=fsdp.activation_checkpointing_reentrant)
+            return checkpoint(forward, *args, **options)
 
     block.forward = checkpointed
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what matrix units computed, recompute what memory bandwidth did: norms, activations, rotations."""
+    name = operation.__name__.partition(".")[0]
+    is_product = name in ("mm", "addmm", "bmm") or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE

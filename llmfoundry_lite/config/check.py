@@ -203,6 +203,12 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
             "fsdp_config.data_parallel_shard_degree",
             f"only HYBRID_SHARD uses it, and sharding_strategy is {fsdp.sharding_strategy}; change that or remove this",
         )
+    if fsdp and isinstance(fsdp.activation_checkpointing, str):
+        if fsdp.activation_checkpointing != "selective":
+            key = "fsdp_config.activation_checkpointing"
+            refuse(key, f"{fsdp.activation_checkpointing!r} given, expected true, false or selective")
+        if fsdp.activation_checkpointing_reentrant:
+            refuse("fsdp_config.activation_checkpointing_reentrant", "selective has no reentrant form; remove it")
     for path in config.callbacks.extra:
         _check_import_path("callbacks", path, layers)
     _check_schedule_units(config, layers, refuse)

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TIME_UNITS = ("ba", "ep", "sp", "tok")
+LARGEST_REPLICATED = 1.5e9
+"""Parameters up to which every device has the whole model by default: with gradients and AdamW 24 GB in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,11 @@ class ModelConfig:
         return kinds.get(self.attn_config.attn_type) or self.attn_config.kv_n_heads or self.n_heads
 
     @property
+    def num_matrix_parameters(self) -> int:
+        """About how large the model is; `models.flops` counts exactly."""
+        return self.vocab_size * self.d_model + 12 * self.n_layers * self.d_model**2
+
+    @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
 
@@ -320,9 +327,16 @@ class FSDPConfig:
     reduced in fp32. FULL: parameters and residual stream in fp32, matrix products in the compute precision."""
     data_parallel_shard_degree: int | None = None
     """HYBRID_SHARD: devices that share one copy of the model; default: the devices of a node."""
-    activation_checkpointing: bool = False
+    reduce_every_microbatch: bool | None = None
+    """Sum gradients over devices after each microbatch (memory for one block's whole gradient) or after the last one
+    (memory for the whole model's). Default: after the last, up to 1.5 billion parameters."""
+    activation_checkpointing: bool | str = False
+    """true recomputes each block in the backward pass; selective recomputes all but matrix products and attention."""
     activation_checkpointing_reentrant: bool = False
     activation_cpu_offload: bool = False
+    """Keep what is left of activations in the host's memory; with activation_checkpointing."""
+    offload_optimizer: bool = False
+    """Keep parameters, gradients and optimizer state in the host's memory and update them there. For accelerators."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -412,7 +426,8 @@ class TrainConfig:
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
     fsdp_config: FSDPConfig | None = None
-    """null: every device holds the whole model (NO_SHARD)."""
+    """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters, and a share (FULL_SHARD) of
+    larger ones."""
     on_non_finite: str = "stop"
     """stop, or skip: what to do with a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = 100
@@ -443,6 +458,8 @@ class TrainConfig:
     """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
     compile_config: dict[str, Any] | None = None
     """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
+    deterministic: bool = False
+    """Only kernels that give the same digits every time; slower, and an error where torch has none."""
     dist_timeout: float = 600.0
     """Seconds a collective may take."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -458,7 +475,13 @@ class TrainConfig:
 
     @property
     def sharding(self) -> FSDPConfig:
-        return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+        is_small = self.model.num_matrix_parameters <= LARGEST_REPLICATED
+        return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        wish = self.sharding.reduce_every_microbatch
+        return self.model.num_matrix_parameters > LARGEST_REPLICATED if wish is None else wish
 
     @property
     def microbatch_size(self) -> int | None:

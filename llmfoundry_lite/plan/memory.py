@@ -9,7 +9,7 @@ Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, 
 import dataclasses
 from dataclasses import dataclass
 
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, TrainConfig
+from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
 from llmfoundry_lite.models.flops import count_parameters
 
 FP32_BYTES = 4
@@ -28,7 +28,7 @@ class MemoryEstimate:
     parameters_bytes: int
     """This device's share, fp32."""
     gradients_bytes: int
-    """Its share, fp32."""
+    """Its share, fp32; and all of them while they wait for the batch's last microbatch."""
     optimizer_bytes: int
     """Its share, fp32."""
     unsharded_bytes: int
@@ -53,16 +53,18 @@ def estimate_training_memory(
     config: TrainConfig, world_size: int, local_world_size: int | None = None
 ) -> MemoryEstimate:
     """The estimate for a run on `world_size` devices, `local_world_size` of them (default: all) in each node."""
-    fsdp = config.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD")
+    fsdp = config.sharding
     shard_degree = {
         "NO_SHARD": 1,
         "HYBRID_SHARD": fsdp.data_parallel_shard_degree or local_world_size or world_size,
     }.get(fsdp.sharding_strategy, world_size)
     device_batch_size = -(-config.global_train_batch_size // world_size)
+    microbatch_size = min(config.microbatch_size or device_batch_size, device_batch_size)
     return estimate_memory(
         config.model,
         seq_len=config.max_seq_len,
-        microbatch_size=min(config.microbatch_size or device_batch_size, device_batch_size),
+        microbatch_size=microbatch_size,
+        reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
         shard_degree=shard_degree,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
@@ -82,7 +84,8 @@ def estimate_memory(
     precision: str = "amp_bf16",
     mixed_precision: str = "DEFAULT",
     reshard_after_forward: bool = True,
-    activation_checkpointing: bool = False,
+    reduces_every_microbatch: bool = True,
+    activation_checkpointing: bool | str = False,
     activation_cpu_offload: bool = False,
     num_optimizer_slots: int = 2,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
@@ -112,7 +115,7 @@ def estimate_memory(
     num_tokens = microbatch_size * seq_len
     return MemoryEstimate(
         parameters_bytes=share_bytes,
-        gradients_bytes=share_bytes,
+        gradients_bytes=share_bytes + (0 if reduces_every_microbatch else num_parameters * FP32_BYTES),
         optimizer_bytes=num_optimizer_slots * share_bytes,
         unsharded_bytes=unsharded_bytes,
         activations_bytes=_activations_bytes(
@@ -121,8 +124,8 @@ def estimate_memory(
             seq_len,
             compute_bytes,
             stream_bytes,
-            is_checkpointed=activation_checkpointing,
-            is_offloaded=activation_cpu_offload and activation_checkpointing,
+            checkpointing=activation_checkpointing,
+            is_offloaded=activation_cpu_offload and activation_checkpointing is True,
         ),
         logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes),
     )
@@ -135,7 +138,7 @@ def _activations_bytes(
     compute_bytes: int,
     stream_bytes: int,
     *,
-    is_checkpointed: bool,
+    checkpointing: bool | str,
     is_offloaded: bool,
 ) -> int:
     """Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks.
@@ -146,7 +149,10 @@ def _activations_bytes(
     d = model.d_model
     block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes)
     input_bytes = num_tokens * d * stream_bytes
-    if is_checkpointed:
+    if checkpointing == "selective":
+        kept_bytes = num_tokens * _product_bytes_per_token(model, compute_bytes)
+        blocks_bytes = block_bytes + model.n_layers * (input_bytes + kept_bytes)
+    elif checkpointing:
         # Each block's input, and everything of the one block that is being recomputed.
         blocks_bytes = block_bytes + (0 if is_offloaded else model.n_layers * input_bytes)
     else:
@@ -158,7 +164,7 @@ def _activations_bytes(
     if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id:
         # Where there is a kernel that needs none, `auto` takes it; this is the most it can be.
         # One bias for all blocks, unless autocast has to copy it into the compute precision for each.
-        num_copies = model.n_layers if stream_bytes != compute_bytes and not is_checkpointed else 0
+        num_copies = model.n_layers if stream_bytes != compute_bytes and not checkpointing else 0
         rows = (model.n_heads if options.alibi else 1) * (num_tokens if options.attn_uses_sequence_id else seq_len)
         bias_bytes = rows * seq_len * (stream_bytes + num_copies * compute_bytes)
     dropout_bytes = num_tokens * d if model.emb_pdrop else 0
@@ -185,6 +191,14 @@ def _block_bytes_per_token(model: ModelConfig, compute_bytes: int, stream_bytes:
     feed_forward = (4 if model.ffn_config.ffn_type == "mptglu" else 2) * f * compute_bytes
     dropout = 2 * d if model.resid_pdrop else 0
     return norms + attention + feed_forward + dropout
+
+
+def _product_bytes_per_token(model: ModelConfig, compute_bytes: int) -> int:
+    """What selective checkpointing keeps of a block: q, k and v, attention, and the feed-forward layer's products."""
+    d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
+    num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
+    products = 2 * d + 2 * kv_dim + num_up * model.ffn_dim + 2 * d
+    return products * compute_bytes + model.n_heads * FP32_BYTES
 
 
 def _logits_bytes(model: ModelConfig, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from composer.models import ComposerModel
 from torchmetrics import Metric
 
+from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
@@ -16,10 +17,12 @@ from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token
 class LanguageModel(ComposerModel):
     """Batches are {"input_ids": int64 [b, t]}; a token id below 0 is no token: it is read as 0 and has no loss."""
 
-    def __init__(self, model: MPT, precision: Precision):
+    def __init__(self, model: MPT, precision: Precision, separator: int | None = None):
         super().__init__()
         self.model = model
         self.precision = precision
+        self.separator = separator
+        """The token that ends a document, if documents in a sample are not to see each other."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
 
@@ -27,9 +30,14 @@ class LanguageModel(ComposerModel):
         """Sum of the loss in nats, and the number of tokens it is the sum over."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
+        documents_bt = None if self.separator is None else document_numbers(tokens_bt, self.separator)
         autocast = self.precision.autocast
         with torch.autocast(tokens_bt.device.type, autocast) if autocast else nullcontext():
-            loss_sum = self.model(tokens_bt.clamp(min=0), head=partial(cross_entropy_sum, labels_bt=labels_bt))
+            loss_sum = self.model(
+                tokens_bt.clamp(min=0),
+                documents_bt=documents_bt,
+                head=partial(cross_entropy_sum, labels_bt=labels_bt),
+            )
         return {"loss_sum": loss_sum, "num_tokens": (labels_bt != IGNORED).sum()}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

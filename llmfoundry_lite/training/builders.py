@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from composer.core import Callback, DataSpec, Event, State
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from llmfoundry_lite.config.schema import (
 from llmfoundry_lite.data.text import build_text_dataset, build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -41,8 +43,14 @@ def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> 
     fsdp = config.sharding
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
     mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size)
-    model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config)
-    return LanguageModel(model, precision)
+    attn_impl, why = choose_implementation(config.model, devices.device_type(), config.precision != "fp32")
+    if dist.get_rank() == 0:
+        print(f"attention: {attn_impl}: {why}", flush=True)
+    model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)
+    has_documents = config.model.attn_config.attn_uses_sequence_id
+    return LanguageModel(
+        model, precision, separator=load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
+    )
 
 
 def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
@@ -137,6 +145,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
         config.on_non_finite,
         config.max_skipped_batches,
         LossScaler() if model.precision.loss_scaling else None,
+        config.reduces_every_microbatch,
     )
     monitor = RunMonitor(
         config.callbacks.speed_monitor.window_size,

@@ -1,4 +1,4 @@
-"""Between backward and optimizer: unscale, measure, agree on whether the batch is sound, clip.
+"""Between backward and optimizer: sum over devices, unscale, measure, agree on whether the batch is sound, clip.
 
 All of it needs the gradient's norm, so one pass computes it once: the same number is logged, compared with the
 clipping threshold and asked whether it is finite.
@@ -19,7 +19,8 @@ from llmfoundry_lite.training.optimizers import local
 
 
 class GradientStep(Callback):
-    """Guards every optimizer step. A batch that any rank finds non-finite is skipped, or ends the run, on all ranks."""
+    """Says when gradients are summed over devices, and guards every optimizer step: a batch that any rank finds
+    non-finite is skipped, or ends the run, on all ranks."""
 
     def __init__(
         self,
@@ -28,8 +29,10 @@ class GradientStep(Callback):
         on_non_finite: str,
         max_skipped_batches: int,
         scaler: "LossScaler | None" = None,
+        reduces_every_microbatch: bool = True,
     ):
         self.model = model
+        self.reduces_every_microbatch = reduces_every_microbatch
         self.clipping = clipping
         self.on_non_finite = on_non_finite
         self.max_skipped_batches = max_skipped_batches
@@ -41,6 +44,14 @@ class GradientStep(Callback):
     def before_train_batch(self, state: State, logger: Logger) -> None:
         self.bad_losses = torch.zeros((), device=state.device._device)
         self.model.loss_scale = self.scaler.scale if self.scaler else 1.0
+        assert state.device_train_microbatch_size is not None
+        self.num_microbatches_left = math.ceil(len(state.batch["input_ids"]) / state.device_train_microbatch_size)
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """Gradients stay on their device until the batch's last microbatch; FSDP2 would sum them after each."""
+        self.num_microbatches_left -= 1
+        reduces = self.reduces_every_microbatch or self.num_microbatches_left == 0
+        self.model.model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
 
     def after_loss(self, state: State, logger: Logger) -> None:
         assert isinstance(state.loss, torch.Tensor)
@@ -97,7 +108,7 @@ def measure(parameters: list[torch.nn.Parameter], bad_losses: torch.Tensor) -> t
     total = torch.zeros((), device=bad_losses.device)
     for replicas, gradients in _by_replicas(parameters).items():
         norms = torch.stack(torch._foreach_norm(gradients))
-        total += norms.float().square().sum() / replicas
+        total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are the host's
     both = torch.stack([total, bad_losses])
     dist.all_reduce(both)
     squares, num_bad_losses = both.tolist()

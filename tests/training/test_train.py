@@ -52,6 +52,17 @@ def test_microbatches_that_do_not_divide_the_batch_give_the_same_gradient(tmp_pa
     assert values(parts, "grad_norm") == pytest.approx(values(whole, "grad_norm"), rel=1e-4)
 
 
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
+def test_gradients_summed_over_ranks_once_or_after_each_microbatch_are_the_same(tmp_path, data, sharding):
+    runs = {}
+    for every in (False, True):
+        fsdp = {"sharding_strategy": sharding, "reduce_every_microbatch": every}
+        config = tiny_config(data, device_train_microbatch_size=1, fsdp_config=fsdp)
+        runs[every] = run(tmp_path, config, f"every-{every}", 2)
+    assert losses(runs[True]) == pytest.approx(losses(runs[False]), abs=1e-5)
+    assert values(runs[True], "grad_norm") == pytest.approx(values(runs[False], "grad_norm"), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("precision", "mixed_precision", "band"),
     [
@@ -72,6 +83,7 @@ def test_activation_checkpointing_and_sharding_strategy_change_nothing(tmp_path,
     reference = losses(run(tmp_path, tiny_config(data), "reference", 2))
     for name, fsdp in {
         "checkpointed": {"activation_checkpointing": True},
+        "selectively": {"activation_checkpointing": "selective"},
         "offloaded": {"activation_checkpointing": True, "activation_cpu_offload": True},
         "grad-op": {"sharding_strategy": "SHARD_GRAD_OP"},
     }.items():

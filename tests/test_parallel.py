@@ -1,0 +1,83 @@
+"""When gradients are summed over ranks, what activation checkpointing keeps, and what a run chooses by its size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
+
+SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build(fsdp: FSDPConfig, config: ModelConfig = SMALL):
+    mesh = build_mesh(fsdp, "cpu", 1, 1)
+    return build_parallel_model(config, fsdp, PRECISIONS["fp32", fsdp.mixed_precision], mesh, seed=1)
+
+
+def step(model):
+    tokens_bt = torch.arange(64).view(2, 32)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(tokens_bt).logsumexp(-1).mean()
+        loss.backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return loss.item(), gradients, counter.get_total_flops()
+
+
+def test_selective_checkpointing_recomputes_no_matrix_product_and_a_full_one_all(one_rank):
+    plain, full, selective = (
+        step(build(FSDPConfig(activation_checkpointing=mode))) for mode in (False, True, "selective")
+    )
+    for loss, gradients, _ in (full, selective):
+        assert loss == plain[0]
+        assert all(torch.equal(gradients[name], plain[1][name]) for name in gradients)
+    assert plain[2] == selective[2] < full[2]
+
+
+def test_a_block_kept_from_its_gradient_sum_gives_it_with_the_last_microbatch(one_rank):
+    model = build(FSDPConfig())
+    assert isinstance(model, FSDPModule)
+    expected = {name: 2 * gradient for name, gradient in step(build(FSDPConfig()))[1].items()}
+    model.set_requires_gradient_sync(False)
+    model(torch.arange(64).view(2, 32)).logsumexp(-1).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    _, gradients, _ = step(model)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_offloading_the_optimizer_asks_nothing_of_a_cpu(one_rank):
+    loss, gradients, _ = step(build(FSDPConfig(offload_optimizer=True)))
+    assert loss == step(build(FSDPConfig()))[0]
+    assert all(gradient.device.type == "cpu" for gradient in gradients.values())
+
+
+def test_large_models_are_sharded_and_summed_after_each_microbatch_by_default(train_config):
+    small, large = train_config, replace(train_config, model=replace(SMALL, d_model=4096, n_layers=32))
+    assert small.sharding.sharding_strategy == "NO_SHARD" and not small.reduces_every_microbatch
+    assert large.sharding.sharding_strategy == "FULL_SHARD" and large.reduces_every_microbatch
+    every = replace(small, fsdp_config=FSDPConfig(reduce_every_microbatch=True))
+    assert every.reduces_every_microbatch
+
+
+@pytest.fixture
+def train_config(tmp_path):
+    from llmfoundry_lite.config.load import load_train_config
+    from tests.helpers.tiny import tiny_config, write_config
+
+    config = tiny_config(tmp_path)
+    config["fsdp_config"] = None
+    return load_train_config([write_config(tmp_path / "tiny.yaml", config)]).config
