@@ -177,6 +177,7 @@ def _block_bytes_per_token(model: ModelConfig, compute_bytes: int, stream_bytes:
     norm_input = d * (
         max(stream_bytes, FP32_BYTES) if not model.norm_type.startswith("low_precision_") else stream_bytes
     )
+    # RMSNorm as accelerators' fused kernel keeps it; torch's CPU computes it in steps that keep more.
     norm_statistics = (1 if model.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES
     kv_dim = model.num_kv_heads * model.head_dim
     norms = 2 * (norm_input + norm_statistics + d * compute_bytes)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plan.memory import GIB, MemoryEstimate, estimate_memory
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
+GROUPED = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
 
 
@@ -63,7 +64,9 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
         ({"microbatch_size": 2}, {}),
         ({"seq_len": 256}, {}),
         ({"shard_degree": 8}, {}),
-        ({"activation_checkpointing": True}, {}),
+        ({"activation_checkpointing": "selective"}, {}),
+        ({"activation_checkpointing": True}, {"activation_checkpointing": "selective"}),
+        ({}, {"reduces_every_microbatch": False}),
         ({"activation_checkpointing": True, "activation_cpu_offload": True}, {"activation_checkpointing": True}),
         ({}, {"reshard_after_forward": False}),
         ({}, {"precision": "fp32"}),
@@ -124,6 +127,11 @@ def measure_saved_bytes(config: ModelConfig, dtype: torch.dtype, *, autocast: bo
         pytest.param(replace(SMALL, attn_config=AttentionConfig(clip_qkv=3.0)), id="clip-qkv"),
         pytest.param(replace(SMALL, attn_config=AttentionConfig(qk_ln=True)), id="qk-ln"),
         pytest.param(replace(SMALL, norm_type="layernorm", expansion_ratio=3), id="layernorm"),
+        pytest.param(replace(SMALL, attn_config=AttentionConfig(**GROUPED)), id="grouped"),
+        pytest.param(replace(SMALL, attn_config=AttentionConfig(rope=True)), id="rope"),
+        pytest.param(replace(SMALL, attn_config=AttentionConfig(sliding_window_size=7)), id="window"),
+        pytest.param(replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu")), id="gated"),
+        pytest.param(replace(SMALL, tie_word_embeddings=False, embedding_fraction=0.5), id="untied"),
     ],
 )
 @pytest.mark.parametrize(
