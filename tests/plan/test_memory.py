@@ -12,7 +12,7 @@ from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plan.memory import GIB, MemoryEstimate, estimate_memory
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
-GROUPED = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+GROUPED = {"attn_type": "multiquery_attention"}
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
 
 
