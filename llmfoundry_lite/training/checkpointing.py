@@ -75,7 +75,7 @@ class Checkpointing(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         found_newest = self._check_folder()
-        self.saver: Saver = open_saver(self.store, after_publish=self._remove_old)
+        self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
         restored = self._restore(state, found_newest)
         if restored is not None and restored.manifest is not None:
             self._say(*restored.notes, f"carrying on from {restored.url}" + _differences(self, restored.manifest))
@@ -264,8 +264,13 @@ class Checkpointing(Callback):
         )
         self._say(f"saved {saved.name}")
 
+    def _after_publish(self, lease: Lease) -> None:
+        """In the background, on rank 0, after each save."""
+        self.preemption.note_saved(f"ba{self.last_saved_batch}")
+        self._remove_old(lease)
+
     def _remove_old(self, lease: Lease) -> None:
-        """In the background, on rank 0, after each save. Another writer is an error, a file that stays is not."""
+        """Another writer is an error, a file that stays is not."""
         if self.config.save_num_checkpoints_to_keep < 0:
             return
         try:

@@ -1,9 +1,10 @@
 """Reasons to leave early, and leaving in time: SIGTERM and SIGUSR1, a deadline, a file named STOP.
 
 Python's signal handlers do not run while the main thread sits in a collective, so a thread listens: signals reach it
-through a pipe that the interpreter's C handler writes into. It notes the reason and starts the clock. The main
-threads of all ranks agree at the next end of a batch, save, and leave; if they cannot in time, because a batch, a
-collective or a disk takes longer, the thread ends the process and the last periodic save stands.
+through a pipe that the interpreter's C handler writes into, and on rank 0 it looks for the file. It notes the reason
+and starts the clock. The main threads of all ranks agree at the next end of a batch, save, and leave; if they cannot
+in time, because a batch, a collective or a disk takes longer, the thread ends the process and the last periodic save
+stands. Who sends a signal kills soon after; who writes the file does not, and is given the time of two batches more.
 """
 
 import os
@@ -30,6 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP")
 """What ranks tell each other is an index of these; the highest wins."""
 STOP = "STOP"
+BY_FILE = REASONS.index("the file STOP")
 
 
 class Preemption(Callback):
@@ -51,6 +53,12 @@ class Preemption(Callback):
         self.reason = 0
         self.agreed = 0
         self.leave_by: float | None = None
+        self.saved: str | None = None
+        """What has been published since there is a reason; on rank 0."""
+        self._seconds_left = grace_seconds
+        self._longest_step_seconds = 0.0
+        self._last_step: float | None = None
+        self._is_main = False
         self._may_ask = True
         self._asking = threading.Lock()
 
@@ -58,6 +66,7 @@ class Preemption(Callback):
 
     def listen(self) -> None:
         """From the main thread, after Composer has installed its handlers. For the rest of the process's life."""
+        self._is_main = dist.get_rank() == 0
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -73,12 +82,20 @@ class Preemption(Callback):
 
     def agree(self) -> str:
         """The reason to leave that any rank knows of, or nothing. Every rank must call this at the same places."""
-        if not self.reason and dist.get_rank() == 0 and self.stop_file.exists():
-            self._request(REASONS.index("the file STOP"))
+        now = time.monotonic()
+        if self._last_step is not None:
+            self._longest_step_seconds = max(self._longest_step_seconds, now - self._last_step)
+        self._last_step = now
+        self._look_for_file()
         self.agreed = max_of([self.reason])[0]
         if self.agreed and not self.reason:
             self._request(self.agreed)
         return REASONS[self.agreed]
+
+    def note_saved(self, name: str) -> None:
+        """From any thread: `name` has been published."""
+        if self.reason:
+            self.saved = name
 
     def fall_silent(self) -> None:
         """The process is about to end: the thread asks torch for nothing any more. Python ends daemon threads without
@@ -89,7 +106,7 @@ class Preemption(Callback):
 
     def consume_stop_file(self) -> None:
         """What it asked for is done; the next launch must not find it."""
-        if dist.get_rank() == 0 and self.agreed:
+        if self._is_main and self.agreed:
             self.stop_file.unlink(missing_ok=True)
 
     # -------------------------------------------------------------------------------------------------- the threads
@@ -103,6 +120,7 @@ class Preemption(Callback):
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number in SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
+            self._look_for_file()
             now = time.monotonic()
             if self.leave_by is not None and now >= self.leave_by:
                 self._leave_late()
@@ -121,18 +139,27 @@ class Preemption(Callback):
                 self._request(REASONS.index(announced))
             time.sleep(1.0)
 
+    def _look_for_file(self) -> None:
+        if self._is_main and not self.reason and self.stop_file.exists():
+            self._request(BY_FILE)
+
     def _request(self, reason: int) -> None:
         if self.reason:
             return
-        self.leave_by = time.monotonic() + self.grace_seconds
+        if reason == BY_FILE:
+            self._seconds_left += 2 * self._longest_step_seconds
+        self.leave_by = time.monotonic() + self._seconds_left
         self.reason = reason
         announce_preemption(REASONS[reason])
 
     def _leave_late(self) -> None:
-        text = f"{REASONS[self.reason]}: nothing could be saved within {self.grace_seconds:g} s; the last save stands"
+        text = f"{REASONS[self.reason]}: nothing could be saved within {self._seconds_left:.3g} s; the last save stands"
+        if self.saved is not None:
+            text = f"{REASONS[self.reason]}: saved as {self.saved}; what came after took more than the rest of "
+            text += f"{self._seconds_left:.3g} s"
         with suppress(Exception):
             self.on_timeout(text)
-            if REASONS[self.reason] == "the file STOP":
+            if self._is_main and self.reason == BY_FILE:
                 self.stop_file.unlink(missing_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -52,6 +52,21 @@ class SignalThenHang(Signal):
             threading.Event().wait()
 
 
+class StopThenHang(Signal):
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            open("runs/tiny/STOP", "w").close()
+            threading.Event().wait()
+
+
+class HangAtTheEnd(Signal):
+    """When all is saved; wandb, for one, may wait for its server there."""
+
+    def close(self, state, logger):
+        if int(os.environ["RANK"]) == 0:
+            threading.Event().wait()
+
+
 class SignalAtTheStart(Signal):
     """Before anything has been restored, while the other ranks build their models."""
 
@@ -142,6 +157,24 @@ def test_a_rank_that_hangs_does_not_hold_the_exit_and_the_last_save_stands(tmp_p
     assert status(tmp_path)["status"] == "preempted"
     result = launch(tmp_path, config).check()
     assert "carrying on from runs/tiny/checkpoints/ba4" in result.output
+
+
+@pytest.mark.slow
+def test_a_hung_batch_does_not_hide_the_file(tmp_path, data):
+    hang = callback(StopThenHang, rank=1, batch=4)
+    result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=2, callbacks=hang))
+    assert result.exit_codes == [75, 75]
+    assert "preempted by the file STOP: nothing could be saved within" in result.output
+    assert not (tmp_path / "runs/tiny/STOP").exists()
+
+
+@pytest.mark.slow
+def test_who_leaves_late_says_what_has_been_saved(tmp_path, data):
+    hang = callback(HangAtTheEnd, rank=1, batch=4)
+    result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=5, callbacks=hang))
+    assert result.exit_codes == [75, 75]
+    assert "preempted by SIGTERM: saved as ba4; what came after took more than the rest of 5 s" in result.output
+    assert status(tmp_path)["reason"].startswith("SIGTERM: saved as ba4")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
