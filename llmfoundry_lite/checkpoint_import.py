@@ -1,6 +1,6 @@
 """Weights made elsewhere -> a portable checkpoint that training, `export` and the other tools read like any other.
 
-    import_checkpoint("mpt-folder", "imported/mpt")                             Hugging Face, MPT or GPT-2 layout
+    import_checkpoint("mpt-folder", "imported/mpt")                             Hugging Face: MPT, GPT-2, Llama
     import_checkpoint("hf:owner/name", "imported/mpt")                          the same from the Hub or its cache
     import_checkpoint("ep0-ba10-rank0.pt", "imported/mpt", trust_pickle=True)   LLM Foundry / Composer, one file
     import_checkpoint("ep0-ba10", "imported/mpt", trust_pickle=True)            the same, sharded

@@ -26,7 +26,7 @@ from tests import composer_saves
 from tests.helpers.launch import launch, train
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, read_metrics, tiny_config, values, write_config, write_data
 from tests.models.test_hf_export import build_tokenizer
-from tests.models.test_mpt_parity import ALIBI, SMALL, random_model
+from tests.models.test_mpt_parity import ALIBI, LLAMA, SMALL, random_model
 
 PACKAGE = Path(llmfoundry_lite.__file__).parent
 
@@ -55,7 +55,9 @@ def refusal(source, out, **options):
 # --------------------------------------------------------------------------------------------------- Hugging Face
 
 
-@pytest.mark.parametrize("config", [ALIBI, SMALL, replace(SMALL, no_bias=True)], ids=["mpt", "gpt2", "gpt2-no-bias"])
+@pytest.mark.parametrize(
+    "config", [ALIBI, SMALL, replace(SMALL, no_bias=True), LLAMA], ids=["mpt", "gpt2", "gpt2-no-bias", "llama"]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_export_import_export_is_bit_equal(tmp_path, capsys, config, dtype):
     folder_of(tmp_path / "one", config, dtype)

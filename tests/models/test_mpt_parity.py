@@ -1,7 +1,8 @@
-"""Our MPT against transformers' MPT and GPT-2, from the same weights, in fp32: logits, loss, every gradient.
+"""Our model against transformers' MPT, GPT-2 and Llama, from the same weights: logits, loss, every gradient.
 
-Tolerances are relative to the largest entry of what is compared: LOGITS and GRADIENTS below. Measured on the
-models here: about 1e-6 for logits and 2e-6 for gradients.
+fp32: tolerances are relative to the largest entry of what is compared, LOGITS and GRADIENTS below; measured on the
+models here: about 1e-6 for logits and 2e-6 for gradients. bf16: neither of two models is the truth, so both are held
+against the fp32 result, and ours may be no further from it than theirs, with half as much again for luck.
 """
 
 from dataclasses import replace
@@ -9,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, MptConfig, MptForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.models.hf import build_hf_config, layout_sources, to_hugging_face
+from llmfoundry_lite.models.hf.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT
 
 LOGITS = 1e-5
@@ -21,6 +23,14 @@ GRADIENTS = 1e-5
 
 SMALL = ModelConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)
 ALIBI = replace(SMALL, no_bias=True, attn_config=AttentionConfig(alibi=True))
+LLAMA = replace(
+    SMALL,
+    no_bias=True,
+    norm_type="rmsnorm",
+    attn_config=AttentionConfig(attn_type="grouped_query_attention", kv_n_heads=2, rope=True),
+    ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu")),
+    tie_word_embeddings=False,
+)
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> MPT:
@@ -47,6 +57,8 @@ def build_theirs(model: MPT) -> torch.nn.Module:
         theirs.transformer.build_mpt_alibi_tensor = lambda heads, length, device: build_mpt_alibi_tensor(
             heads, length, model.config.attn_config.alibi_bias_max, device
         )
+    elif model.config.attn_config.rope:
+        theirs = LlamaForCausalLM(LlamaConfig(**hf_config))
     else:
         theirs = GPT2LMHeadModel(GPT2Config(**hf_config))
     result = theirs.load_state_dict(to_hugging_face(model.state_dict(), model.config), strict=False)
@@ -64,6 +76,14 @@ def with_attention(config: ModelConfig, **options) -> ModelConfig:
     return replace(config, attn_config=replace(config.attn_config, **options))
 
 
+def with_activation(config: ModelConfig, **options) -> ModelConfig:
+    return replace(config, ffn_config=replace(config.ffn_config, ffn_act_fn=FFNActivation(**options)))
+
+
+def with_scaling(config: ModelConfig, **options) -> ModelConfig:
+    return with_attention(config, rope_theta=500.0, rope_hf_config=RopeScaling(**options))
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -78,6 +98,18 @@ def with_attention(config: ModelConfig, **options) -> ModelConfig:
         pytest.param(replace(SMALL, expansion_ratio=2.5, norm_eps=1e-3), id="gpt2-expansion"),
         pytest.param(with_attention(SMALL, softmax_scale=1.0), id="gpt2-softmax-scale"),
         pytest.param(replace(SMALL, learned_pos_emb=False), id="gpt2-no-positions"),
+        pytest.param(with_activation(SMALL, approximate="tanh"), id="gpt2-gelu-by-tanh"),
+        pytest.param(with_activation(SMALL, name="quick_gelu"), id="gpt2-quick-gelu"),
+        pytest.param(replace(with_attention(SMALL, fused_qkv=False), tie_word_embeddings=False), id="gpt2-untied"),
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(with_attention(LLAMA, attn_type="multihead_attention", kv_n_heads=None), id="llama-all-heads"),
+        pytest.param(with_attention(LLAMA, attn_type="multiquery_attention", kv_n_heads=None), id="llama-one-kv-head"),
+        pytest.param(replace(LLAMA, no_bias=False, tie_word_embeddings=True, norm_eps=1e-3), id="llama-bias-tied"),
+        pytest.param(with_attention(LLAMA, fused_qkv=False), id="llama-three-matrices"),
+        pytest.param(with_scaling(LLAMA, type="linear", factor=2.0), id="llama-linear"),
+        pytest.param(replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16), id="llama-dynamic"),
+        pytest.param(with_scaling(LLAMA, type="ntk", factor=4.0), id="llama-ntk"),
+        pytest.param(with_activation(LLAMA, name="relu"), id="llama-relu"),
     ],
 )
 def test_logits_loss_and_every_gradient_equal_transformers(config):
@@ -93,16 +125,22 @@ def test_logits_loss_and_every_gradient_equal_transformers(config):
 
     assert_close(logits_btv, reference.logits, LOGITS, "logits")
     assert_close(loss, reference.loss, LOGITS, "loss")
-    reference_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     compared = set()
-    for name, source in layout_sources(config).items():
-        if source.name in gradients:
-            gradient = reference_gradients[name]
-            gradient = gradient.t() if source.is_transposed else gradient
-            assert_close(gradients[source.name], gradient, GRADIENTS, source.name)
-            compared.add(source.name)
+    for name, (gradient, reference_gradient) in pair_gradients(gradients, theirs, config).items():
+        assert_close(gradient, reference_gradient, GRADIENTS, name)
+        compared.update(layout_sources(config)[name].names)
     assert compared == gradients.keys()
+
+
+def pair_gradients(gradients: dict, theirs: torch.nn.Module, config: ModelConfig) -> dict:
+    """transformers' name -> (ours, theirs), but for what is zero in theirs because ours has no such tensor."""
+    reference = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    return {
+        name: (layout_tensor(gradients, config, source), reference[name])
+        for name, source in layout_sources(config).items()
+        if source.names[0] in gradients
+    }
 
 
 def test_logit_scale_multiplies_the_logits():

@@ -1,0 +1,168 @@
+"""Folders of Hugging Face models: written whole or not at all, read without running anything.
+
+Owns the names of files, how weights are spread over several, and what a tokenizer's files say of special tokens. What
+the tensors mean is the layouts'.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from llmfoundry_lite.errors import ExportError
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+
+
+@contextlib.contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """A draft beside `folder` that takes its place once everything in it is on disk."""
+    folder = folder.resolve()
+    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder)):
+        raise ExportError(f"{folder}: exists and is not an earlier export; give another folder or remove it")
+    # Fixed names: what a killed export leaves behind is cleared away by the next one.
+    draft = folder.with_name(f".{folder.name}.draft")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    try:
+        for leftover in (draft, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            _flush(path)
+        if folder.exists():
+            folder.rename(replaced)
+        draft.rename(folder)
+        _flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        if not folder.exists() and replaced.exists():
+            replaced.rename(folder)
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    known = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"}
+    return not names or (
+        "config.json" in names
+        and all(n in known or n in TOKENIZER_FILES or (n[:6] == "model-" and n[-12:] == ".safetensors") for n in names)
+    )
+
+
+def write_weights(
+    sizes_bytes: Mapping[str, int], build_tensor: Callable[[str], torch.Tensor], folder: Path, max_shard_bytes: int
+) -> None:
+    """One file, or several and an index; only one shard's tensors are in memory at a time."""
+    shards: list[list[str]] = [[]]
+    for name, size_bytes in sizes_bytes.items():
+        if shards[-1] and sum(sizes_bytes[other] for other in shards[-1]) + size_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: build_tensor(name) for name in names}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dict[str, torch.Tensor]:
+    files = _weight_files(folder, "model", "safetensors")
+    if files is not None:
+        return {name: tensor for file in files for name, tensor in _read_safetensors(folder / file).items()}
+    pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
+    if not pickles:
+        raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
+    if read_pickle is None:
+        raise ExportError(
+            f"{folder}: {pickles[0]} is a pickle, which can run code when it is read; if you trust where it comes "
+            "from, add --trust-pickle"
+        )
+    files = _weight_files(folder, "pytorch_model", "bin")
+    if files is None:
+        raise ExportError(f"{folder}: holds {pickles[0]}; expected model.safetensors or pytorch_model.bin")
+    state = {}
+    for file in files:
+        content = read_pickle(folder / file)
+        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+            raise ExportError(f"{folder / file}: expected tensors by name and nothing else")
+        state |= content
+    return state
+
+
+def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
+    """One file, or those of an index, all of which are there; None if there is neither."""
+    index = folder / f"{stem}.{suffix}.index.json"
+    if not index.is_file():
+        return [f"{stem}.{suffix}"] if (folder / f"{stem}.{suffix}").is_file() else None
+    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    for file in files:
+        if Path(file).name != file or not (folder / file).is_file():
+            raise ExportError(f"{folder}: {file}, named in {index.name}, is not in the folder")
+    return files
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as reader:
+            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise ExportError(f"{path}: damaged: {error}") from None
+
+
+def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
+    """bos_token_id and eos_token_id, as far as the tokenizer's files name them."""
+    if tokenizer_folder is None:
+        return {}
+    folder = Path(tokenizer_folder)
+    if not (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
+        return {}
+    names, tokenizer = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    # Unigram models keep [token, score] pairs in the order of their ids.
+    ids = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+    ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    special_tokens = {}
+    for kind in ("bos_token", "eos_token"):
+        token = names.get(kind)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            special_tokens[f"{kind}_id"] = ids[token]
+    return special_tokens
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
