@@ -126,8 +126,9 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     print_lines(lines)
     if manifest.segments:
         print("\nwhere it ran")
-        columns = ("batches", "device", "ranks", "sharding", "precision", "torch", "tokens/s")
-        print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 6))
+        columns = ("batches", "device", "ranks", "sharding", "precision", "tokens/s")
+        print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
+        print_lines({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
     if tensors:
         print()
         rows = [
@@ -140,8 +141,8 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
 def segment_row(segment: Any) -> tuple[str, ...]:
     rate = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
     ranks = "" if segment.world_size is None else str(segment.world_size)
-    words = (segment.device or "", ranks, segment.sharding or "", segment.precision or "", segment.torch or "")
-    return f"{segment.first_batch}-{segment.last_batch}", *words, rate
+    words = (segment.device or "", ranks, segment.sharding_in_words or "", segment.precision or "")
+    return segment.span, *words, rate
 
 
 @checkpoint.command("verify")

@@ -1,6 +1,7 @@
 """What torch sees on this machine: the kind of device, its name, its memory, and its row in `hardware.py`."""
 
 import platform
+import re
 import resource
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def vendor() -> str:
 def runtime() -> str | None:
     """The CUDA or ROCm release torch was built for; None on CPUs."""
     return (torch.version.hip or torch.version.cuda) if torch.cuda.is_available() else None
+
+
+def driver() -> str | None:
+    """The release of the kernel's driver for the accelerators; None on CPUs."""
+    files = {"nvidia": "/proc/driver/nvidia/version", "amd": "/sys/module/amdgpu/version"}
+    path = Path(files.get(vendor(), ""))
+    # NVIDIA's is a sentence: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar …"
+    found = re.search(r"\b\d+\.\d[\d.]*", path.read_text()) if path.is_file() else None
+    return found[0] if found else None
 
 
 def available_memory_bytes() -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
@@ -169,8 +170,13 @@ def test_a_run_carried_on_under_another_overlay_says_what_is_different_and_sees_
     other = {
         "overlay": "hardware",
         "device_train_microbatch_size": 1,
-        "fsdp_config": {"sharding_strategy": "HYBRID_SHARD", "mixed_precision": "PURE"},
-        "model": {"attn_config": {"attn_impl": "sdpa"}},
+        "fsdp_config": {
+            "sharding_strategy": "HYBRID_SHARD",
+            "mixed_precision": "PURE",
+            "data_parallel_shard_degree": 1,
+        },
+        "model": {"attn_config": {"attn_impl": "reference"}},
+        "environment": {"THERE": 1},
     }
     there = write_config(tmp_path / "there.yaml", other)
     train([run, "run_name=whole"], tmp_path).check()
@@ -178,13 +184,17 @@ def test_a_run_carried_on_under_another_overlay_says_what_is_different_and_sees_
     output = train([run, there], tmp_path, 2).check().output
     assert (
         "carrying on from runs/tiny/checkpoints/ba3 (devices 1 -> 2, sharding FULL_SHARD -> HYBRID_SHARD, "
-        "precision amp_bf16 DEFAULT -> amp_bf16 PURE, attention auto -> sdpa)"
+        "shard degree none -> 1, microbatch 8 -> 1, precision amp_bf16 DEFAULT -> amp_bf16 PURE, "
+        "attention sdpa -> reference, HERE yes -> none, THERE none -> 1)"
     ) in output
     first, second = open_checkpoint(tmp_path / "runs/tiny/checkpoints/ba6").manifest.segments
     assert (first.first_batch, first.last_batch, second.first_batch, second.last_batch) == (1, 3, 4, 6)
     assert (first.sharding, second.sharding) == ("FULL_SHARD", "HYBRID_SHARD")
     assert (first.precision, second.precision) == ("amp_bf16 DEFAULT", "amp_bf16 PURE")
-    assert (first.attention, second.attention) == ("auto", "sdpa")
+    assert (first.shard_degree, second.shard_degree) == (None, 1)
+    assert (first.attention, second.attention) == ("sdpa", "reference")
+    assert (first.environment, second.environment) == ({"HERE": "yes"}, {"THERE": "1"})
+    assert second.torch == torch.__version__
     whole, moved = read_metrics(tmp_path / "runs/whole"), read_metrics(tmp_path / "runs/tiny")
     assert values(moved, "data/digest") == values(whole, "data/digest")
     assert values(moved, "loss/train/total") == pytest.approx(values(whole, "loss/train/total"), abs=0.05)

@@ -65,8 +65,11 @@ def on_gpu(first, last, num_devices=2, device=H100):
         vendor="nvidia",
         device=device,
         num_devices=num_devices,
-        sharding="FULL_SHARD",
+        sharding="HYBRID_SHARD",
+        shard_degree=2,
         precision="amp_bf16 PURE",
+        runtime="13.0",
+        environment={"NCCL_ALGO": "Tree"},
     )
 
 
@@ -129,6 +132,7 @@ def test_console_markdown_and_json_say_the_same(tmp_path, capsys):
     facts = json.loads((tmp_path / "run/report.json").read_text())
     assert facts["runs"][0]["segments"][0]["device"] == H100
     said = (H100, "1-10", "250", "0:00:20", "0.00778", "0:06:00", "since the last save", "rated power", "0.02")
+    said = (*said, "HYBRID_SHARD of 2", "1-10: CUDA 13.0, NCCL_ALGO=Tree")
     for words in said:
         assert words in printed and words in page, words
     assert "| 11-20 | 4 x AMD EPYC | FULL_SHARD fp32 |" in page

@@ -59,15 +59,43 @@ class Segment:
     num_devices: int | None = None
     driver: str | None = None
     runtime: str | None = None
+    """CUDA's or ROCm's release."""
     torch: str | None = None
     world_size: int | None = None
     sharding: str | None = None
+    shard_degree: int | None = None
+    """HYBRID_SHARD: devices that share one copy of the model."""
     device_train_microbatch_size: int | None = None
     precision: str | None = None
     attention: str | None = None
+    compile_config: dict[str, Any] | None = None
+    """None: not compiled."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """What the hardware overlay sets, such as NCCL's variables, as the processes had it."""
     tokens_per_second: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-    """Whatever else is worth knowing later, through the typed codec."""
+
+    @property
+    def span(self) -> str:
+        return f"{self.first_batch}-{self.last_batch}"
+
+    @property
+    def sharding_in_words(self) -> str | None:
+        return f"{self.sharding} of {self.shard_degree}" if self.shard_degree else self.sharding
+
+    @property
+    def computed_with(self) -> list[str]:
+        """In words: releases, kernels, environment."""
+        brand = {"nvidia": "CUDA ", "amd": "ROCm "}.get(self.vendor or "", "")
+        words = {
+            "torch ": self.torch,
+            brand: self.runtime,
+            "driver ": self.driver,
+            "attention ": self.attention,
+            "compiled ": None if self.compile_config is None else str(self.compile_config or ""),
+            "microbatch ": self.device_train_microbatch_size,
+        }
+        known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
+        return known + [f"{name}={value}" for name, value in self.environment.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +412,13 @@ def _decode_segment(item: _Item) -> Segment:
     item.keys(*fields)
     content = decode_value(item.object(), item.where)
     for name, value in content.items():
-        kinds = {"details": (dict,), "tokens_per_second": (int, float, type(None))}
-        numbers = ("num_devices", "world_size", "device_train_microbatch_size")
+        kinds = {"compile_config": (dict, type(None)), "tokens_per_second": (int, float, type(None))}
+        numbers = ("num_devices", "world_size", "shard_degree", "device_train_microbatch_size")
         kind = kinds.get(name, (int, type(None)) if name in numbers else (str, type(None)))
         kind = (int,) if name in ("first_batch", "last_batch") else kind
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if name == "environment":
+            item.get(name).strings()
+        elif not isinstance(value, kind) or isinstance(value, bool):
             raise DamagedCheckpointError(f"{item.where}: {name} {shorten(value)}")
     if "first_batch" not in content or "last_batch" not in content:
         raise DamagedCheckpointError(f"{item.where}: no span of batches")

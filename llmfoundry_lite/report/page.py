@@ -87,7 +87,12 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
         rows.append(("total", "", "", *sums))
     columns = ("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", "time", "kWh", "cost")
     shown = [i for i in range(len(columns)) if (i != 7 or has_energy) and (i != 8 or with_cost)]
-    lines = ["time is that of training, evaluation and saves, without start-up"]
+    lines = [
+        f"{fact['first_batch']:,}-{fact['last_batch']:,}: {', '.join(fact['computed_with'])}"
+        for fact in facts
+        if fact["computed_with"]
+    ]
+    lines += ["time is that of training, evaluation and saves, without start-up"]
     if any(fact["mfu"] is None for fact in facts):
         lines.append("no MFU or energy where the run knew no peak of the device")
     if has_energy:

@@ -17,7 +17,7 @@ of the whole, and a device that is not in the table have neither MFU nor energy.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,17 @@ class SegmentFacts:
     num_devices: int | None = None
     world_size: int | None = None
     sharding: str | None = None
+    """With the shard degree of HYBRID_SHARD."""
     precision: str | None = None
     attention: str | None = None
     torch: str | None = None
+    runtime: str | None = None
+    driver: str | None = None
+    compile_config: dict[str, Any] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
     microbatch_size: int | None = None
+    computed_with: list[str] = field(default_factory=list)
+    """These, from torch on, in words."""
     tokens: int | None = None
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
@@ -80,10 +87,15 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> SegmentF
         device=segment.device,
         num_devices=num_devices,
         world_size=segment.world_size,
-        sharding=segment.sharding,
+        sharding=segment.sharding_in_words,
         precision=segment.precision,
         attention=segment.attention,
         torch=segment.torch,
+        runtime=segment.runtime,
+        driver=segment.driver,
+        compile_config=segment.compile_config,
+        environment=segment.environment,
+        computed_with=segment.computed_with,
         microbatch_size=segment.device_train_microbatch_size,
         tokens=int(np.nansum(tokens)) if np.isfinite(tokens).any() else None,
         tokens_per_second_per_device=rate,
@@ -199,8 +211,9 @@ Kind = tuple[tuple[str, Any], ...]
 
 
 def kind_of(fact: SegmentFacts) -> Kind:
-    names = ("vendor", "num_devices", "sharding", "precision", "device", "torch", "attention")
-    return tuple((name, getattr(fact, name)) for name in names)
+    names = ("vendor", "num_devices", "sharding", "precision", "device", "torch", "runtime", "attention")
+    compiled = "not compiled" if fact.compile_config is None else "compiled"
+    return (*((name, getattr(fact, name)) for name in names), ("compiled", compiled))
 
 
 def label_kinds(kinds: Sequence[Kind]) -> dict[Kind, str]:
@@ -210,7 +223,7 @@ def label_kinds(kinds: Sequence[Kind]) -> dict[Kind, str]:
         alike = [dict(other) for other in set(kinds) if base_label(dict(other)) == base_label(dict(kind))]
         telling = [
             str(dict(kind)[name])
-            for name in ("device", "torch", "attention")
+            for name in ("device", "torch", "runtime", "attention", "compiled")
             if len({other[name] for other in alike}) > 1
         ]
         labels[kind] = " · ".join([base_label(dict(kind)), *telling])

@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
-from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint import manifest as portable
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
@@ -34,6 +32,7 @@ from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.loggers import METRICS, RunLog, log_until, wandb_run_id
 from llmfoundry_lite.training.preemption import REASONS, Preemption
+from llmfoundry_lite.training.segments import build_segment, find_differences
 
 COUNTS = ("iteration", "epoch", "batch", "sample", "token")
 COUNTS_WITHIN = (
@@ -78,7 +77,7 @@ class Checkpointing(Callback):
         self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
         restored = self._restore(state, found_newest)
         if restored is not None and restored.manifest is not None:
-            self._say(*restored.notes, f"carrying on from {restored.url}" + _differences(self, restored.manifest))
+            self._say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
             if not self.config.load_weights_only or found_newest:
                 self._restore_scalars(restored.manifest, state)
                 self._restore_log(restored)
@@ -112,6 +111,17 @@ class Checkpointing(Callback):
                 error = caught
         agree(error)
         return bool(tell_all(num_found))
+
+    def _differences(self, manifest: Manifest, state: State) -> str:
+        if not manifest.segments:
+            return ""
+        batch, is_auto = manifest.timestamp.batch, self.config.device_train_microbatch_size == "auto"
+        size = None if is_auto else int(state.device_train_microbatch_size or 0)
+        here = build_segment(self.config, self.model, first_batch=batch, last_batch=batch, microbatch_size=size)
+        changed = find_differences(manifest.segments[-1], here)
+        if manifest.run_name != self.config.run_name:
+            changed.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
+        return f" ({', '.join(changed)})" if changed else ""
 
     def _restore(self, state: State, found_newest: bool) -> Restored | None:
         optimizer = state.optimizers[0]
@@ -320,23 +330,15 @@ class Checkpointing(Callback):
         return dataset.state_dict(int(state.timestamp.sample_in_epoch), True)  # type: ignore[union-attr]
 
     def _segment(self, state: State) -> Segment:
-        """Where this launch's batches ran."""
-        config = self.config
+        """Of this launch so far."""
         seconds = (state.timestamp.total_wct - self.started_at.total_wct).total_seconds()
         tokens = int(state.timestamp.token) - int(self.started_at.token)
-        return Segment(
+        return build_segment(
+            self.config,
+            self.model,
             first_batch=self.first_batch,
             last_batch=int(state.timestamp.batch),
-            vendor=devices.vendor(),
-            device=devices.device_name(),
-            num_devices=dist.get_world_size(),
-            runtime=devices.runtime(),
-            torch=str(torch.__version__),
-            world_size=dist.get_world_size(),
-            sharding=config.sharding.sharding_strategy,
-            device_train_microbatch_size=int(state.device_train_microbatch_size or 0),
-            precision=f"{config.precision} {config.sharding.mixed_precision}",
-            attention=config.model.attn_config.attn_impl,
+            microbatch_size=int(state.device_train_microbatch_size or 0),
             tokens_per_second=tokens / seconds if seconds else None,
         )
 
@@ -369,22 +371,3 @@ def model_identity(values: dict[str, Any]) -> dict[str, Any]:
     del identity["attn_config"]
     attention = {f"attn_config.{key}": value for key, value in values["attn_config"].items() if key != "attn_impl"}
     return {**identity, **attention}
-
-
-def _differences(here: Checkpointing, manifest: Manifest) -> str:
-    """What is another way to compute than in the last segment; it may change digits, though not the mathematics."""
-    if not manifest.segments:
-        return ""
-    last, config = manifest.segments[-1], here.config
-    fsdp = config.sharding
-    pairs = {
-        "run_name": (manifest.run_name, config.run_name),
-        "device": (last.device, devices.device_name()),
-        "devices": (last.num_devices, dist.get_world_size()),
-        "torch": (last.torch, str(torch.__version__)),
-        "sharding": (last.sharding, fsdp.sharding_strategy),
-        "precision": (last.precision, f"{config.precision} {fsdp.mixed_precision}"),
-        "attention": (last.attention, config.model.attn_config.attn_impl),
-    }
-    changed = [f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now]
-    return f" ({', '.join(changed)})" if changed else ""

@@ -40,7 +40,9 @@ def sound(**changes):
             "save_id": "e1-ba3-0123456789ab",
             "timestamp": Timestamp(batch=3, sample=24),
             "lease_epoch": 1,
-            "segments": (Segment(first_batch=1, last_batch=3, vendor="nvidia", details={"clock": (1, 2.5)}),),
+            "segments": (
+                Segment(first_batch=1, last_batch=3, vendor="nvidia", environment={"A": "b"}, compile_config={"c": 1}),
+            ),
             "scalars": {"lr": 0.1, "order": (1, float("inf"))},
             "optimizer": {"class": "AdamW", "groups": [], "state": {}},
             "config": {"seed": 17},
