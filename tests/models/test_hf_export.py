@@ -240,7 +240,7 @@ def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_pat
 
 
 def test_a_pickled_folder_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpt"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ExportError, match=r"pytorch_model\.bin is a pickle, which can run code"):
         import_model(tmp_path)

@@ -2,7 +2,9 @@
 
 fp32: tolerances are relative to the largest entry of what is compared, LOGITS and GRADIENTS below; measured on the
 models here: about 1e-6 for logits and 2e-6 for gradients. bf16: neither of two models is the truth, so both are held
-against the fp32 result, and ours may be no further from it than theirs, with half as much again for luck.
+against the fp32 result, and ours may be no further from it than 1.5 times theirs. Measured over seeds: 0.9 to 1.0
+times for logits, 0.85 to 1.0 for all gradients together, up to 1.25 for one matrix; a vector of 48 numbers alone has
+too few to tell, so vectors count together.
 """
 
 from dataclasses import replace
@@ -125,19 +127,58 @@ def test_logits_loss_and_every_gradient_equal_transformers(config):
 
     assert_close(logits_btv, reference.logits, LOGITS, "logits")
     assert_close(loss, reference.loss, LOGITS, "loss")
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    compared = set()
-    for name, (gradient, reference_gradient) in pair_gradients(gradients, theirs, config).items():
-        assert_close(gradient, reference_gradient, GRADIENTS, name)
-        compared.update(layout_sources(config)[name].names)
-    assert compared == gradients.keys()
+    reference_gradients = gradients_of(theirs)
+    gradients = in_their_layout(gradients_of(ours), config)
+    for name, gradient in gradients.items():
+        assert_close(gradient, reference_gradients[name], GRADIENTS, name)
+    compared = {ours for name in gradients for ours in layout_sources(config)[name].names}
+    assert compared == {name for name, _ in ours.named_parameters()}
 
 
-def pair_gradients(gradients: dict, theirs: torch.nn.Module, config: ModelConfig) -> dict:
-    """transformers' name -> (ours, theirs), but for what is zero in theirs because ours has no such tensor."""
-    reference = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(ALIBI, id="mpt"),
+        pytest.param(replace(ALIBI, norm_type="layernorm"), id="mpt-layernorm"),
+        pytest.param(SMALL, id="gpt2"),
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(replace(LLAMA, norm_type="low_precision_rmsnorm"), id="llama-low-precision"),
+    ],
+)
+def test_bf16_is_as_near_to_the_fp32_result_as_transformers_is(config):
+    ours = random_model(config)
+    theirs = build_theirs(ours).eval()
+    tokens_bt = random_tokens(config)
+    exact = backpropagate(ours(tokens_bt), tokens_bt) | in_their_layout(gradients_of(ours), config)
+    exact = {name: tensor.clone() for name, tensor in exact.items()}
+
+    ours.bfloat16().zero_grad()
+    theirs.bfloat16()
+    found = backpropagate(ours(tokens_bt), tokens_bt) | in_their_layout(gradients_of(ours), config)
+    reference = backpropagate(theirs(input_ids=tokens_bt).logits, tokens_bt) | gradients_of(theirs)
+    assert {tensor.dtype for tensor in (*found.values(), *reference.values())} == {torch.bfloat16}
+    groups: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in exact.items():
+        errors = [(other[name].float() - tensor).square().sum() for other in (found, reference)]
+        groups.setdefault(name if tensor.dim() > 1 else "vectors", []).append(torch.stack(errors))
+    for name, errors in groups.items():
+        our_error, their_error = torch.stack(errors).sum(0).sqrt().tolist()
+        assert 0 < our_error <= 1.5 * their_error, name
+
+
+def backpropagate(logits_btv: torch.Tensor, tokens_bt: torch.Tensor) -> dict[str, torch.Tensor]:
+    F.cross_entropy(logits_btv[:, :-1].float().flatten(0, 1), tokens_bt[:, 1:].flatten()).backward()
+    return {"logits": logits_btv.detach()}
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def in_their_layout(gradients: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """transformers' name -> our gradient; without what theirs has and ours has not."""
     return {
-        name: (layout_tensor(gradients, config, source), reference[name])
+        name: layout_tensor(gradients, config, source)
         for name, source in layout_sources(config).items()
         if source.names[0] in gradients
     }

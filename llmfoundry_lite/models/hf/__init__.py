@@ -90,6 +90,7 @@ def import_model(
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
     hf_config = read_json(folder / "config.json")
+    layout_named(hf_config, str(folder))  # before gigabytes are read for nothing
     return from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
 
 
@@ -102,6 +103,13 @@ def layout_of(config: ModelConfig) -> Layout:
     if config.attn_config.alibi:
         return mpt.LAYOUT
     return llama.LAYOUT if config.attn_config.rope else gpt2.LAYOUT
+
+
+def layout_named(hf_config: HFConfig, where: str) -> Layout:
+    kind = hf_config.get("model_type")
+    if kind not in LAYOUTS:
+        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected mpt, gpt2 or llama")
+    return LAYOUTS[kind]
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:
@@ -123,15 +131,13 @@ def from_hugging_face(
     hf_state: Mapping[str, torch.Tensor], hf_config: HFConfig, where: str = "the model"
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """A layout's config and tensors as ours. Raises ExportError, naming what cannot be read."""
-    kind = hf_config.get("model_type")
-    if kind not in LAYOUTS:
-        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected mpt, gpt2 or llama")
-    layout = LAYOUTS[kind]
+    layout = layout_named(hf_config, where)
     state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
     state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
     config = layout.read_config(hf_config, state, where)
     # LLM Foundry's folders have every tensor of ours, under our names.
-    sources = {name: Source((name,)) for name in our_shapes(config)} if kind == "mpt" else layout.sources(config)
+    is_mpt = layout is mpt.LAYOUT
+    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout.sources(config)
     embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
     state = _without_tied_head(state, embedding, config, where)
     check_tensors(state, layout_shapes(config, sources), where)
