@@ -4,10 +4,11 @@ Knows nothing of training. Composer is handed a model that is already parallel a
 below does all the casting, on CPUs too, where Composer refuses bf16.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,6 +101,9 @@ def shard_model(
     compile_config: dict[str, Any] | None = None,
 ) -> None:
     """Checkpoint, compile and shard each block, then the rest (embeddings and last norm), in place."""
+    if mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
+        prepare_for_one_device(model, fsdp, precision)
+        return
     policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
     is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
     shard = partial(
@@ -114,6 +118,41 @@ def shard_model(
             block.compile(**compile_config)
         shard(block, reshard_after_forward=reshard)
     shard(model, reshard_after_forward=False)
+
+
+def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:
+    """The same without FSDP, which copies everything twice to share it with nobody.
+
+    Each block casts its parameters when it runs, and autograd casts their gradients back; in fp32 there is nothing to
+    do. A compiled block stays with FSDP, since what is done here to its parameters cannot be compiled.
+    """
+    inside = {module for block in model.transformer.blocks for module in block.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    if precision.parameters != torch.float32:
+        for block in model.transformer.blocks:
+            _compute_in(precision.parameters, block, block.modules())
+        _compute_in(precision.parameters, model, outside)
+    if fsdp.activation_checkpointing:
+        for block in model.transformer.blocks:
+            _checkpoint_activations(block, fsdp)
+
+
+def _compute_in(dtype: torch.dtype, module: nn.Module, owners: Iterable[nn.Module]) -> None:
+    """Replace `module.forward` by one in which the parameters of `owners` are copies in another type."""
+    forward = module.forward
+    places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if p is not None]
+
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
+        masters = [owner._parameters[name] for owner, name in places]
+        try:
+            for (owner, name), master in zip(places, masters, strict=True):
+                owner._parameters[name] = cast(Any, master).to(dtype)
+            return forward(*args, **kwargs)
+        finally:
+            for (owner, name), master in zip(places, masters, strict=True):
+                owner._parameters[name] = master
+
+    module.forward = cast_forward
 
 
 def _checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
 
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96)
@@ -22,9 +24,25 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def build(fsdp: FSDPConfig, config: ModelConfig = SMALL):
+def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"):
     mesh = build_mesh(fsdp, "cpu", 1, 1)
-    return build_parallel_model(config, fsdp, PRECISIONS["fp32", fsdp.mixed_precision], mesh, seed=1)
+    return build_parallel_model(config, fsdp, PRECISIONS[precision, fsdp.mixed_precision], mesh, seed=1)
+
+
+def build_sharded(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"):
+    """As on several devices, though there is one."""
+    model = build(fsdp, config)
+    other = MPT(config)
+    other.load_state_dict(model.state_dict())
+    table = PRECISIONS[precision, fsdp.mixed_precision]
+    policy = MixedPrecisionPolicy(param_dtype=table.parameters, reduce_dtype=table.reduction)
+    for module in (*other.transformer.blocks, other):
+        fully_shard(module, mesh=build_mesh(fsdp, "cpu", 1, 1), mp_policy=policy)
+    return other
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def step(model):
@@ -32,7 +50,7 @@ def step(model):
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens_bt).logsumexp(-1).mean()
         loss.backward()
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
     return loss.item(), gradients, counter.get_total_flops()
 
 
@@ -47,8 +65,7 @@ def test_selective_checkpointing_recomputes_no_matrix_product_and_a_full_one_all
 
 
 def test_a_block_kept_from_its_gradient_sum_gives_it_with_the_last_microbatch(one_rank):
-    model = build(FSDPConfig())
-    assert isinstance(model, FSDPModule)
+    model = build_sharded(FSDPConfig())
     expected = {name: 2 * gradient for name, gradient in step(build(FSDPConfig()))[1].items()}
     model.set_requires_gradient_sync(False)
     model(torch.arange(64).view(2, 32)).logsumexp(-1).mean().backward()
@@ -57,6 +74,17 @@ def test_a_block_kept_from_its_gradient_sum_gives_it_with_the_last_microbatch(on
     _, gradients, _ = step(model)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])
+def test_one_device_computes_without_fsdp_what_fsdp_computes(one_rank, precision):
+    plain, sharded = build(FSDPConfig(), precision=precision), build_sharded(FSDPConfig(), precision=precision)
+    assert not any(isinstance(p, DTensor) for p in plain.parameters())
+    assert all(p.dtype == torch.float32 for p in plain.parameters())
+    (loss, gradients, _), (expected_loss, expected, _) = step(plain), step(sharded)
+    assert loss == expected_loss
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert all(p.dtype == torch.float32 for p in plain.parameters())
 
 
 def test_offloading_the_optimizer_asks_nothing_of_a_cpu(one_rank):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from llmfoundry_lite.config.schema import GradientClippingConfig
@@ -50,8 +51,9 @@ class GradientStep(Callback):
     def before_forward(self, state: State, logger: Logger) -> None:
         """Gradients stay on their device until the batch's last microbatch; FSDP2 would sum them after each."""
         self.num_microbatches_left -= 1
-        reduces = self.reduces_every_microbatch or self.num_microbatches_left == 0
-        self.model.model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        if isinstance(self.model.model, FSDPModule):
+            reduces = self.reduces_every_microbatch or self.num_microbatches_left == 0
+            self.model.model.set_requires_gradient_sync(reduces)
 
     def after_loss(self, state: State, logger: Logger) -> None:
         assert isinstance(state.loss, torch.Tensor)
