@@ -70,6 +70,7 @@ def run(
     shape: str = "125m",
     num_items: int = 60,
     num_rounds: int = 1,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
     console = Console()
@@ -89,7 +90,7 @@ def run(
                 settings = {"model": model, "items": str(files[name]), "is_fixed": suite.is_fixed}
                 ours.append(_in_a_process([sys.executable, "-m", "llmfoundry_lite.bench.eval"], settings))
                 if peer_python:
-                    theirs.append(_in_a_process([peer_python, str(Path(__file__).with_name("eval_peer.py"))], settings))
+                    theirs.append(ask_peer(peer_python, model, files[name]))
             report["suites"][name] = compare(ours, theirs, suite)
     report["torch"] = torch.__version__
     report["num_threads"] = torch.get_num_threads()
@@ -203,6 +204,14 @@ def _in_a_process(command: list[str], settings: dict[str, Any]) -> dict[str, Any
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def ask_peer(
+    python: str, model: str, items: Path, kind: str = "multiple_choice", delimiter: str = " "
+) -> dict[str, Any]:
+    """What lm-evaluation-harness answers to the rows of `items`, in its own process."""
+    settings = {"model": model, "items": str(items), "kind": kind, "delimiter": delimiter}
+    return _in_a_process([python, str(Path(__file__).with_name("eval_peer.py"))], settings)
+
+
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     subject = load_subject(settings["model"], device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     task = TaskConfig(
@@ -246,7 +255,7 @@ def _forward_rate(model: Any, repeats: int) -> float:
     with torch.no_grad():
         for _ in range(repeats):
             started = time.perf_counter()
-            float(model.score(Inputs(tokens, None, None), Wanted(one, one, one)).log_probability_n[0])
+            float(model.score(Inputs(tokens, None, None), Wanted(one, one, one, one)).log_probability_n[0])
             best = min(best, time.perf_counter() - started)
     return tokens.numel() / best
 

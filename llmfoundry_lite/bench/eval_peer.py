@@ -8,6 +8,7 @@ import time
 
 import lm_eval
 import torch
+import transformers
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
@@ -21,24 +22,65 @@ def measure(settings: dict) -> dict:
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"test": settings["items"]}},
             "test_split": "test",
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{query}}",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "gold",
-            "target_delimiter": " ",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+            **ask(settings["kind"], settings["delimiter"]),
         }
     )
-    started = time.perf_counter()
+    seconds = count_seconds(model)
     found = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
-    seconds = time.perf_counter() - started
     samples = sorted(found["samples"]["bench"], key=lambda sample: sample["doc_id"])
+    names = [name for name in ("acc", "acc_norm") if name in samples[0]]
     return {
         "n": len(samples),
-        "seconds": seconds,
-        "acc": [int(sample["acc"]) for sample in samples],
-        "acc_norm": [int(sample["acc_norm"]) for sample in samples],
+        "seconds": sum(seconds),
+        **{name: [int(sample[name]) for sample in samples] for name in names},
         "log_probability": [[float(response[0][0]) for response in sample["resps"]] for sample in samples],
+        "perplexity": found["results"]["bench"].get("perplexity,none"),
+        "versions": {"lm-eval": lm_eval.__version__, "transformers": transformers.__version__},
+    }
+
+
+def count_seconds(model: HFLM) -> list[float]:
+    """Of tokenising and scoring. What it does around them (seconds, whatever the number of items) is left out."""
+    answer, seconds = model.loglikelihood, []
+
+    def timed(*arguments: object, **options: object) -> object:
+        started = time.perf_counter()
+        found = answer(*arguments, **options)
+        seconds.append(time.perf_counter() - started)
+        return found
+
+    model.loglikelihood = timed
+    return seconds
+
+
+def ask(kind: str, delimiter: str) -> dict:
+    """The task's prompts as templates. White space at the delimiter's end goes before the answer."""
+    head = delimiter.rstrip()
+    space = delimiter[len(head) :]
+    if kind == "multiple_choice":
+        return {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{query}}" + head,
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "gold",
+            "target_delimiter": space,
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        }
+    if kind == "schema":  # a number as text means that the choices are contexts
+        return {
+            "output_type": "multiple_choice",
+            "doc_to_text": "gold",
+            "doc_to_choice": "{{context_options}}",
+            "doc_to_target": "{{continuation}}",
+            "target_delimiter": head + space,
+            "metric_list": [{"metric": "acc"}],
+        }
+    return {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{context}}" + head,
+        "doc_to_target": "{{continuation}}",
+        "target_delimiter": space,
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
 
 

@@ -1,9 +1,10 @@
 """A name -> a model ready to be scored, with its tokenizer: from a checkpoint, a run, an exported folder, the Hub.
 
-Portable checkpoints and folders in MPT's and GPT-2's layouts become our MPT, which shares prefixes; any other causal
-language model of transformers runs as it is, row by row.
+Portable checkpoints and folders in MPT's, GPT-2's and Llama's layouts become our MPT, which shares prefixes; any other
+causal language model of transformers runs as it is, row by row.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -220,6 +221,7 @@ class PlainModel:
     def __init__(self, model: Any, device: torch.device):
         self.model = model
         self.device = device
+        self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config
         self.max_seq_len = next(
             (
@@ -232,8 +234,12 @@ class PlainModel:
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         assert inputs.positions_bt is None, "rows are plain text"
-        logits_btv = self.model(input_ids=inputs.tokens_bt).logits
-        return score_logits(logits_btv[wanted.rows_n, wanted.columns_n].float(), wanted.expected_n)
+        options: dict[str, Any] = {}
+        columns_u = wanted.columns_u
+        if self.keeps_columns:  # logits of the columns alone at which any row has an answer
+            options["logits_to_keep"], columns_u = columns_u.unique(return_inverse=True)
+        logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
+        return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
 
     def likeliest(self, tokens_1t: torch.Tensor) -> int:
         return int(self.model(input_ids=tokens_1t).logits[0, -1].argmax())

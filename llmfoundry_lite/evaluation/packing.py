@@ -1,20 +1,25 @@
 """Requests -> rows of tokens in which nothing that several of them begin with is computed twice.
 
-The requests of an item share their context, and where a task fixes its examples all items share those. A row is the
-prefix tree of its requests, laid out so that every token comes after the one it follows: its position is its depth,
-and it may see its ancestors and itself. No torch.
+The requests of an item share their context, and where a task fixes its examples all items share those. A row holds the
+prefix trees of its requests, laid out so that every token comes after the one it follows: its position is its depth,
+and it may see its ancestors and itself. Short items stand in one row, so that there is next to no padding. No torch.
 """
 
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llmfoundry_lite.evaluation.tasks import Request
 
+SHORT = 128
+"""Tokens that a row is filled up to at least."""
+
 
 class Row:
-    """One prefix tree."""
+    """Prefix trees of requests."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -75,24 +80,20 @@ class Batch:
         return max(len(row) for row in self.rows)
 
 
-def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int) -> list[Batch]:
+def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: bool = True) -> list[Batch]:
     """Requests, grouped by what belongs together, into batches of up to about `max_batch_tokens` tokens.
 
     A function of its arguments alone: every rank makes the same batches, so that results do not depend on how many
     share them. Requests are numbered in order. Long rows come first, so that memory runs out at once if it does.
+    Without `shares`, every request has a row of plain text to itself.
     """
-    shared = _num_shared(groups)
-    numbered, number = [], 0
+    numbered: list[Numbered] = []
     for group in groups:
-        numbered.append((number, group))
-        number += len(group)
-    rows: list[Row] = []
-    for bundle in _bundles(numbered, shared):
-        row = Row()
-        for first, group in bundle:
-            for i, request in enumerate(group):
-                row.add(request, first + i)
-        rows.append(row)
+        numbered += [(len(numbered) + i, request) for i, request in enumerate(group)]
+    if shares:
+        rows = _fill_rows(_split(numbered, groups), _num_shared(groups), max_batch_tokens)
+    else:
+        rows = [_row([one]) for one in numbered]
     rows.sort(key=lambda row: (-len(row), row.targets[0][2]))
     batches: list[Batch] = []
     current: list[Row] = []
@@ -102,6 +103,21 @@ def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int) -> list[Bat
             current = []
         current.append(row)
     return [*batches, _batch(current)] if current else batches
+
+
+Numbered = tuple[int, Request]
+
+
+def _split(numbered: list[Numbered], groups: Sequence[Sequence[Request]]) -> list[list[Numbered]]:
+    rest = iter(numbered)
+    return [list(itertools.islice(rest, len(group))) for group in groups]
+
+
+def _row(requests: Iterable[Numbered]) -> Row:
+    row = Row()
+    for number, request in requests:
+        row.add(request, number)
+    return row
 
 
 def _batch(rows: list[Row]) -> Batch:
@@ -117,32 +133,29 @@ def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
-Numbered = tuple[int, Sequence[Request]]
+def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> list[Row]:
+    """Several groups to a row, where that pays: there is nothing to pad, and the shared beginning is computed less
+    often. The longest group that is left opens a row, and the longest that fit fill it.
+    """
+    room = min(_room(shared), max_tokens - shared)
+    sizes = [len(_row(group)) - shared for group in groups]
+    left = sorted(range(len(groups)), key=lambda i: (sizes[i], -i))
+    rows: list[Row] = []
+    while left:
+        members = [left.pop()]
+        free = room - sizes[members[0]]
+        while left and (at := bisect.bisect_right(left, free, key=sizes.__getitem__)):
+            members.append(left.pop(at - 1))
+            free -= sizes[members[-1]]
+        rows.append(_row(one for i in members for one in groups[i]))
+    return rows
 
 
-def _bundles(numbered: list[Numbered], shared: int) -> list[list[Numbered]]:
-    """Which groups share a row: one each, or as many behind a long beginning that all share as pay for it.
+def _room(shared: int) -> int:
+    """Tokens of a row beside those that all share.
 
     A row of p shared and n other tokens costs about (p + n)(1 + (p + n)/c) for n tokens' worth of answers, where c is
     the length at which attention costs as much as everything else (6 times the model's width, some thousand tokens);
-    that is least near n = sqrt(p (p + c)).
+    that is least near n = sqrt(p (p + c)). Below SHORT, attention costs next to nothing.
     """
-    if shared < 32:
-        return [[group] for group in numbered]
-    room = (shared * (shared + 4000)) ** 0.5
-    bundles: list[list[Numbered]] = []
-    filled = room
-    for number, group in sorted(numbered, key=lambda pair: (-_own_tokens(pair[1], shared), pair[0])):
-        own = _own_tokens(group, shared)
-        if filled + own > room:
-            bundles.append([])
-            filled = 0
-        bundles[-1].append((number, group))
-        filled += own
-    return bundles
-
-
-def _own_tokens(group: Sequence[Request], shared: int) -> int:
-    """About: the first context and all answers."""
-    longest = max(len(request.context) for request in group)
-    return longest - shared + sum(len(request.continuation) for request in group)
+    return max(SHORT, int((shared * (shared + 4000)) ** 0.5))

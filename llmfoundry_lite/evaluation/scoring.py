@@ -2,10 +2,11 @@
 
 Whatever the model's dtype, logits are made in fp32 from its hidden states and summed in fp32.
 
-Legend: b rows, t tokens of a row, n answer tokens of a batch, c of a chunk, d model width, v vocabulary.
+Legend: b rows, t tokens of a row, n answer tokens of a batch, u the positions that predict them, d model width,
+v vocabulary, w a part of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,8 +15,8 @@ import torch
 from llmfoundry_lite.evaluation.packing import Batch, pack
 from llmfoundry_lite.evaluation.tasks import Request
 
-LOGITS_CHUNK_BYTES = 1 << 26
-"""Of fp32 logits at a time."""
+CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
+"""Of fp32 logits at a time: on a CPU, what stays in its cache."""
 
 
 class Inputs(NamedTuple):
@@ -27,10 +28,13 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The tokens whose probability is wanted, and where the hidden states are that predict them."""
+    """The tokens whose probability is wanted, and where the hidden states are that predict them. Choices that follow
+    one context are predicted from one position."""
 
-    rows_n: torch.Tensor
-    columns_n: torch.Tensor
+    rows_u: torch.Tensor
+    columns_u: torch.Tensor
+    which_n: torch.Tensor
+    """Of the positions, for each token."""
     expected_n: torch.Tensor
 
 
@@ -77,9 +81,7 @@ def score(
     With several ranks each yields as many times as the others, so that a sharded model's ranks stay together; a rank
     without work left repeats the last batch and yields nothing of it.
     """
-    if not model.shares_prefixes:
-        groups = [[request] for group in groups for request in group]
-    batches = pack(groups, max_batch_tokens)
+    batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
         is_mine = start + rank < len(batches)
         found = score_batch(model, batches[start + rank if is_mine else -1])
@@ -98,15 +100,18 @@ def score_batch(model: Scorable, batch: Batch) -> dict[int, Score]:
         for i, row in enumerate(batch.rows):
             positions_bt[i, : len(row)] = row.positions
         may_see_bts = np.stack([row.may_see(width) for row in batch.rows])
-    targets = [(i, *target) for i, row in enumerate(batch.rows) for target in row.targets]
-    rows, columns, expected, numbers = zip(*targets, strict=True)
+    targets = [((i, column), *rest) for i, row in enumerate(batch.rows) for column, *rest in row.targets]
+    positions, expected, numbers = zip(*targets, strict=True)
+    index = {position: u for u, position in enumerate(dict.fromkeys(positions))}
+    rows, columns = zip(*index, strict=True)
+    which = [index[position] for position in positions]
 
     def on_device(array: Any) -> Any:
         return None if array is None else torch.as_tensor(array).to(model.device)
 
     scores = model.score(
         Inputs(on_device(tokens_bt), on_device(positions_bt), on_device(may_see_bts)),
-        Wanted(on_device(rows), on_device(columns), on_device(expected)),
+        Wanted(on_device(rows), on_device(columns), on_device(which), on_device(expected)),
     )
     sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)
     greedy: dict[int, bool] = dict.fromkeys(batch.numbers, True)
@@ -117,17 +122,31 @@ def score_batch(model: Scorable, batch: Batch) -> dict[int, Score]:
 
 
 def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted: Wanted) -> Scores:
-    """Logits chunk by chunk, in fp32, of the wanted positions alone."""
-    hidden_nd = hidden_btd[wanted.rows_n, wanted.columns_n]
-    unembedding_dv = unembedding_vd.float().T
-    chunk = max(16, LOGITS_CHUNK_BYTES // (4 * unembedding_vd.size(0)))
-    parts = [
-        score_logits(hidden_cd.float() @ unembedding_dv, expected_c)
-        for hidden_cd, expected_c in zip(hidden_nd.split(chunk), wanted.expected_n.split(chunk), strict=True)
-    ]
-    return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    """Logits in fp32 of the wanted positions alone, a part of the vocabulary at a time."""
+    hidden_ud = hidden_btd[wanted.rows_u, wanted.columns_u].float()
+    room_bytes = CPU_LOGITS_BYTES if hidden_ud.device.type == "cpu" else LOGITS_BYTES
+    width = max(256, room_bytes // (4 * hidden_ud.size(0)))
+    with torch.autocast(hidden_ud.device.type, enabled=False):
+        parts_wd = unembedding_vd.split(width)
+        return score_logits((hidden_ud @ part_wd.float().T for part_wd in parts_wd), wanted)
 
 
-def score_logits(logits_nv: torch.Tensor, expected_n: torch.Tensor) -> Scores:
-    expected_logit_n = logits_nv.gather(1, expected_n[:, None])[:, 0]
-    return Scores(expected_logit_n - logits_nv.logsumexp(dim=-1), logits_nv.argmax(dim=-1) == expected_n)
+def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:
+    """`parts_uw`: fp32 logits of the positions, part by part of the vocabulary; they are overwritten."""
+    highest_u = total_u = likeliest_u = expected_logit_n = torch.zeros(())
+    start = 0
+    for logits_uw in parts_uw:
+        end = start + logits_uw.size(1)
+        inside_n = (wanted.expected_n >= start) & (wanted.expected_n < end)
+        logit_n = logits_uw[wanted.which_n, (wanted.expected_n - start).clamp(0, end - start - 1)]
+        part_highest_u, part_likeliest_u = logits_uw.max(dim=-1)
+        if start == 0:
+            highest_u, likeliest_u, expected_logit_n = part_highest_u, part_likeliest_u, logit_n
+            total_u = torch.zeros_like(highest_u)
+        likeliest_u = torch.where(part_highest_u > highest_u, part_likeliest_u + start, likeliest_u)
+        expected_logit_n = torch.where(inside_n, logit_n, expected_logit_n)
+        before_u, highest_u = highest_u, torch.maximum(highest_u, part_highest_u)
+        total_u = total_u * (before_u - highest_u).exp() + logits_uw.sub_(highest_u[:, None]).exp_().sum(dim=-1)
+        start = end
+    log_probability_n = expected_logit_n - (highest_u + total_u.log())[wanted.which_n]
+    return Scores(log_probability_n, likeliest_u[wanted.which_n] == wanted.expected_n)
