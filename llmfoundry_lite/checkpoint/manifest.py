@@ -68,6 +68,8 @@ class Segment:
     device_train_microbatch_size: int | None = None
     precision: str | None = None
     attention: str | None = None
+    reduction: str | None = None
+    """`each microbatch` or `each batch`: when gradients are summed over devices."""
     compile_config: dict[str, Any] | None = None
     """None: not compiled."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Segment:
             brand: self.runtime,
             "driver ": self.driver,
             "attention ": self.attention,
+            "gradients summed after ": self.reduction,
             "compiled ": None if self.compile_config is None else str(self.compile_config or ""),
             "microbatch ": self.device_train_microbatch_size,
         }

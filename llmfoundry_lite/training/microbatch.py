@@ -6,8 +6,10 @@ from its own measurements that its device has the room. What a step takes grows 
 two measurements tell the rest. The gradient does not depend on the choice; its digits do, as with any microbatch.
 """
 
+import dataclasses
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -15,8 +17,10 @@ from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.exchange import max_of
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch import place
+from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import local
 
@@ -47,44 +51,99 @@ def choose_microbatch_size(
     seq_len: int,
     num_optimizer_slots: int,
     meter: Meter | None = None,
+    *,
+    accumulates: bool = False,
+    advise: Callable[[], str] = lambda: "",
 ) -> tuple[int, str]:
     """(samples, what was measured in words), the same on every rank. Every rank must call this together.
 
-    Raises ConfigError when not even one sample fits.
+    `accumulates`: whole gradients stay on each device until the batch's last microbatch. `advise`: settings that take
+    less memory, for the error. Raises ConfigError when not even one sample fits.
     """
     meter = meter or (CudaMeter() if devices.device_type() == "cuda" else ResidentMeter())
-    reserved = 0 if optimizer.state else num_optimizer_slots * _parameter_bytes(model)
-    limit = int(meter.limit_bytes() * MARGIN) - reserved
-    _measure(model, 1, seq_len, meter)  # the first step also allocates what stays: gradients, communication buffers
+    had = meter.limit_bytes()
+
+    def measure(num_samples: int) -> int:
+        try:
+            return _measure(model, num_samples, seq_len, meter, accumulates and device_batch_size > 1)
+        except torch.OutOfMemoryError:
+            if num_samples == 1:
+                needs = f"more than the {meter.peak_bytes() / GIB:.2f} GiB that it got"
+                raise ConfigError(_does_not_fit(seq_len, needs, had, advise)) from None
+            raise ConfigError(
+                f"device_train_microbatch_size: auto: {num_samples} samples ran out of memory where "
+                f"{_expect(peaks, num_samples) / GIB:.2f} of {had / GIB:.2f} GiB were expected (does another process "
+                f"use this device?); set it to {num_samples // 2}"
+            ) from None
+
+    # Optimizer state and parameters may be kept in the host's memory, which is not what is measured here.
+    parameters = 0 if _is_offloaded(model) else _parameter_bytes(model)
+    reserved = 0 if optimizer.state else num_optimizer_slots * parameters
+    limit = int(had * MARGIN) - reserved
+    measure(1)  # the first step also allocates what stays: gradients, communication buffers
     # Without a sample there would be parameters, gradients and optimizer state at least.
-    held = (2 + num_optimizer_slots * bool(optimizer.state)) * _parameter_bytes(model)
-    size, peaks = 1, {0: held, 1: _measure(model, 1, seq_len, meter)}
+    held = (2 + num_optimizer_slots * bool(optimizer.state)) * parameters
+    size, peaks = 1, {0: held, 1: measure(1)}
     while size < device_batch_size:
         following = min(2 * size, device_batch_size)
         if max_of([_expect(peaks, following) > limit])[0]:
             break
         size = following
-        peaks[size] = _measure(model, size, seq_len, meter)
+        peaks[size] = measure(size)
     most = _all_agree(_most_that_fits(peaks, limit, device_batch_size))
     optimizer.zero_grad(set_to_none=True)
     if most < 1:
-        raise ConfigError(
-            f"device_train_microbatch_size: auto: one sample of {seq_len} tokens needs "
-            f"{(peaks[1] + reserved) / GIB:.1f} GiB and this device has {(limit + reserved) / GIB:.1f}; shard over "
-            "more devices (fsdp_config.sharding_strategy: FULL_SHARD), set fsdp_config.activation_checkpointing: true, "
-            "or shorten max_seq_len"
-        )
+        raise ConfigError(_does_not_fit(seq_len, f"{(peaks[1] + reserved) / GIB:.2f} GiB", int(had * MARGIN), advise))
     even = math.ceil(device_batch_size / math.ceil(device_batch_size / most))  # no small remainder at the end
     expected = (_expect(peaks, even) + reserved) / GIB
     return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
 
 
-def _measure(model: LanguageModel, num_samples: int, seq_len: int, meter: Meter) -> int:
-    device = next(model.parameters()).device
+def _does_not_fit(seq_len: int, needs: str, had: int, advise: Callable[[], str]) -> str:
+    return (
+        f"device_train_microbatch_size: auto: one sample of {seq_len} tokens needs {needs}, and this device can give "
+        f"{had / GIB:.2f} GiB{advise()}"
+    )
+
+
+def advise_less_memory(config: TrainConfig, world_size: int, local_world_size: int, device_type: str) -> str:
+    """The three settings that by the estimate of `plan.memory` save the most, the best first, with what they save."""
+    config = dataclasses.replace(config, device_train_microbatch_size=1)
+    now = estimate_training_memory(config, world_size, local_world_size)
+    changes: dict[str, dict[str, Any]] = {
+        "fsdp_config.sharding_strategy: FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
+        "fsdp_config.activation_checkpointing: true": {"activation_checkpointing": True},
+        "fsdp_config.reduce_every_microbatch: true": {"reduce_every_microbatch": True},
+        "fsdp_config.mixed_precision: PURE": {"mixed_precision": "PURE"},
+    }
+    options = {
+        text: dataclasses.replace(config, fsdp_config=dataclasses.replace(config.sharding, **change))
+        for text, change in changes.items()
+    }
+    options["precision: amp_bf16"] = dataclasses.replace(config, precision="amp_bf16")
+    saved = {
+        text: now.total_bytes - estimate_training_memory(option, world_size, local_world_size).total_bytes
+        for text, option in options.items()
+    }
+    twice = estimate_training_memory(config, 2 * world_size, local_world_size).total_bytes
+    saved["twice as many devices"] = now.total_bytes - twice
+    if device_type == "cuda" and not config.sharding.offload_optimizer:
+        saved["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
+    best = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])[:3]
+    words = [f"{text} (saves about {saved[text] / GIB:.2f} GiB)" for text in best]
+    return f"; what helps most: {', '.join(words)}" if words else ""
+
+
+def _measure(model: LanguageModel, num_samples: int, seq_len: int, meter: Meter, accumulates: bool) -> int:
+    is_cuda = devices.device_type() == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     batch = {"input_ids": torch.zeros((num_samples, seq_len), dtype=torch.int64, device=device)}
     meter.reset()
     model.train()
-    model.loss(model(batch), batch).backward()
+    for is_last in (False, True) if accumulates else (True,):
+        if accumulates:
+            model.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        model.loss(model(batch), batch).backward()
     return meter.peak_bytes()
 
 
@@ -108,6 +167,10 @@ def _all_agree(size: int) -> int:
 
 def _parameter_bytes(model: LanguageModel) -> int:
     return sum(local(p).numel() * p.element_size() for p in model.parameters())
+
+
+def _is_offloaded(model: LanguageModel) -> bool:
+    return devices.device_type() == "cuda" and next(model.parameters()).device.type == "cpu"
 
 
 class CudaMeter:

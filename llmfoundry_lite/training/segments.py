@@ -41,6 +41,7 @@ def build_segment(
         device_train_microbatch_size=microbatch_size,
         precision=f"{config.precision} {fsdp.mixed_precision}",
         attention=model.model.transformer.attn_impl,
+        reduction="each microbatch" if config.reduces_every_microbatch else "each batch",
         compile_config=config.compile_config,
         environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
         tokens_per_second=tokens_per_second,
@@ -59,6 +60,7 @@ def find_differences(last: Segment, here: Segment) -> list[str]:
         "microbatch": (last.device_train_microbatch_size, here.device_train_microbatch_size),
         "precision": (last.precision, here.precision),
         "attention": (last.attention, here.attention),
+        "reduction after": (last.reduction, here.reduction),
         "compile_config": (last.compile_config, here.compile_config),
         **{
             name: (last.environment.get(name), here.environment.get(name))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
-from llmfoundry_lite.training.microbatch import choose_microbatch_size
+from llmfoundry_lite.training.microbatch import advise_less_memory, choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 
@@ -141,13 +142,18 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
     """With everything in place that takes memory: the model, and the optimizer's state if it has been restored."""
     if config.device_train_microbatch_size != "auto":
         return
+    here = place()
     size, measured = choose_microbatch_size(
         cast(LanguageModel, trainer.state.model),
         trainer.state.optimizers[0],
-        config.global_train_batch_size // dist.get_world_size(),
+        config.global_train_batch_size // here.world_size,
         config.max_seq_len,
         OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+        accumulates=not config.reduces_every_microbatch,
+        advise=partial(advise_less_memory, config, here.world_size, here.local_world_size, devices.device_type()),
     )
+    if config.compile_config is not None:
+        torch._dynamo.reset()  # what was compiled for other sizes counts towards its limit, and makes sizes dynamic
     trainer.state.device_train_microbatch_size = size
     if dist.get_rank() == 0:
         print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)

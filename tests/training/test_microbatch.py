@@ -1,14 +1,19 @@
 """`device_train_microbatch_size: auto` finds what fits, whatever the ranks differ in, and changes no gradient."""
 
 import json
+import os
+import re
 
 import pytest
 import torch
+from composer.core import Callback
 from torch import nn
 
+from llmfoundry_lite.config.load import load_train_config
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.training.microbatch import ResidentMeter, choose_microbatch_size
-from tests.helpers.launch import launch, train
+from llmfoundry_lite.training import microbatch
+from llmfoundry_lite.training.microbatch import ResidentMeter, advise_less_memory, choose_microbatch_size
+from tests.helpers.launch import ROOT, launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
 pytestmark = pytest.mark.multiprocess
@@ -17,12 +22,14 @@ pytestmark = pytest.mark.multiprocess
 class Measured(nn.Linear):
     """A model that tells its meter how many samples it was given."""
 
-    def __init__(self, meter):
+    def __init__(self, meter, fits=1000):
         super().__init__(25, 5, bias=False)  # 500 bytes, and as many of gradients
-        self.meter = meter
+        self.meter, self.fits = meter, fits
 
     def forward(self, batch):
         self.meter.sizes.append(len(batch["input_ids"]))
+        if len(batch["input_ids"]) > self.fits:
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2 GiB.")
         return super().forward(batch["input_ids"].float())
 
     def loss(self, outputs, batch):
@@ -45,9 +52,9 @@ class LinearMeter:
         return self.limit
 
 
-def choose(limit, device_batch_size, num_slots=0):
+def choose(limit, device_batch_size, num_slots=0, fits=1000):
     meter = LinearMeter(limit)
-    model = Measured(meter)
+    model = Measured(meter, fits)
     size, _ = choose_microbatch_size(
         model,  # type: ignore[arg-type]
         torch.optim.AdamW(model.parameters()),
@@ -82,10 +89,35 @@ def test_room_is_kept_for_an_optimizer_that_has_no_state_yet():
 
 
 def test_one_sample_that_does_not_fit_is_refused_with_what_would_help():
-    with pytest.raises(
-        ConfigError, match=r"one sample of 25 tokens needs .*FULL_SHARD.*activation_checkpointing: true"
-    ):
+    with pytest.raises(ConfigError, match=r"one sample of 25 tokens needs 0.00 GiB, and this device can give 0.00 GiB"):
         choose(900, 16)
+
+
+@pytest.mark.parametrize(
+    ("fits", "message"),
+    [
+        (0, "one sample of 25 tokens needs more than the 0.00 GiB that it got, and this device can give 0.00 GiB"),
+        (3, "4 samples ran out of memory where 0.00 of 0.00 GiB were expected .*; set it to 2"),
+    ],
+)
+def test_running_out_of_memory_is_one_line_too(fits, message):
+    with pytest.raises(ConfigError, match=f"device_train_microbatch_size: auto: {message}"):
+        choose(10_000, 16, fits=fits)
+
+
+def test_what_helps_most_is_named_first():
+    files = [str(ROOT / "yamls/pretrain/mpt-7b.yaml")]
+    options = ["fsdp_config.sharding_strategy=NO_SHARD", "fsdp_config.activation_checkpointing=false"]
+    config = load_train_config([*files, *options], {}).config
+    text = advise_less_memory(config, 8, 8, "cuda")
+    assert re.sub(r"[\d.]+ GiB", "n GiB", text) == (
+        "; what helps most: fsdp_config.sharding_strategy: FULL_SHARD (saves about n GiB), "
+        "fsdp_config.offload_optimizer: true (saves about n GiB), "
+        "fsdp_config.activation_checkpointing: true (saves about n GiB)"
+    )
+    best, *others = map(float, re.findall(r"([\d.]+) GiB", text))
+    assert best > others[0] > others[1] > 0
+    assert "FULL_SHARD" not in advise_less_memory(load_train_config(files, {}).config, 8, 8, "cpu")
 
 
 def choose_on_rank(limits):
@@ -122,3 +154,55 @@ def test_auto_trains_the_same_run(tmp_path, data):
     assert losses["auto"] == pytest.approx(losses["one"], abs=1e-5)
     manifest = json.loads((tmp_path / "runs/auto/checkpoints/ba4/manifest.json").read_text())
     assert '"device_train_microbatch_size": 4' in json.dumps(manifest)
+
+
+class Budget(Callback):
+    """Gives rank 0 memory for 2 samples at a time, the others for 5, whatever a sample takes here."""
+
+    def __init__(self):
+        sizes = []
+
+        class Meter:
+            def reset(self):
+                pass
+
+            def peak_bytes(self):
+                return 10**8 * sizes[-1]
+
+            def limit_bytes(self):
+                return int(10**8 * (2.5 if os.environ["RANK"] == "0" else 5.5) / microbatch.MARGIN)
+
+        def measure(model, num_samples, *arguments):
+            sizes.append(num_samples)
+            return real(model, num_samples, *arguments)
+
+        real = microbatch._measure
+        microbatch._measure, microbatch.ResidentMeter = measure, Meter
+
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (4, {"fsdp_config": HYBRID}),
+        (2, {"compile_config": {"backend": "aot_eager"}}),
+        (2, {"fsdp_config": {"reduce_every_microbatch": False}}),
+    ],
+    ids=["hybrid", "compiled", "accumulating"],
+)
+def test_auto_under_a_budget_trains_the_run_of_the_size_it_has_chosen(tmp_path, data, num_ranks, changes):
+    """Before its first batch, and once more with an optimizer that has been restored."""
+    config = tiny_config(data, autoresume=True, global_train_batch_size=16, max_duration="4ba", **changes)
+    budget = {f"python:{__name__}:Budget": {}}
+    for name, size, callbacks in (("auto", "auto", budget), ("fixed", 2, {})):
+        config |= {"run_name": name, "device_train_microbatch_size": size, "callbacks": callbacks}
+        path = write_config(tmp_path / f"{name}.yaml", config)
+        for leg in (["stop_after=2ba"], []):
+            output = train([path, *leg], tmp_path, num_ranks).check().output
+            assert ("device_train_microbatch_size: auto is 2: " in output) == (name == "auto")
+    runs = [read_metrics(tmp_path / "runs" / name) for name in ("auto", "fixed")]
+    for key in ("loss/train/total", "grad_norm", "data/digest"):
+        assert values(runs[0], key) == values(runs[1], key)
