@@ -4,8 +4,6 @@ import re
 import string
 from collections.abc import Callable, Sequence
 
-import torch
-
 from llmfoundry_lite.checkpoint.exchange import gather_json, max_of
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.evaluation.scoring import Scorable
@@ -33,19 +31,18 @@ def answer_all(
     return [text for _, text in sorted((n, t) for share in gather_json(found) for n, t in share)]
 
 
-@torch.no_grad()
 def write(model: Scorable, tokenizer: Encoder, context: Sequence[int], num_tokens: int, config: TaskConfig) -> str:
     """The likeliest continuation, to the end of text, a stopping text or `num_tokens`.
 
     Ranks go on until all are done, because those of a sharded model can only compute together.
     """
+    tokens = model.write(context, num_tokens)
     written: list[int] = []
     answer: str | None = None
     for _ in range(num_tokens):
         if not any(max_of([answer is None])):
             break
-        window = [*context, *written][-model.max_seq_len :]
-        token = model.likeliest(torch.tensor([window], device=model.device))
+        token = next(tokens)
         if answer is not None:
             continue
         if token == tokenizer.eos_token_id:

@@ -5,7 +5,7 @@ causal language model of transformers runs as it is, row by row.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DataError, ExportError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
+from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.hf import import_model
 from llmfoundry_lite.models.mpt import MPT
 
@@ -196,11 +197,8 @@ class TreeModel:
             head=partial(score_hidden, wanted=wanted),
         )
 
-    def likeliest(self, tokens_1t: torch.Tensor) -> int:
-        def head(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
-            return (hidden_btd[0, -1].float() @ unembedding_vd.float().T).argmax()
-
-        return int(self.model(tokens_1t, head=head))
+    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+        return generate(self.model, torch.tensor(context, device=self.device), num_tokens, temperature=0)
 
 
 def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainModel":
@@ -241,5 +239,10 @@ class PlainModel:
         logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
         return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
 
-    def likeliest(self, tokens_1t: torch.Tensor) -> int:
-        return int(self.model(input_ids=tokens_1t).logits[0, -1].argmax())
+    @torch.no_grad()
+    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+        tokens_1t, past = torch.tensor([context], device=self.device), None
+        for _ in range(num_tokens):
+            output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
+            tokens_1t, past = output.logits[:, -1:].argmax(dim=-1), output.past_key_values
+            yield int(tokens_1t)

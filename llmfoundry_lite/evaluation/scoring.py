@@ -61,8 +61,8 @@ class Scorable(Protocol):
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
-    def likeliest(self, tokens_1t: torch.Tensor) -> int:
-        """The token the model would write next."""
+    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+        """What the model would write next: the likeliest token each time."""
         ...
 
 

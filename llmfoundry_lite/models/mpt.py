@@ -231,14 +231,17 @@ class KeyValueCache:
 
     def __init__(self, model: MPT, batch_size: int, num_tokens: int):
         """Room for `num_tokens` tokens of `batch_size` rows."""
-        config, weight = model.config, model.transformer.wte.weight
-        shape = (config.n_layers, batch_size, num_tokens, config.num_kv_heads, config.head_dim)
+        config = model.config
         self.length = 0
-        self._keys_lbsgk = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self._values_lbsgk = torch.empty_like(self._keys_lbsgk)
+        self._shape_lbsgk = (config.n_layers, batch_size, num_tokens, config.num_kv_heads, config.head_dim)
 
     def extend(self, layer: int, k_btgk: torch.Tensor, v_btgk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep these behind the others; the model moves `length` on when all layers have done so. Returns all."""
+        if layer == 0 and self.length == 0:  # the dtype is known only now: a policy or autocast may change it
+            self._keys_lbsgk, self._values_lbsgk = (
+                k_btgk.new_empty(self._shape_lbsgk),
+                v_btgk.new_empty(self._shape_lbsgk),
+            )
         end = self.length + k_btgk.size(1)
         self._keys_lbsgk[layer, :, self.length : end] = k_btgk
         self._values_lbsgk[layer, :, self.length : end] = v_btgk

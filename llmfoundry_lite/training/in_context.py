@@ -1,6 +1,6 @@
 """Evaluation in context while a run trains: the same tasks and scores as `scripts/eval.py`, in the run's own log."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -79,9 +79,9 @@ class InTraining(TreeModel):
         with self._precision():
             return super().score(inputs, wanted)
 
-    def likeliest(self, tokens_1t: torch.Tensor) -> int:
+    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         with self._precision():
-            return super().likeliest(tokens_1t)
+            yield from super().write(context, num_tokens)
 
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()

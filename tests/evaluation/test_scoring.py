@@ -1,5 +1,6 @@
 """The fast path against one forward pass for every choice."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -16,12 +17,27 @@ from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=50)
-ALIBI = replace(SMALL, attn_config=AttentionConfig(alibi=True), no_bias=True)
 
 
-def build(config=SMALL):
+def with_attention(**options):
+    return replace(SMALL, attn_config=AttentionConfig(**options), no_bias=True)
+
+
+MODELS = {
+    "learned positions": (SMALL, "sdpa"),
+    "ALiBi": (with_attention(alibi=True), "sdpa"),
+    "clamped, normed": (with_attention(qk_ln=True, clip_qkv=6), "sdpa"),
+    "RoPE, shared heads": (with_attention(rope=True, attn_type="grouped_query_attention", kv_n_heads=2), "sdpa"),
+    "a window": (with_attention(alibi=True, sliding_window_size=5), "sdpa"),
+    "untied": (replace(SMALL, tie_word_embeddings=False), "sdpa"),
+    "reference": (with_attention(alibi=True), "reference"),
+    "flex": (with_attention(alibi=True), "flex"),
+}
+
+
+def build(config=SMALL, attn_impl="sdpa"):
     torch.manual_seed(0)
-    model = MPT(config).eval()
+    model = MPT(config, attn_impl).eval().requires_grad_(False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return TreeModel(model, CPU)
@@ -67,15 +83,20 @@ def all_scores(model, groups, max_batch_tokens=256, world_size=1):
     return found
 
 
-@pytest.mark.parametrize("config", [SMALL, ALIBI, replace(SMALL, attn_config=AttentionConfig(qk_ln=True, clip_qkv=6))])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shared", [0, 40])
-def test_scores_are_those_of_one_forward_pass_for_each_choice(config, shared):
-    model, groups = build(config), questions(23, shared=shared)
+def test_scores_are_those_of_one_forward_pass_for_each_choice(name, shared):
+    model, groups = build(*MODELS[name]), questions(23, shared=shared)
     found, expected = all_scores(model, groups), one_by_one(model, groups)
     assert found.keys() == expected.keys()
     for number, value in expected.items():
         assert found[number].log_probability == pytest.approx(value.log_probability, abs=1e-5 * len(groups[0]))
         assert found[number].is_greedy == value.is_greedy
+    # Plain rows too, as of a task without choices: those an implementation computes in its own way.
+    alone = all_scores(model, [group[:1] for group in groups], max_batch_tokens=1)
+    numbers = itertools.accumulate([0, *(len(group) for group in groups[:-1])])
+    for i, number in enumerate(numbers):
+        assert alone[i].log_probability == pytest.approx(expected[number].log_probability, abs=3e-5)
 
 
 def test_results_do_not_depend_on_how_many_ranks_share_the_work():
@@ -179,3 +200,12 @@ def test_log_probabilities_of_a_bf16_model_come_from_fp32_logits():
     values = [value.log_probability for value in all_scores(model, questions(20)).values()]
     as_bf16 = [float(torch.tensor(value).bfloat16()) for value in values]
     assert sum(a != b for a, b in zip(values, as_bf16, strict=True)) > 0.9 * len(values)
+
+
+def test_what_is_written_is_the_likeliest_token_each_time():
+    model = build()
+    written = list(model.write([3, 1, 4], 9))
+    for i, token in enumerate(written):
+        assert token == int(model.model(torch.tensor([[3, 1, 4, *written[:i]]]))[0, -1].argmax())
+    with torch.autocast("cpu", torch.bfloat16):  # as in a run whose residual stream is fp32
+        assert len(list(model.write([3, 1, 4], 9))) == 9
