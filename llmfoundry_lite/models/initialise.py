@@ -7,7 +7,7 @@ and no others, on the CPU, so that no device's own generator or `log` decides a 
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -53,24 +53,22 @@ def _draw_block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
 
 
 def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str) -> None:
-    rows, offset, shape = _own_rows(parameter)
-    if rows == 0:
+    lengths, offset = _own_box(parameter)
+    if 0 in lengths:
         return
-    row_size = math.prod(shape[1:])
-    values = draw_range(draw, seed, name, offset * row_size, (offset + rows) * row_size)
-    local = _local(parameter)
-    local.copy_(torch.from_numpy(values).view(local.shape))
+    row_size = math.prod(parameter.shape[1:])
+    values = draw_range(draw, seed, name, offset[0] * row_size, (offset[0] + lengths[0]) * row_size)
+    part = torch.from_numpy(values).view(lengths[0], *parameter.shape[1:])
+    for dim in range(1, part.ndim):  # tensor parallelism divides some matrices by columns
+        part = part.narrow(dim, offset[dim], lengths[dim])
+    _local(parameter).copy_(part)
 
 
-def _own_rows(parameter: torch.Tensor) -> tuple[int, int, torch.Size]:
-    """(number of rows here, first row, global shape); FSDP shards the first dimension."""
+def _own_box(parameter: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """(size here, where it begins in the whole) along each dimension."""
     if not isinstance(parameter, DTensor):
-        return parameter.shape[0], 0, parameter.shape
-    local_shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    assert tuple(local_shape[1:]) == tuple(parameter.shape[1:]), "only rows are sharded"
-    return local_shape[0], offset[0], parameter.shape
+        return parameter.shape, [0] * parameter.ndim
+    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
 
 
 def _plain_name(name: str) -> str:
