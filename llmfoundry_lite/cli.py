@@ -170,13 +170,35 @@ def bench_eval(
     model: Annotated[str | None, typer.Option(help="An exported folder [random weights of --shape].")] = None,
     data: Annotated[Path | None, typer.Option(help="Multiple-choice items, JSONL [made up, in five shapes].")] = None,
     shape: Annotated[str, typer.Option(help="125m or tiny.")] = "125m",
-    num_items: Annotated[int, typer.Option(min=2, help="Of each suite.")] = 60,
+    num_items: Annotated[int | None, typer.Option(min=2, help="Of each suite [60] or task [all].")] = None,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
+    parity: Annotated[
+        Path | None, typer.Option(help="Do not time: compare the answers to the public tasks in this folder.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for eval.json and .md, or eval-parity.json and .md.")
+    ] = None,
 ) -> None:
     """Evaluation in context beside lm-evaluation-harness: the same prompts, item by item."""
+    if parity is not None:
+        from llmfoundry_lite.bench.eval_parity import run as compare_answers
+
+        if peer_python is None or model is None:
+            raise UserError("--parity compares an exported model's answers: give --model FOLDER and --peer-python")
+        report = compare_answers(peer_python=peer_python, model=model, data=parity, limit=num_items, out=out)
+        raise typer.Exit(EXIT_DONE if report["is_same"] else EXIT_BUG)
+
     from llmfoundry_lite.bench.eval import run
 
-    run(peer_python=peer_python, model=model, data=data, shape=shape, num_items=num_items, num_rounds=num_rounds)
+    run(
+        peer_python=peer_python,
+        model=model,
+        data=data,
+        shape=shape,
+        num_items=num_items or 60,
+        num_rounds=num_rounds,
+        out=out,
+    )
 
 
 @bench.command("switch")

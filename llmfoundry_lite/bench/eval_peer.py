@@ -31,7 +31,8 @@ def measure(settings: dict) -> dict:
     names = [name for name in ("acc", "acc_norm") if name in samples[0]]
     return {
         "n": len(samples),
-        "seconds": sum(seconds),
+        "seconds": seconds[0],
+        "cpu_seconds": seconds[1],
         **{name: [int(sample[name]) for sample in samples] for name in names},
         "log_probability": [[float(response[0][0]) for response in sample["resps"]] for sample in samples],
         "perplexity": found["results"]["bench"].get("perplexity,none"),
@@ -40,13 +41,15 @@ def measure(settings: dict) -> dict:
 
 
 def count_seconds(model: HFLM) -> list[float]:
-    """Of tokenising and scoring. What it does around them (seconds, whatever the number of items) is left out."""
-    answer, seconds = model.loglikelihood, []
+    """[on the clock, of the processor] for tokenising and scoring; what it does around them takes seconds, whatever the
+    number of items, and is left out."""
+    answer, seconds = model.loglikelihood, [0.0, 0.0]
 
     def timed(*arguments: object, **options: object) -> object:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         found = answer(*arguments, **options)
-        seconds.append(time.perf_counter() - started)
+        seconds[0] += time.perf_counter() - started
+        seconds[1] += time.process_time() - cpu_started
         return found
 
     model.loglikelihood = timed
