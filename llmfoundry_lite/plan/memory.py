@@ -15,7 +15,7 @@ from llmfoundry_lite.models.flops import count_parameters
 FP32_BYTES = 4
 MIB = 1 << 20
 GIB = 1 << 30
-LOGITS_CHUNK_BYTES = 1 << 26
+LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
 OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
 """Numbers an optimizer keeps for each parameter; one of a user's own is taken to keep two."""

@@ -8,12 +8,14 @@ product is computed twice.
 Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v vocabulary.
 """
 
+import math
+
 import torch
 
 IGNORED = -100
 """The label of a token that has no loss."""
 
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 28
 """Of fp32 logits at a time."""
 
 
@@ -33,29 +35,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_nd, unembedding_vd, labels_n):
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
-        chunk = max(128, CHUNK_BYTES // (4 * unembedding_vd.size(0)))
+        num_tokens = hidden_nd.size(0)
+        most = max(128, CHUNK_BYTES // (4 * unembedding_vd.size(0)))
+        chunk = math.ceil(num_tokens / math.ceil(num_tokens / most))  # no small remainder at the end
         total = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         grad_hidden_nd = torch.empty_like(hidden_nd) if needs_gradient else None
-        grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32) if needs_gradient else None
-        for start in range(0, hidden_nd.size(0), chunk):
+        grad_unembedding_vd = None
+        for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
             hidden_cd, labels_c = hidden_nd[part], labels_n[part]
-            logits_cv = (hidden_cd @ unembedding_vd.T).float()
-            counted_c = labels_c != IGNORED
+            counted_c1 = (labels_c != IGNORED)[:, None]
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
-            log_norm_c = torch.logsumexp(logits_cv, dim=-1)
-            total += ((log_norm_c - logits_cv[rows_c, columns_c]) * counted_c).sum()
-            if grad_hidden_nd is None or grad_unembedding_vd is None:
+            log_p_cv = torch.log_softmax(hidden_cd @ unembedding_vd.T, dim=-1, dtype=torch.float32)
+            total -= (log_p_cv[rows_c, columns_c] * counted_c1[:, 0]).sum()
+            if grad_hidden_nd is None:
                 continue
-            # d loss / d logits = softmax - one_hot, in the memory of the logits.
-            grad_cv = logits_cv.sub_(log_norm_c[:, None]).exp_()
+            # d loss / d logits = softmax - one_hot, in the memory of the log-probabilities; tokens without a loss are
+            # masked in what is made of it, which is much smaller.
+            grad_cv = log_p_cv.exp_()
             grad_cv[rows_c, columns_c] -= 1.0
-            grad_cv = grad_cv.mul_(counted_c[:, None]).to(hidden_nd.dtype)
+            grad_cv = grad_cv.to(hidden_nd.dtype)
             torch.mm(grad_cv, unembedding_vd, out=grad_hidden_nd[part])
-            if grad_cv.dtype == torch.float32:
-                grad_unembedding_vd.addmm_(grad_cv.T, hidden_cd)
+            grad_hidden_nd[part] *= counted_c1
+            product_vd = grad_cv.T @ (hidden_cd * counted_c1)
+            if grad_unembedding_vd is None:
+                grad_unembedding_vd = product_vd.float()
             else:
-                grad_unembedding_vd += grad_cv.T @ hidden_cd
+                grad_unembedding_vd += product_vd
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
         return total
 
@@ -64,6 +70,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden_nd, grad_unembedding_vd = ctx.saved_tensors
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
-            (grad_unembedding_vd * grad_total).to(grad_hidden_nd.dtype),
+            grad_unembedding_vd.mul_(grad_total).to(grad_hidden_nd.dtype),  # in place: backward runs once
             None,
         )
