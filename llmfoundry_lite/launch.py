@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, ConfigError, UserError
 
 # Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -56,17 +56,20 @@ class Place(NamedTuple):
 def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     """Say in torch's words what `srun` says in its own; nothing if another launcher has spoken, or none.
 
+    Raises ConfigError when nodes have different numbers of tasks: a node's ranks are counted from those of the first.
+
     SLURM_STEP_NUM_TASKS is set for the tasks of a step, not for the batch script around it, which would otherwise
     look like the first task of many.
     """
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return
     num_tasks, num_nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+    per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(num_tasks // num_nodes)))
     defaults = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(num_tasks),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(num_tasks // num_nodes),
+        "LOCAL_WORLD_SIZE": str(per_node[0]),
         "NODE_RANK": environment["SLURM_NODEID"],
         "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
         # Steps of one job share its nodes, jobs may too: the port comes from both numbers.
@@ -74,6 +77,17 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     }
     for name, value in defaults.items():
         environment.setdefault(name, value)
+    if len(set(per_node)) > 1:
+        raise ConfigError(
+            f"srun: nodes with {', '.join(map(str, per_node))} tasks; every node must have as many as the others "
+            "(--ntasks-per-node)"
+        )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's `8(x2),4` is 8, 8, 4."""
+    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    return [int(count[1]) for count in counts if count for _ in range(int(count[2] or 1))]
 
 
 def first_host(node_list: str) -> str:
@@ -92,8 +106,8 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
     _shield_resource_tracker()
     raise_when_interrupted()
-    adopt_srun()
     try:
+        adopt_srun()
         main(sys.argv[1:])
     except Preempted as error:
         if place().rank == 0:

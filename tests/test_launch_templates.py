@@ -23,7 +23,8 @@ from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_da
 
 BUG = {f"python:{__name__}:Bug": {}}
 BATCH_SCRIPTS = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
-DOCKERFILES = sorted((ROOT / "scripts/docker").glob("Dockerfile.*"))
+COMMON = ROOT / "scripts/slurm/common.sh"
+DOCKERFILES = [ROOT / "scripts/docker/Dockerfile"]
 SRUN = f"""#!{sys.executable}
 import os, subprocess, sys
 command = sys.argv[1:]
@@ -115,7 +116,7 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [*BATCH_SCRIPTS, COMMON], ids=lambda path: path.stem)
 def test_the_batch_scripts_are_bash(script):
     subprocess.run(["bash", "-n", script], check=True)
     checker = shutil.which("shellcheck")
@@ -128,6 +129,7 @@ def test_the_batch_scripts_ask_for_what_the_run_needs():
     for script in BATCH_SCRIPTS:
         options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script.read_text(), re.MULTILINE))
         assert options["signal"] == "USR1@120"  # with B: only the shell would hear it
+        assert "preemption_grace_seconds=60" in COMMON.read_text()  # less than these, by a batch
         assert options["requeue"] == ""
         assert options["open-mode"] == "append"
         assert options["ntasks-per-node"] == options["gpus-per-node"]
@@ -152,7 +154,8 @@ def test_a_job_that_is_signalled_saves_is_requeued_and_carries_on_to_its_end(tmp
     arguments = (tmp_path / "srun.txt").read_text()
     wall = int(re.findall(r"max_wall_time=(\d+)s", arguments)[0])
     assert 3600 - 90 - 60 < wall <= 3600 - 90
-    assert "--kill-on-bad-exit=0" in arguments
+    assert "--kill-on-bad-exit=0" in arguments and "preemption_grace_seconds=60" in arguments
+    assert "kill after 30 s" not in output
 
     last = json.loads((tmp_path / "runs/tiny/status.json").read_text())["batch"]
     with Job(BATCH_SCRIPTS[0], tmp_path, path, f"max_duration={last + 2}ba") as job:
@@ -160,6 +163,25 @@ def test_a_job_that_is_signalled_saves_is_requeued_and_carries_on_to_its_end(tmp
         assert f"carrying on from runs/tiny/checkpoints/ba{last}" in job.output.read_text()
         assert len(job.requeued()) == 1  # the one from before
     assert [record["batch"] for record in read_metrics(tmp_path / "runs/tiny")] == list(range(1, last + 3))
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["scancel", "file"])
+def test_a_job_that_is_to_stop_for_good_is_not_requeued(tmp_path, data, how):
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="100000ba"))
+    with Job(BATCH_SCRIPTS[0], tmp_path, path) as job:
+        job.wait_for_batch(3)
+        if how == "file":
+            (tmp_path / f"STOP-{job.id}").touch()
+        else:
+            os.kill(job.process.pid, signal.SIGTERM)  # the batch script, too, is told when a job is cancelled
+        for task in job.tasks():
+            os.killpg(task, signal.SIGUSR1 if how == "file" else signal.SIGTERM)
+        assert job.wait() == 75, job.output.read_text()
+        assert job.requeued() == []
+    last = json.loads((tmp_path / "runs/tiny/status.json").read_text())["batch"]
+    assert (tmp_path / f"runs/tiny/checkpoints/ba{last}/manifest.json").exists()
 
 
 @pytest.mark.multiprocess

@@ -43,7 +43,9 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     check_kinds(values, layers)
     config = build_block(TrainConfig, _gather_extras(values), "", layers)
     check_config(config, layers)
-    notes += find_surprises(config, layers)
+    # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
+    under_srun = "WORLD_SIZE" in environ and environ["WORLD_SIZE"] == environ.get("SLURM_STEP_NUM_TASKS")
+    notes += find_surprises(config, layers, under_srun=under_srun)
     return Invocation(config, dry_run=bool(flags), notes=notes)
 
 

@@ -12,6 +12,7 @@ import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.config.schema import parse_seconds
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch import adopt_srun, first_host
 from tests.helpers.launch import ROOT, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -293,6 +294,17 @@ def test_a_batch_script_is_not_taken_for_a_task():
     environment = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
     adopt_srun(environment)
     assert "RANK" not in environment
+
+
+def test_nodes_with_different_numbers_of_tasks_are_refused():
+    names = ("STEP_NUM_TASKS", "STEP_NUM_NODES", "STEP_TASKS_PER_NODE", "STEP_NODELIST", "PROCID", "LOCALID", "NODEID")
+    values = ("20", "3", "8(x2),4", "a[1-3]", "9", "1", "1")
+    environment = {f"SLURM_{name}": value for name, value in zip(names, values, strict=True)}
+    environment |= {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+    with pytest.raises(ConfigError, match="srun: nodes with 8, 8, 4 tasks; every node must have as many"):
+        adopt_srun(environment)
+    environment = {name: value for name, value in environment.items() if name.startswith("SLURM")}
+    adopt_srun(environment | {"SLURM_STEP_NUM_TASKS": "24", "SLURM_STEP_TASKS_PER_NODE": "8(x3)"})
 
 
 @pytest.mark.parametrize(
