@@ -173,10 +173,8 @@ def run(peer_python: str) -> bool:
             exact[option], low[option] = compute_twice(model, inputs, call_ours)
         versions = start_peer(peer_python, folder)
         print(f"LLM Foundry {versions['llmfoundry']} (torch {versions['torch']}), ours (torch {torch.__version__})\n")
-        print(
-            "| option | logits, fp32 | gradients, fp32 | logits, bf16: ours, theirs | gradients, bf16: ours, theirs |"
-        )
-        print("|---|---|---|---|---|")
+        print(f"| option | {' | '.join(COLUMNS)} |")
+        print(f"|---|{'---|' * len(COLUMNS)}")
         are_equal = [compare(option, exact[option], low[option], folder) for option in OPTIONS]
         print(f"\n| standard deviations, ours and theirs | {' | '.join(SHOWN)} |")
         print(f"|---|{'---|' * len(SHOWN)}")

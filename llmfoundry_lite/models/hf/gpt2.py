@@ -28,6 +28,7 @@ def can_be(config: ModelConfig) -> Options:
         "attn_config.qk_ln": (False,),
         "attn_config.qk_gn": (False,),
         "attn_config.clip_qkv": (None,),
+        # 1.0 is scale_attn_weights: false, which transformers 5 heeds, and 4 only with attn_implementation="eager".
         "attn_config.softmax_scale": (None, config.head_dim**-0.5, 1.0),
         "attn_config.sliding_window_size": (-1,),
         "attn_config.attn_type": attention_types(config),
