@@ -178,7 +178,7 @@ def test_the_bench_passes_a_sound_run_and_catches_every_control(tmp_path, monkey
             num_ranks=num_ranks,
             overlay={
                 "device_train_microbatch_size": microbatch,
-                "model": {"attn_config": {"attn_impl": "torch" if letter == "B" else "sdpa"}},
+                "model": {"attn_config": {"attn_impl": "reference" if letter == "B" else "sdpa"}},
                 "fsdp_config": {"sharding_strategy": sharding},
             },
         )

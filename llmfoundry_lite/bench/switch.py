@@ -166,9 +166,9 @@ def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
     if torch.cuda.is_available():
         b = cluster("B", 1, 16, "sdpa", sharding("FULL_SHARD", "DEFAULT"))
     else:
-        b = cluster("B", 1, 16, "torch", sharding("NO_SHARD", "PURE"), **avx2)
+        b = cluster("B", 1, 16, "reference", sharding("NO_SHARD", "PURE"), **avx2)
     c = cluster("C", 4, 2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), **sse)
-    d = cluster("D", 2, 8, "torch", sharding("SHARD_GRAD_OP", "DEFAULT"), **cpu)
+    d = cluster("D", 2, 8, "reference", sharding("SHARD_GRAD_OP", "DEFAULT"), **cpu)
     return [a, b, c, dataclasses.replace(d, python=other_python or sys.executable)]
 
 
