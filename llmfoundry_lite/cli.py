@@ -265,9 +265,10 @@ def compare_results(
     """Are models equally good? Item by item: differences, intervals, tests; or that nothing can be told."""
     from rich.console import Console
 
-    from llmfoundry_lite.evaluation.compare import compare, load_results, panels
+    from llmfoundry_lite.evaluation.compare import compare
     from llmfoundry_lite.evaluation.published import print_published, published_markdown
-    from llmfoundry_lite.evaluation.tables import print_comparison, write_comparison
+    from llmfoundry_lite.evaluation.reading import load_results
+    from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
 
     if len(results) < 2 and not published:
         raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")

@@ -10,8 +10,8 @@ from importlib.resources import files
 from rich.console import Console
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.compare import Loaded, Record
 from llmfoundry_lite.evaluation.paired import Z_TWO_SIDED
+from llmfoundry_lite.evaluation.reading import Loaded, Record
 from llmfoundry_lite.evaluation.tables import average_error, markdown_table, print_blocks, print_note
 
 TASKS = {

@@ -1,10 +1,9 @@
-"""How results look: tasks as columns, models as rows, the average last; and comparisons, a task to a row.
+"""How results look: tasks as columns, models as rows, the average last.
 
 On a console a table that is too wide continues in further blocks of columns. Markdown and CSV hold the same numbers.
 """
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from llmfoundry_lite.evaluation.compare import ACCURACIES, Loaded, Pair, Paired, Record, as_json, p_text
+from llmfoundry_lite.evaluation.reading import ACCURACIES, Record
 
 if TYPE_CHECKING:  # comparing needs no torch
     from llmfoundry_lite.evaluation.harness import Results
@@ -196,98 +195,3 @@ def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
 def _chance(all_results: Sequence["Results"], name: str) -> str:
     records = (results.tasks.get(name) for results in all_results)
     return next((f"{record['chance']:.3f}" for record in records if record and "chance" in record), "")
-
-
-# ------------------------------------------------------------------------------------------------------ comparisons
-
-
-def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
-    for pair in pairs:
-        _print_pairs(console, f"{pair.other} against {pair.first}", pair, [*pair.tasks, *filter(None, [pair.mean])])
-        console.print()
-        if pair.more:
-            _print_pairs(console, "by the other metrics", pair, pair.more)
-            console.print()
-        if pair.sentence:
-            console.print(Text(pair.sentence, style="bold"))
-        for note in pair.notes:
-            print_note(console, note)
-        console.print()
-    console.print(Text(legend(pairs), style="dim"))
-
-
-def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
-    table = lean_table(title)
-    table.add_column("task", overflow="fold")
-    for header in ("items\n(needed)", *(_short(name) for name in (pair.first, pair.other))):
-        table.add_column(Text(header), justify="right", overflow="fold")
-    table.add_column(" difference, 95 %", no_wrap=True)
-    table.add_column("p\nwon/lost", justify="right")
-    for paired in rows:
-        name, _, shots = paired.task.rpartition("/")
-        is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
-        under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
-        table.add_row(
-            Text("\n".join((name or paired.task, *under))),
-            f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
-            f"{paired.first:.{paired.digits}f}",
-            f"{paired.other:.{paired.digits}f}",
-            Text(f" {difference_text(paired)}\n {paired.verdict}", style="bold" if paired.is_detected else ""),
-            f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
-        )
-    console.print(table)
-
-
-def _short(name: str) -> str:
-    """In lines of at most nine characters."""
-    return "\n".join(name[i : i + 9] for i in range(0, len(name), 9))
-
-
-def difference_text(paired: Paired) -> str:
-    text = f"{paired.difference:+.{paired.digits}f}"
-    if paired.low is None or paired.high is None:
-        return text
-    return f"{text} [{paired.low:+.{paired.digits}f}, {paired.high:+.{paired.digits}f}]"
-
-
-def legend(pairs: Sequence[Pair]) -> str:
-    num, num_more = (sum(map(len, tables)) for tables in zip(*((p.tasks, p.more) for p in pairs), strict=True))
-    more = f", and for {num_more} by the other metrics" if num_more else ""
-    return (
-        f"95 %: bootstrap over items, paired. p: McNemar's test (sign flips for means and bits per byte), corrected "
-        f"for {num} test{'' if num == 1 else 's'}{more} (Holm). needed: items to find a difference of 0.01, one "
-        "point, with 80 % power where the two models part as often as here."
-    )
-
-
-def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: Path, above: str = "") -> list[Path]:
-    """compare.md, which starts with `above`, and compare.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [above] if above else []
-    for pair in pairs:
-        header = ["task", "metric", "items", "needed", pair.first, pair.other, "difference, 95 %", "won/lost/tied", "p"]
-        rows = [[*header, "verdict"]]
-        for paired in [*pair.tasks, *filter(None, [pair.mean]), *pair.more]:
-            rows.append(
-                [
-                    paired.task,
-                    "" if paired.metric == "mean" else paired.metric,
-                    f"{paired.n:,}",
-                    f"{paired.needed:,}" if paired.needed else "",
-                    f"{paired.first:.{paired.digits}f}",
-                    f"{paired.other:.{paired.digits}f}",
-                    difference_text(paired),
-                    f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
-                    p_text(paired.p_corrected),
-                    paired.verdict,
-                ]
-            )
-        lines += [f"## {pair.other} against {pair.first}", "", *markdown_table(rows), ""]
-        lines += [f"- {text}" for text in filter(None, (pair.sentence, *pair.notes))]
-        lines += [""]
-    if pairs:
-        lines += [legend(pairs), ""]
-    markdown, facts = folder / "compare.md", folder / "compare.json"
-    markdown.write_text("\n".join(lines))
-    facts.write_text(json.dumps(as_json(results, pairs), indent=1) + "\n")
-    return [markdown, facts]

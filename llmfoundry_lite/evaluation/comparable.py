@@ -1,0 +1,119 @@
+"""May two results be compared, and what must a reader of the comparison know?
+
+Only what was asked in the same way: the same items, prompts and scoring, which each task's fingerprint vouches for.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.paired import Floats
+from llmfoundry_lite.evaluation.reading import BITS, Loaded, by_document, text_row
+
+
+def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
+    """Raises DataError where the two were not asked the same, in the same way."""
+    a, b = first.facts["tasks"][task], other.facts["tasks"][task]
+    found = [
+        f"{key} {a.get(key)!r} against {b.get(key)!r}"
+        for key in ("type", "num_fewshot", "tokenization", "metric")
+        if a.get(key) != b.get(key)
+    ]
+    settings = {**(a.get("settings") or {}), **(b.get("settings") or {})}
+    if a.get("settings") and b.get("settings"):
+        for key in settings:
+            ours, theirs = a["settings"].get(key), b["settings"].get(key)
+            if ours != theirs and not any(text.startswith(f"{key} ") for text in found):
+                found.append(f"{key} {ours!r} against {theirs!r}")
+    if a.get("data_fingerprint") != b.get("data_fingerprint"):
+        found.append(f"the data ({a['n']:,} items against {b['n']:,})")
+    is_text = a.get("type") == "perplexity"
+    if not found and a["fingerprint"] != b["fingerprint"] and not (is_text and has_other_tokenizer(first, other)):
+        found.append(f"fingerprint {a['fingerprint']} against {b['fingerprint']}")
+    if found:
+        raise DataError(
+            f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; evaluate both with "
+            f"one task file, or leave the task out: --skip {task}"
+        )
+    if is_text and has_other_tokenizer(first, other) and a["fingerprint"] == b["fingerprint"]:
+        sizes = [[item["num_characters"] for item in result.items[task]] for result in (first, other)]
+        if sizes[0] != sizes[1]:
+            raise DataError(
+                f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
+                f"evaluate both on a text file, or leave the task out: --skip {task}"
+            )
+
+
+def notes_on(first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence[str]) -> list[str]:
+    """What a reader of the numbers must know."""
+    names = f"{first.name} and {other.name}"
+    notes = []
+    budgets = [result.facts.get("num_tokens_trained") for result in (first, other)]
+    if None not in budgets and budgets[0] != budgets[1]:
+        notes.append(
+            f"warning: token budgets differ: {first.name} {budgets[0]:,} tokens, {other.name} {budgets[1]:,}; "
+            "more training is one reason to be better"
+        )
+    sizes = [result.facts.get("num_parameters") for result in (first, other)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        notes.append(f"warning: sizes differ: {first.name} {sizes[0]:,} parameters, {other.name} {sizes[1]:,}")
+    if has_other_tokenizer(first, other):
+        notes.append(
+            f"{names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends on "
+            "how a tokenizer divides an answer"
+        )
+    precisions = [result.facts.get("precision") for result in (first, other)]
+    if precisions[0] != precisions[1]:
+        notes.append(f"precision differs: {first.name} {precisions[0]}, {other.name} {precisions[1]}")
+    save_ids = [result.facts.get("save_id") for result in (first, other)]
+    if save_ids[0] is not None and save_ids[0] == save_ids[1]:
+        notes.append(f"{names} are the same checkpoint")
+    for one, two in ((first, other), (other, first)):
+        if alone := [task for task in one.items if task not in two.items]:
+            notes.append(f"only in {one.name}, left out: {', '.join(alone)}")
+    if skip:
+        notes.append(f"left out, as asked: {', '.join(skip)}")
+    for task in common:
+        notes += [f"{task}: {note}" for note in _notes_on_task(task, first, other)]
+    return notes
+
+
+def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
+    notes = []
+    records = [result.facts["tasks"][task] for result in (first, other)]
+    if limit := (records[0].get("settings") or {}).get("limit"):
+        notes.append(f"only its first {limit:,} items (limit): a try, not a result")
+    trimmed = [record.get("num_trimmed", 0) for record in records]
+    if trimmed[0] != trimmed[1]:
+        notes.append(f"contexts cut to fit: {trimmed[0]:,} of {first.name}, {trimmed[1]:,} of {other.name}")
+    if records[0]["metric"] == BITS:
+        n, unit = len((found := text_units(task, first, other))[0]), found[2]
+        if unit == "windows":
+            notes.append("one document: its windows are resampled, as if they were independent")
+        elif n == 1:
+            notes.append("one document: no interval")
+        return notes
+    asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
+    if alone := len(asked[0] ^ asked[1]):
+        notes.append(f"{alone:,} items that only one could be asked are left out")
+    if len(asked[0] & asked[1]) == 1:
+        notes.append("one item: no interval")
+    return notes
+
+
+def has_other_tokenizer(first: Loaded, other: Loaded) -> bool:
+    ours, theirs = first.facts.get("tokenizer"), other.facts.get("tokenizer")
+    return bool(ours and theirs) and ours != theirs
+
+
+def text_units(task: str, first: Loaded, other: Loaded) -> tuple[Floats, Floats, str]:
+    """((n, [nats, bytes]) of the first, of the other, what the n are)"""
+    rows = [[text_row(item) for item in result.items[task]] for result in (first, other)]
+    documents = [sorted({item["index"] for item in result.items[task]}) for result in (first, other)]
+    if documents[0] != documents[1]:
+        raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
+    same_windows = [row[1] for row in rows[0]] == [row[1] for row in rows[1]]
+    if len(documents[0]) == 1 and same_windows and not has_other_tokenizer(first, other):
+        return np.array(rows[0]), np.array(rows[1]), "windows"
+    return by_document(first.items[task]), by_document(other.items[task]), "documents"

@@ -1,0 +1,146 @@
+"""Results, as `harness` writes them, read again: a model's JSON and its items, checked against each other."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.paired import Floats
+
+Record = dict[str, Any]
+
+ACCURACIES = ("acc_per_token", "acc", "acc_norm")
+BITS = "bits_per_byte"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A result and its items."""
+
+    name: str
+    path: Path
+    facts: Record
+    """The JSON."""
+    items: dict[str, list[Record]]
+    """Of each task, in the file's order."""
+
+
+def load_results(paths: Sequence[Path]) -> list[Loaded]:
+    """Raises DataError for a file that is no result, or whose items are missing, torn or another evaluation's."""
+    for i, path in enumerate(paths):
+        if any(path.resolve() == earlier.resolve() for earlier in paths[:i]):
+            raise DataError(f"{path} is given twice; name another result to compare it with")
+    facts = [read_facts(path) for path in paths]
+    names = [str(fact["model"]) for fact in facts]
+    if len(set(names)) < len(names):
+        names = _tell_apart(paths)
+    return [
+        Loaded(name=name, path=path, facts=fact, items=read_items(path, fact))
+        for name, path, fact in zip(names, paths, facts, strict=True)
+    ]
+
+
+def read_facts(path: Path) -> Record:
+    if path.is_dir():
+        found = sorted(file.name for file in path.glob("*.json"))
+        raise DataError(f"{path} is a folder; name a result in it: {', '.join(found) or 'it has none'}")
+    if path.name.endswith(".jsonl"):
+        raise DataError(f"{path}: name the result, MODEL.json; its items are found beside it")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(facts, dict) or "model" not in facts or not isinstance(facts.get("tasks"), dict):
+        raise DataError(
+            f"{path} is no result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
+        )
+    for task, record in facts["tasks"].items():
+        expected = ("n", "metric", "fingerprint", record.get("metric") if isinstance(record, dict) else "metric")
+        if missing := [key for key in expected if not isinstance(record, dict) or key not in record]:
+            raise DataError(f"{path}: {task} has no {missing[0]!r}; evaluate it again with redo=true")
+    if not facts["tasks"]:
+        raise DataError(f"{path} has no finished task")
+    return facts
+
+
+def read_items(path: Path, facts: Record) -> dict[str, list[Record]]:
+    """The items of every task, checked against the numbers in the result."""
+    beside = path.with_name(f"{path.stem}.items.jsonl")
+    try:
+        lines = beside.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise DataError(
+            f"{beside} {reason}, and results are compared item by item; keep it beside {path.name}, or evaluate again"
+        ) from None
+    items: dict[str, list[Record]] = {task: [] for task in facts["tasks"]}
+    torn = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            item = json.loads(line)
+            items.get(item["task"], []).append(item)
+        except (ValueError, KeyError, TypeError):
+            torn = torn or number
+    for task, record in facts["tasks"].items():
+        if len(items[task]) != record["n"]:
+            hint = f" (line {torn} is torn)" if torn else ""
+            raise DataError(
+                f"{beside} has {len(items[task]):,} of the {record['n']:,} items of {task}{hint}; evaluate again: "
+                "what is whole is not done twice"
+            )
+        _check_items(beside, task, record, items[task])
+    return items
+
+
+def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record]) -> None:
+    metric = record["metric"]
+    try:
+        if metric == BITS:
+            found = float(bits_per_byte(by_document(items).sum(axis=0)))
+        else:
+            found = sum(item[metric] for item in items if item["index"] >= 0) / len(items)
+    except (KeyError, TypeError, IndexError, ZeroDivisionError):
+        raise DataError(
+            f"{beside}: the items of {task} lack {metric} or index; evaluate again with redo=true"
+        ) from None
+    if not math.isclose(found, record[metric], rel_tol=1e-4, abs_tol=1e-9):
+        raise DataError(
+            f"{beside}: the items of {task} give {metric} {found:.4f}, the result says {record[metric]:.4f}; the two "
+            "files are of different evaluations: evaluate again with redo=true"
+        )
+
+
+def _tell_apart(paths: Sequence[Path]) -> list[str]:
+    """Paths without what they have in common."""
+    parts = [path.resolve().with_suffix("").parts for path in paths]
+    shortest = min(len(part) for part in parts)
+    common = next((i for i in range(shortest) if len({part[i] for part in parts}) > 1), shortest - 1)
+    return ["/".join(part[common:]) for part in parts]
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+def text_row(item: Record) -> tuple[float, float]:
+    return -item["log_probability"][0], max(item["num_characters"][0], 1)
+
+
+def by_document(items: Sequence[Record]) -> Floats:
+    sums: dict[int, list[float]] = {}
+    for item in items:
+        nats, num_bytes = text_row(item)
+        known = sums.setdefault(item["index"], [0.0, 0.0])
+        known[0] += nats
+        known[1] += num_bytes
+    return np.array([sums[index] for index in sorted(sums)])
+
+
+def bits_per_byte(nats_and_bytes: Floats) -> Floats:
+    return nats_and_bytes[..., 0] / nats_and_bytes[..., 1] / math.log(2)
