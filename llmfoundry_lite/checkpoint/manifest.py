@@ -65,6 +65,8 @@ class Segment:
     sharding: str | None = None
     shard_degree: int | None = None
     """HYBRID_SHARD: devices that share one copy of the model."""
+    tensor_parallel_degree: int | None = None
+    """Devices that divide each layer among them; None: one has the whole layer."""
     device_train_microbatch_size: int | None = None
     precision: str | None = None
     attention: str | None = None
@@ -82,7 +84,8 @@ class Segment:
 
     @property
     def sharding_in_words(self) -> str | None:
-        return f"{self.sharding} of {self.shard_degree}" if self.shard_degree else self.sharding
+        words = f"{self.sharding} of {self.shard_degree}" if self.shard_degree else self.sharding
+        return f"{words}, tensor parallel over {self.tensor_parallel_degree}" if self.tensor_parallel_degree else words
 
     @property
     def computed_with(self) -> list[str]:
@@ -416,7 +419,10 @@ def _decode_segment(item: _Item) -> Segment:
     content = decode_value(item.object(), item.where)
     for name, value in content.items():
         kinds = {"compile_config": (dict, type(None)), "tokens_per_second": (int, float, type(None))}
-        numbers = ("num_devices", "world_size", "shard_degree", "device_train_microbatch_size")
+        numbers = (
+            *("num_devices", "world_size", "shard_degree", "tensor_parallel_degree"),
+            "device_train_microbatch_size",
+        )
         kind = kinds.get(name, (int, type(None)) if name in numbers else (str, type(None)))
         kind = (int,) if name in ("first_batch", "last_batch") else kind
         if name == "environment":

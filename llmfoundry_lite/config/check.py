@@ -64,6 +64,7 @@ POSITIVE = (
     *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
     *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
     *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
+    "tp_config.tensor_parallel_degree",
     *("global_train_batch_size", "device_eval_batch_size"),
     *("optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches", "preemption_grace_seconds"),
     *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
@@ -166,7 +167,7 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         if value is not None and not (key == "eval_interval" and value == 0):
             _check_duration(key, value, refuse)
 
-    _check_model(config.model, refuse)
+    check_model(config.model, refuse)
     if config.max_seq_len > config.model.max_seq_len:
         refuse("max_seq_len", f"{config.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}")
     for block in ("train_loader", "eval_loader"):
@@ -209,6 +210,8 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
             refuse(key, f"{fsdp.activation_checkpointing!r} given, expected true, false or selective")
         if fsdp.activation_checkpointing_reentrant:
             refuse("fsdp_config.activation_checkpointing_reentrant", "selective has no reentrant form; remove it")
+    if config.tensor_parallel_degree > 1:
+        _check_tensor_parallel(config, refuse)
     for path in config.callbacks.extra:
         _check_import_path("callbacks", path, layers)
     _check_schedule_units(config, layers, refuse)
@@ -220,16 +223,24 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
 def check_world_size(config: TrainConfig, world_size: int) -> None:
     """Check what depends on the number of devices. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    if batch % world_size:
-        divisors = [str(n) for n in range(1, min(batch, 4 * world_size) + 1) if batch % n == 0]
+    degree, num_ranks, devices = config.tensor_parallel_degree, config.num_data_ranks(world_size), "devices"
+    if degree > 1:
+        devices = f"groups of {degree} devices (tp_config)"
+        if world_size % degree:
+            raise ConfigError(
+                f"tp_config.tensor_parallel_degree: {degree} does not divide the {world_size} devices of this launch; "
+                f"start a multiple of {degree}, or change the degree"
+            )
+    if batch % num_ranks:
+        divisors = [str(n) for n in range(1, min(batch, 4 * num_ranks) + 1) if batch % n == 0]
         raise ConfigError(
-            f"global_train_batch_size: {batch} cannot be shared evenly by {world_size} devices; "
-            f"start with a number of devices that divides it ({', '.join(divisors)}) or change the batch size"
+            f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
+            f"start with a number of {devices} that divides it ({', '.join(divisors)}) or change the batch size"
         )
-    if isinstance(microbatch, int) and microbatch > batch // world_size:
+    if isinstance(microbatch, int) and microbatch > batch // num_ranks:
         raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} is more than the {batch // world_size} samples "
-            f"each device gets ({batch} / {world_size} devices); set it to {batch // world_size} or less"
+            f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "
+            f"each device gets ({batch} / {num_ranks} {devices}); set it to {batch // num_ranks} or less"
         )
 
 
@@ -336,7 +347,8 @@ def _check_import_path(key: str, value: str, layers: Sequence[Layer]) -> None:
         )
 
 
-def _check_model(model: ModelConfig, refuse: Refuse) -> None:
+def check_model(model: ModelConfig, refuse: Refuse) -> None:
+    """What cannot be built or makes no sense together. `refuse` raises."""
     if model.d_model % model.n_heads:
         near = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
         nearest = min(near, key=lambda n: abs(n - model.n_heads))
@@ -416,6 +428,35 @@ def _check_attention(model: ModelConfig, refuse: Refuse) -> None:
         )
     if options.attn_impl == "flex" and options.attn_pdrop:
         refuse("model.attn_config.attn_impl", "flex has no attn_pdrop; use sdpa, or attn_pdrop: 0")
+
+
+def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
+    """Layers are divided by heads, and by the feed-forward layer's width; each device gets as many as the others."""
+    model, degree = config.model, config.tensor_parallel_degree
+    sizes = {"model.n_heads": model.n_heads, "the heads of keys and values": model.num_kv_heads}
+    for name, size in (*sizes.items(), ("the width of the feed-forward layer", model.ffn_dim)):
+        if size % degree:
+            most = math.gcd(model.n_heads, model.num_kv_heads, model.ffn_dim)
+            divisors = [str(n) for n in range(1, most + 1) if most % n == 0]
+            refuse("tp_config.tensor_parallel_degree", f"{degree} does not divide {name}, {size}; use {_or(divisors)}")
+    if model.attn_config.fused_qkv:
+        refuse(
+            "model.attn_config.fused_qkv",
+            "one matrix for q, k and v cannot be divided by heads, as tp_config asks for; set it to false",
+        )
+    if model.attn_config.qk_ln:
+        refuse(
+            "model.attn_config.qk_ln",
+            "a norm over all heads, which tp_config divides among devices; use qk_gn: true, a norm over each head",
+        )
+    for block in ("train_loader", "eval_loader"):
+        loader = getattr(config, block)
+        if loader is not None and loader.name.startswith("python:"):
+            refuse(
+                f"{block}.name",
+                f"{loader.name} cannot know that with tp_config neighbouring devices must read the same samples; "
+                "use text, or no tp_config",
+            )
 
 
 def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse: Refuse) -> None:

@@ -115,6 +115,7 @@ HARDWARE_KEYS = (
     "device_eval_batch_size",
     "precision",
     "fsdp_config",
+    "tp_config",
     "compile_config",
     "dist_timeout",
     "max_wall_time",

@@ -340,6 +340,13 @@ class FSDPConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TensorParallelConfig:
+    tensor_parallel_degree: int = 1
+    """Neighbouring devices that divide the heads and the feed-forward width of each layer among them and see the same
+    samples; fsdp_config says how the model is shared by such groups."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SpeedMonitorConfig:
     window_size: int = 100
     """Batches over which throughput is averaged."""
@@ -412,7 +419,7 @@ class TrainConfig:
     """A span; a bare integer counts epochs; 0 never evaluates."""
     eval_first: bool = False
     eval_subset_num_batches: int = -1
-    """Global batches of device_eval_batch_size times the world size; -1 for all."""
+    """Global batches of device_eval_batch_size times the devices (groups of them with tp_config); -1 for all."""
     device_eval_batch_size: int = 1
     icl_tasks: list[Any] | str = field(default_factory=list)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
@@ -428,6 +435,8 @@ class TrainConfig:
     fsdp_config: FSDPConfig | None = None
     """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters, and a share (FULL_SHARD) of
     larger ones."""
+    tp_config: TensorParallelConfig | None = None
+    """null: no layer is divided."""
     on_non_finite: str = "stop"
     """stop, or skip: what to do with a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = 100
@@ -477,6 +486,14 @@ class TrainConfig:
     def sharding(self) -> FSDPConfig:
         is_small = self.model.num_matrix_parameters <= LARGEST_REPLICATED
         return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        return self.tp_config.tensor_parallel_degree if self.tp_config else 1
+
+    def num_data_ranks(self, world_size: int) -> int:
+        """Into how many shares a global batch is divided: the devices that divide layers among them have one share."""
+        return world_size // self.tensor_parallel_degree
 
     @property
     def reduces_every_microbatch(self) -> bool:

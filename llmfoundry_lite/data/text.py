@@ -93,11 +93,13 @@ def build_text_dataset(
     download_timeout: float = 60,
     validate_hash: str | None = None,
     keep_zip: bool = False,
+    replication: int = 1,
 ) -> "TextDataset":
     """The data set of one folder (`local`, `remote`, `split`) or of several `streams`, named and weighted.
 
     Rank and world size are read from the environment, as StreamingDataset does (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE). `global_batch_size` counts samples over all ranks and must be a multiple of the world size.
+    LOCAL_WORLD_SIZE). `replication` neighbouring ranks read the same samples and count as one rank: `global_batch_size`
+    counts samples over all that read different ones, and must be a multiple of their number.
 
     With `evaluation`, samples come in file order, each exactly once, and the last batch is filled up with rows of
     `PAD_TOKEN`, so that every rank sees equally many batches of equal size.
@@ -135,6 +137,7 @@ def build_text_dataset(
         token_encoding_type=token_encoding_type,
         predownload=predownload,
         cache_limit=cache_limit,
+        replication=replication,
     )
 
 
@@ -229,8 +232,9 @@ class TextDataset(StreamingDataset):
         token_encoding_type: str = "int64",
         predownload: int | None = None,
         cache_limit: int | str | None = None,
+        replication: int = 1,
     ) -> None:
-        world_size = get_world_size()
+        world_size = get_world_size() // replication
         if global_batch_size % world_size:
             raise DataError(
                 f"a global batch of {global_batch_size} samples cannot be split evenly over {world_size} ranks; "
@@ -267,6 +271,7 @@ class TextDataset(StreamingDataset):
                     epoch_size=epoch_size,
                     predownload=predownload,
                     cache_limit=cache_limit,
+                    replication=replication,
                 )
         except DataError:
             raise
@@ -306,7 +311,8 @@ class TextDataset(StreamingDataset):
         return self.order.num_batches * self.device_batch_size
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """The place in the data, as Composer asks for it: `num_samples` is counted over all ranks.
+        """The place in the data, as Composer asks for it: `num_samples` is counted over all ranks that read different
+        ones.
 
         Counted from the start of the epoch, or, if not `from_beginning`, from where this launch took it up.
         """

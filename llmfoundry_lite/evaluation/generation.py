@@ -28,7 +28,7 @@ def answer_all(
         if start + rank < len(task.items):
             found.append((number, text))
         on_progress(task.name, min(start + world_size, len(task.items)), len(task.items))
-    return [text for _, text in sorted((n, t) for share in gather_json(found) for n, t in share)]
+    return [text for _, text in sorted({(n, t) for share in gather_json(found) for n, t in share})]
 
 
 def write(model: Scorable, tokenizer: Encoder, context: Sequence[int], num_tokens: int, config: TaskConfig) -> str:

@@ -84,9 +84,13 @@ def evaluate(
     max_seq_len: int | None = None,
     limit: int | None = None,
     on_progress: Progress = lambda task, done, total: None,
+    share: tuple[int, int] | None = None,
 ) -> Results:
     """Ask all `tasks`, or those that `files` does not have yet. With several ranks all must call this; all get the
     same Results, and rank 0 writes.
+
+    `share` is (rank, ranks) of those among whom the items are divided, where several ranks compute as one; the
+    default is one share for each rank.
 
     Raises DataError for a task that cannot be read, before anything is computed.
     """
@@ -101,7 +105,7 @@ def evaluate(
         if files is not None and (known := files.find(task, results)) is not None:
             results.tasks[task.name] = known
             continue
-        record, items = run_task(model, tokenizer, task, max_batch_tokens, on_progress)
+        record, items = run_task(model, tokenizer, task, max_batch_tokens, on_progress, share or rank_and_size(None))
         results.tasks[task.name] = record
         if files is not None:
             files.add(results, task.name, items)
@@ -121,17 +125,21 @@ def prepare_task(
 
 
 def run_task(
-    model: Scorable, tokenizer: Encoder, task: Prepared, max_batch_tokens: int, on_progress: Progress
+    model: Scorable,
+    tokenizer: Encoder,
+    task: Prepared,
+    max_batch_tokens: int,
+    on_progress: Progress,
+    share: tuple[int, int],
 ) -> tuple[Record, list[Record]]:
     """(the task's line in Results, one record for each item)"""
     started = time.monotonic()
     on_progress(task.name, 0, len(task.items))
-    rank, world_size = rank_and_size(None)
     if task.kind in GENERATION:
-        texts = answer_all(model, tokenizer, task, max_batch_tokens, rank, world_size, on_progress)
+        texts = answer_all(model, tokenizer, task, max_batch_tokens, *share, on_progress)
         items = [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
     else:
-        scores = _score_all(model, task, max_batch_tokens, rank, world_size, on_progress)
+        scores = _score_all(model, task, max_batch_tokens, *share, on_progress)
         items = [_record(task, item, scores) for item in _numbered(task.items)]
     return summarise(task, items, time.monotonic() - started), items
 

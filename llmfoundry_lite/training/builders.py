@@ -28,7 +28,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
+from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model, data_ranks
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, is_evaluation_due
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -42,7 +42,7 @@ from llmfoundry_lite.training.preemption import Preemption
 def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> LanguageModel:
     fsdp = config.sharding
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
-    mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size)
+    mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size, config.tensor_parallel_degree)
     attn_impl, why = choose_implementation(config.model, devices.device_type(), config.precision != "fp32")
     if dist.get_rank() == 0:
         print(f"attention: {attn_impl}: {why}", flush=True)
@@ -62,25 +62,25 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
     return call_object(config.name, "optimizer", parameters, lr=config.lr, **config.kwargs)
 
 
-def build_train_data(config: TrainConfig, world_size: int) -> DataSpec:
-    return build_data(config.train_loader, config, config.global_train_batch_size, world_size, evaluation=False)
+def build_train_data(config: TrainConfig, num_data_ranks: int) -> DataSpec:
+    return build_data(config.train_loader, config, config.global_train_batch_size, num_data_ranks, evaluation=False)
 
 
-def build_eval_data(config: TrainConfig, world_size: int) -> DataSpec | None:
+def build_eval_data(config: TrainConfig, num_data_ranks: int) -> DataSpec | None:
     if config.eval_loader is None or config.eval_interval == 0:
         return None
-    batch_size = config.device_eval_batch_size * world_size
-    return build_data(config.eval_loader, config, batch_size, world_size, evaluation=True)
+    batch_size = config.device_eval_batch_size * num_data_ranks
+    return build_data(config.eval_loader, config, batch_size, num_data_ranks, evaluation=True)
 
 
 def build_data(
-    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, world_size: int, *, evaluation: bool
+    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, num_data_ranks: int, *, evaluation: bool
 ) -> DataSpec:
     if loader.name.startswith("python:"):
         batches = call_object(
             loader.name,
             f"{'eval' if evaluation else 'train'}_loader",
-            device_batch_size=global_batch_size // world_size,
+            device_batch_size=global_batch_size // num_data_ranks,
             num_workers=loader.num_workers,
             drop_last=loader.drop_last,
             **loader.kwargs,
@@ -107,6 +107,7 @@ def build_text_batches(
         evaluation=evaluation,
         vocab_size=config.model.vocab_size,
         tokenizer=LazyTokenizer(config.tokenizer.name),
+        replication=config.tensor_parallel_degree,
     )
     return build_text_loader(
         dataset,
@@ -154,9 +155,10 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
         config.precision.removeprefix("amp_"),
     )
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
-    callbacks: list[Callback] = [DataDigest(guard), rate, guard, monitor]
+    ranks = data_ranks(config.tensor_parallel_degree)
+    callbacks: list[Callback] = [DataDigest(guard, ranks), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
-        callbacks.append(DropoutSeed(config.seed))
+        callbacks.append(DropoutSeed(config.seed, ranks))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     callbacks.append(preemption)  # before what it may make needless
@@ -191,6 +193,7 @@ def build_in_context(
         checkpointing.leave_if_asked,
         max_batch_tokens=max(config.device_eval_batch_size * config.max_seq_len, 2048),
         limit=config.icl_limit,
+        ranks=data_ranks(config.tensor_parallel_degree),
     )
 
 

@@ -12,6 +12,7 @@ from composer.loggers import Logger
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
 from llmfoundry_lite.data.text import batch_digest, format_digest
+from llmfoundry_lite.parallel import DataRanks
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.schedule import learning_rate_multiplier
 
@@ -19,11 +20,12 @@ from llmfoundry_lite.training.schedule import learning_rate_multiplier
 class DataDigest(Callback):
     """`data/digest`: two runs that print the same ones saw the same data in the same batches."""
 
-    def __init__(self, gradient_step: GradientStep):
+    def __init__(self, gradient_step: GradientStep, ranks: DataRanks):
         self.gradient_step = gradient_step
+        self.ranks = ranks
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        own = batch_digest(state.batch["input_ids"])
+        own = batch_digest(state.batch["input_ids"]) if self.ranks.speaks else 0
         # Sums modulo 2**64: signed 64-bit addition wraps around in just that way.
         digest = torch.tensor(own - (1 << 64) if own >= 1 << 63 else own, device=state.device._device)
         dist.all_reduce(digest)
@@ -50,13 +52,18 @@ class LearningRate(Callback):
 
 
 class DropoutSeed(Callback):
-    """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved."""
+    """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved.
 
-    def __init__(self, seed: int):
+    Ranks that divide layers among them drop the same of what each of them has whole (`parallel` tells their heads
+    apart).
+    """
+
+    def __init__(self, seed: int, ranks: DataRanks):
         self.seed = seed
+        self.ranks = ranks
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        name = f"{self.seed}/{int(state.timestamp.batch)}/{dist.get_rank()}"
+        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big"))
 
 

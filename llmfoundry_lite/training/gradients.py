@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
@@ -123,7 +123,7 @@ def _by_replicas(parameters: list[torch.nn.Parameter]) -> dict[int, list[torch.T
         replicas = dist.get_world_size()
         if isinstance(parameter.grad, DTensor):
             mesh = parameter.grad.device_mesh
-            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if isinstance(kind, Shard)]
+            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if not kind.is_replicate()]
             replicas = dist.get_world_size() // math.prod(shards)
         gradient = local(parameter.grad)
         if gradient.numel():

@@ -14,6 +14,7 @@ from llmfoundry_lite.evaluation.harness import Results as TaskResults
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
+from llmfoundry_lite.parallel import DataRanks
 from llmfoundry_lite.training.adapter import LanguageModel
 
 
@@ -32,6 +33,7 @@ class InContext(Callback):
         leave_if_asked: Callable[[State, Logger], None],
         max_batch_tokens: int,
         limit: int | None,
+        ranks: DataRanks,
     ):
         self.model = model
         self.tokenizer = tokenizer
@@ -40,6 +42,7 @@ class InContext(Callback):
         self.leave_if_asked = leave_if_asked
         self.max_batch_tokens = max_batch_tokens
         self.limit = limit
+        self.ranks = ranks
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.is_due(state, Event.BATCH_END):
@@ -56,6 +59,7 @@ class InContext(Callback):
             max_batch_tokens=self.max_batch_tokens,
             limit=self.limit,
             on_progress=lambda task, done, total: self.leave_if_asked(state, logger),
+            share=(self.ranks.rank, self.ranks.size),
         )
         self.model.train(was_training)
         metrics: dict[str, Any] = {}

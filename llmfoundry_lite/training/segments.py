@@ -25,7 +25,8 @@ def build_segment(
 ) -> Segment:
     """Of this launch; with an environment as it is, where the shell has overruled the configuration."""
     fsdp = config.sharding
-    is_hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
+    degree = config.tensor_parallel_degree
+    in_node = max(1, place().local_world_size // degree)
     return Segment(
         first_batch=first_batch,
         last_batch=last_batch,
@@ -37,7 +38,8 @@ def build_segment(
         torch=str(torch.__version__),
         world_size=dist.get_world_size(),
         sharding=fsdp.sharding_strategy,
-        shard_degree=(fsdp.data_parallel_shard_degree or place().local_world_size) if is_hybrid else None,
+        shard_degree=fsdp.data_parallel_shard_degree or in_node if fsdp.sharding_strategy == "HYBRID_SHARD" else None,
+        tensor_parallel_degree=degree if degree > 1 else None,
         device_train_microbatch_size=microbatch_size,
         precision=f"{config.precision} {fsdp.mixed_precision}",
         attention=model.model.transformer.attn_impl,
@@ -57,6 +59,7 @@ def find_differences(last: Segment, here: Segment) -> list[str]:
         "torch": (last.torch, here.torch),
         "sharding": (last.sharding, here.sharding),
         "shard degree": (last.shard_degree, here.shard_degree),
+        "tensor parallel degree": (last.tensor_parallel_degree, here.tensor_parallel_degree),
         "microbatch": (last.device_train_microbatch_size, here.device_train_microbatch_size),
         "precision": (last.precision, here.precision),
         "attention": (last.attention, here.attention),

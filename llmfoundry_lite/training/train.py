@@ -29,6 +29,7 @@ from llmfoundry_lite.launch import (
     raise_when_interrupted,
 )
 from llmfoundry_lite.models.hf import can_export, export_model
+from llmfoundry_lite.parallel import data_ranks
 from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
 from llmfoundry_lite.status import write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -48,6 +49,7 @@ from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
 from llmfoundry_lite.training.microbatch import advise_less_memory, choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
+from llmfoundry_lite.training.trainer import GroupedTrainer
 
 
 def train(config: TrainConfig) -> None:
@@ -110,11 +112,13 @@ def start_process_group(config: TrainConfig) -> None:
 
 def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption) -> tuple[Trainer, Checkpointing]:
     here = place()
-    train_data = build_train_data(config, here.world_size)
-    eval_data = build_eval_data(config, here.world_size)
+    ranks = data_ranks(config.tensor_parallel_degree)
+    train_data = build_train_data(config, ranks.size)
+    eval_data = build_eval_data(config, ranks.size)
     model = build_model(config, here.world_size, here.local_world_size)
     callbacks = build_callbacks(config, model, preemption)
-    trainer = Trainer(
+    trainer = GroupedTrainer(
+        ranks=ranks,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
@@ -127,7 +131,7 @@ def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption)
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
         precision="fp32",  # parallel.py's policy does the casting
-        device_train_microbatch_size=config.microbatch_size or config.global_train_batch_size // here.world_size,
+        device_train_microbatch_size=config.microbatch_size or config.global_train_batch_size // ranks.size,
         accumulate_train_batch_on_tokens=config.accumulate_train_batch_on_tokens,
         seed=config.seed,
         dist_timeout=config.dist_timeout,
@@ -146,7 +150,7 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
     size, measured = choose_microbatch_size(
         cast(LanguageModel, trainer.state.model),
         trainer.state.optimizers[0],
-        config.global_train_batch_size // here.world_size,
+        config.global_train_batch_size // config.num_data_ranks(here.world_size),
         config.max_seq_len,
         OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
         accumulates=not config.reduces_every_microbatch,
