@@ -18,6 +18,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,10 @@ def main() -> None:
     if given.peer:
         run_peer(Path(given.peer))
     elif given.peer_python:
-        sys.exit(0 if run(given.peer_python) else 1)
+        python = shutil.which(given.peer_python)
+        if python is None:
+            arguments.error(f"--peer-python: {given.peer_python} cannot be run; expected the python of an environment")
+        sys.exit(0 if run(os.path.abspath(python)) else 1)
     else:
         arguments.error("--peer-python: missing; expected the python of an environment with llm-foundry")
 

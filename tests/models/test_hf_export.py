@@ -445,6 +445,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
         ("ffn_config", {"ffn_act_fn": {"name": "tanh"}}, 'ffn_config.ffn_act_fn.name is "tanh"'),
         (None, {"attention_bias": True}, "attention_bias is true"),
         (None, {"head_dim": 16}, "head_dim is 16"),
+        (None, {"n_layers": 0}, "n_layers is 0"),
     ],
 )
 def test_what_llm_foundry_has_and_we_have_not_is_named(block, change, message):
@@ -452,6 +453,14 @@ def test_what_llm_foundry_has_and_we_have_not_is_named(block, change, message):
     with pytest.raises(ExportError) as error:
         from_hugging_face({}, foundry, "folder")
     assert f"{message} in config.json; " in str(error.value)
+
+
+def test_heads_that_do_not_divide_one_another_are_refused():
+    foundry = {**FOUNDRY, "attn_config": {**FOUNDRY["attn_config"], "kv_n_heads": 3}}
+    with pytest.raises(
+        ExportError, match=r"folder: config\.json describes a model that cannot be: .*kv_n_heads: 3 does"
+    ):
+        from_hugging_face({}, foundry, "folder")
 
 
 def test_biases_trained_elsewhere_after_our_export_are_kept():

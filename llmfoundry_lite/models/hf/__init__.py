@@ -11,10 +11,11 @@ Gathering the tensors of a sharded model is its caller's work.
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.hf import gpt2, llama, mpt
@@ -135,6 +136,11 @@ def from_hugging_face(
     state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
     state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
     config = layout.read_config(hf_config, state, where)
+
+    def refuse(key: str, message: str) -> NoReturn:
+        raise ExportError(f"{where}: config.json describes a model that cannot be: {key}: {message}")
+
+    check_model(config, refuse)
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is mpt.LAYOUT
     sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout.sources(config)

@@ -131,8 +131,8 @@ def check_values(hf_config: HFConfig, must_be: Options, where: str) -> None:
 
 def needed(hf_config: HFConfig, key: str, where: str) -> int:
     value = hf_config.get(key)
-    if not isinstance(value, int):
-        raise ExportError(f"{where}: {key} is {json.dumps(value)} in config.json; expected a whole number")
+    if not isinstance(value, int) or value <= 0:
+        raise ExportError(f"{where}: {key} is {json.dumps(value)} in config.json; expected a whole number above 0")
     return value
 
 

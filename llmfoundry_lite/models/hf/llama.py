@@ -114,7 +114,7 @@ def read_config(hf_config: HFConfig, _state: Mapping[str, torch.Tensor], where: 
     check_values(hf_config, MUST_BE, where)
     d_model, n_heads = needed(hf_config, "hidden_size", where), needed(hf_config, "num_attention_heads", where)
     has_bias = hf_config.get("mlp_bias", False)
-    same = {"attention_bias": (has_bias,), "head_dim": (d_model // max(n_heads, 1), None)}
+    same = {"attention_bias": (has_bias,), "head_dim": (d_model // n_heads, None)}
     check_values({"attention_bias": False, **hf_config}, same, where)
     num_kv_heads = hf_config.get("num_key_value_heads") or n_heads
     kinds = {n_heads: "multihead_attention", 1: "multiquery_attention"}

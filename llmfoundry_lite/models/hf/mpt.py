@@ -110,7 +110,7 @@ def read_config(hf_config: HFConfig, _state: Mapping[str, torch.Tensor], where: 
     check_values(hf_config, MUST_BE, where)
     d_model, n_heads = needed(hf_config, "d_model", where), needed(hf_config, "n_heads", where)
     no_bias = hf_config.get("no_bias", False)
-    same = {"attention_bias": (None, not no_bias), "head_dim": (None, d_model // max(n_heads, 1))}
+    same = {"attention_bias": (None, not no_bias), "head_dim": (None, d_model // n_heads)}
     check_values(hf_config, same, where)
     ffn = hf_config.get("ffn_config") or {}
     return ModelConfig(
