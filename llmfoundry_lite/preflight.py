@@ -214,7 +214,9 @@ def describe(config: TrainConfig, world_size: int, found: Preflight, local_world
     `local_world_size`: devices in each node, default all of them; HYBRID_SHARD shards within a node.
     """
     batch, length = config.global_train_batch_size, config.max_seq_len
-    device_batch = batch // world_size
+    num_ranks, degree = config.num_data_ranks(world_size), config.tensor_parallel_degree
+    device_batch = batch // num_ranks
+    groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{world_size} device(s)"
     microbatch = config.microbatch_size or device_batch
     is_auto = config.device_train_microbatch_size == "auto"
     division = (
@@ -228,7 +230,7 @@ def describe(config: TrainConfig, world_size: int, found: Preflight, local_world
         f"run            {config.run_name} in {config.run_folder}",
         f"parameters     {count_parameters(config.model):,}",
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
-        f"               {world_size} device(s) x {device_batch} samples in {division}",
+        f"               {groups} x {device_batch} samples in {division}",
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
     ]

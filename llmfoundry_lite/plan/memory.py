@@ -53,12 +53,13 @@ def estimate_training_memory(
     config: TrainConfig, world_size: int, local_world_size: int | None = None
 ) -> MemoryEstimate:
     """The estimate for a run on `world_size` devices, `local_world_size` of them (default: all) in each node."""
-    fsdp = config.sharding
+    fsdp, num_ranks = config.sharding, config.num_data_ranks(world_size)
+    in_node = max(1, config.num_data_ranks(local_world_size or world_size))
     shard_degree = {
         "NO_SHARD": 1,
-        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or local_world_size or world_size,
-    }.get(fsdp.sharding_strategy, world_size)
-    device_batch_size = -(-config.global_train_batch_size // world_size)
+        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or in_node,
+    }.get(fsdp.sharding_strategy, num_ranks)
+    device_batch_size = -(-config.global_train_batch_size // num_ranks)
     microbatch_size = min(config.microbatch_size or device_batch_size, device_batch_size)
     return estimate_memory(
         config.model,
@@ -66,6 +67,7 @@ def estimate_training_memory(
         microbatch_size=microbatch_size,
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
         shard_degree=shard_degree,
+        tensor_parallel_degree=config.tensor_parallel_degree,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
         reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
@@ -81,6 +83,7 @@ def estimate_memory(
     seq_len: int,
     microbatch_size: int,
     shard_degree: int = 1,
+    tensor_parallel_degree: int = 1,
     precision: str = "amp_bf16",
     mixed_precision: str = "DEFAULT",
     reshard_after_forward: bool = True,
@@ -92,16 +95,21 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes at the end of a microbatch's forward pass, when one device holds the most.
 
-    `shard_degree` devices share one copy of parameters, gradients and optimizer state. `microbatch_size`: samples.
+    `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
+    of them stands for a group whose devices divide each layer, and share what is not divided. `microbatch_size`:
+    samples.
     """
     has_autocast = precision != "fp32" and mixed_precision == "FULL"
     compute_bytes = FP32_BYTES if precision == "fp32" else 2
     stream_bytes = FP32_BYTES if has_autocast else compute_bytes
     reduction_bytes = compute_bytes if mixed_precision == "PURE" else FP32_BYTES
 
-    num_parameters = count_parameters(model)
-    num_block = (num_parameters - count_parameters(dataclasses.replace(model, n_layers=0))) // model.n_layers
-    share_bytes = FP32_BYTES * -(-num_parameters // shard_degree)
+    num_outside = count_parameters(dataclasses.replace(model, n_layers=0))
+    num_block = (count_parameters(model) - num_outside) // model.n_layers
+    num_block -= _count_divided(model) - _count_divided(model) // tensor_parallel_degree
+    num_parameters = num_outside + model.n_layers * num_block
+    outside_share = -(-num_outside // (shard_degree * tensor_parallel_degree))
+    share_bytes = FP32_BYTES * (outside_share + -(-model.n_layers * num_block // shard_degree))
 
     num_gathered = num_parameters
     if reshard_after_forward:
@@ -124,6 +132,7 @@ def estimate_memory(
             seq_len,
             compute_bytes,
             stream_bytes,
+            tensor_parallel_degree=tensor_parallel_degree,
             checkpointing=activation_checkpointing,
             is_offloaded=activation_cpu_offload and activation_checkpointing is True,
         ),
@@ -138,6 +147,7 @@ def _activations_bytes(
     compute_bytes: int,
     stream_bytes: int,
     *,
+    tensor_parallel_degree: int,
     checkpointing: bool | str,
     is_offloaded: bool,
 ) -> int:
@@ -147,10 +157,10 @@ def _activations_bytes(
     probabilities are gone, since scaled_dot_product_attention recomputes them and keeps one number per query.
     """
     d = model.d_model
-    block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes)
+    block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree)
     input_bytes = num_tokens * d * stream_bytes
     if checkpointing == "selective":
-        kept_bytes = num_tokens * _product_bytes_per_token(model, compute_bytes)
+        kept_bytes = num_tokens * _product_bytes_per_token(model, compute_bytes, tensor_parallel_degree)
         blocks_bytes = block_bytes + model.n_layers * (input_bytes + kept_bytes)
     elif checkpointing:
         # Each block's input, and everything of the one block that is being recomputed.
@@ -165,13 +175,24 @@ def _activations_bytes(
         # Where there is a kernel that needs none, `auto` takes it; this is the most it can be.
         # One bias for all blocks, unless autocast has to copy it into the compute precision for each.
         num_copies = model.n_layers if stream_bytes != compute_bytes and not checkpointing else 0
-        rows = (model.n_heads if options.alibi else 1) * (num_tokens if options.attn_uses_sequence_id else seq_len)
+        num_heads = model.n_heads // tensor_parallel_degree if options.alibi else 1
+        rows = num_heads * (num_tokens if options.attn_uses_sequence_id else seq_len)
         bias_bytes = rows * seq_len * (stream_bytes + num_copies * compute_bytes)
     dropout_bytes = num_tokens * d if model.emb_pdrop else 0
     return blocks_bytes + last_norm_bytes + bias_bytes + dropout_bytes
 
 
-def _block_bytes_per_token(model: ModelConfig, compute_bytes: int, stream_bytes: int) -> int:
+def _count_divided(model: ModelConfig) -> int:
+    """Parameters of a block that tensor parallelism divides: all but the norms and what is added to the stream."""
+    d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
+    num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
+    biases = 0 if model.no_bias else d + 2 * kv_dim + num_up * model.ffn_dim
+    return 2 * d * d + 2 * d * kv_dim + (num_up + 1) * d * model.ffn_dim + biases
+
+
+def _block_bytes_per_token(
+    model: ModelConfig, compute_bytes: int, stream_bytes: int, tensor_parallel_degree: int
+) -> int:
     d, f = model.d_model, model.ffn_dim
     # A norm in fp32 keeps an fp32 copy of an input that is not.
     norm_input = d * (
@@ -191,15 +212,15 @@ def _block_bytes_per_token(model: ModelConfig, compute_bytes: int, stream_bytes:
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).
     feed_forward = (4 if model.ffn_config.ffn_type == "mptglu" else 2) * f * compute_bytes
     dropout = 2 * d if model.resid_pdrop else 0
-    return norms + attention + feed_forward + dropout
+    return norms + (attention + feed_forward) // tensor_parallel_degree + dropout
 
 
-def _product_bytes_per_token(model: ModelConfig, compute_bytes: int) -> int:
+def _product_bytes_per_token(model: ModelConfig, compute_bytes: int, tensor_parallel_degree: int) -> int:
     """What selective checkpointing keeps of a block: q, k and v, attention, and the feed-forward layer's products."""
     d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
-    products = 2 * d + 2 * kv_dim + num_up * model.ffn_dim + 2 * d
-    return products * compute_bytes + model.n_heads * FP32_BYTES
+    divided = (2 * d + 2 * kv_dim + num_up * model.ffn_dim) * compute_bytes + model.n_heads * FP32_BYTES
+    return divided // tensor_parallel_degree + 2 * d * compute_bytes
 
 
 def _logits_bytes(model: ModelConfig, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:
