@@ -33,6 +33,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         subject = load_subject(
             where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
         )
+        tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
         results = Results(
             model=name,
             suite=config.suite,
@@ -74,11 +75,18 @@ def expand_models(config: EvalConfig) -> dict[str, str]:
         return config.models
     models = {}
     for name, where in config.models.items():
-        found = find_all_checkpoints(where)
+        found, notes = find_all_checkpoints(where)
         if not found:
-            raise DataError(f"models: {where} holds no checkpoint to be seen")
+            raise DataError(f"models: {where} holds no checkpoint to be seen{''.join(f'; {note}' for note in notes)}")
+        tell([f"models.{name}: {note}" for note in notes])
         models |= {f"{name}-{checkpoint.name}": checkpoint.where for checkpoint in found}
     return models
+
+
+def tell(lines: Sequence[str]) -> None:
+    if place().rank == 0:
+        for line in lines:
+            print(line, file=sys.stderr)
 
 
 def start_process_group(config: EvalConfig) -> torch.device:

@@ -6,7 +6,7 @@ causal language model of transformers runs as it is, row by row.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmfoundry_lite.checkpoint.places import open_place
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Search, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError, DataError, ExportError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, ExportError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.hf import import_model
@@ -47,27 +46,38 @@ class Subject:
     tokenizer: Tokenizer
     fingerprint: str
     """Tokenizer's."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of how it was found."""
 
 
-def find_checkpoint(where: str) -> Checkpoint | None:
-    """The checkpoint at `where`, or the newest intact one of a run or folder; None if there is none to be seen."""
-    inside = f"{where.rstrip('/')}/checkpoints"
-    for url in (where, inside):
-        place = open_place(url)
-        if "manifest.json" in place.names():
-            return open_checkpoint(url)
-        found = CheckpointStore(url).newest_intact(check_structure).checkpoint
-        if found is not None:
+def find_checkpoint(where: str) -> Search:
+    """The checkpoint at `where`, or the newest intact one of a run or folder, with a line for each damaged one that is
+    newer. Raises DamagedCheckpointError when none is intact."""
+    notes: list[str] = []
+    for url in _places_of(where):
+        if is_checkpoint(url):
+            return Search(open_checkpoint(url), [])
+        found = CheckpointStore(url).newest_intact(check_structure)
+        if found.checkpoint is not None:
             return found
-    return None
+        notes += found.notes
+    if notes:
+        raise DamagedCheckpointError(f"models: {where} has no intact checkpoint: {notes[0]}")
+    return Search(None, [])
 
 
-def find_all_checkpoints(where: str) -> list[Checkpoint]:
-    """Of a run or folder, those whose manifest can be read, in order of batch."""
-    stores = (CheckpointStore(url) for url in (where, f"{where.rstrip('/')}/checkpoints"))
+def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
+    """Of a run or folder, those whose manifest can be read, in order of batch, and a line for each that cannot."""
+    stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
     checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch)
+    notes = [f"passed over damaged checkpoint: {candidate.error}" for candidate in candidates if candidate.error]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch), notes
+
+
+def _places_of(where: str) -> tuple[str, str]:
+    """Of a checkpoint or a folder of such, or inside a run directory."""
+    return where, f"{where.rstrip('/')}/checkpoints"
 
 
 def load_subject(
@@ -85,10 +95,12 @@ def load_subject(
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():
         return _load_folder(where, Path(where), tokenizer, precision, device, shard)
-    checkpoint = find_checkpoint(where)
+    checkpoint, notes = find_checkpoint(where)
     if checkpoint is None:
         raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
-    return _load_checkpoint(where, checkpoint, tokenizer, precision, device, shard)
+    subject = _load_checkpoint(where, checkpoint, tokenizer, precision, device, shard)
+    subject.notes += notes
+    return subject
 
 
 def _load_checkpoint(

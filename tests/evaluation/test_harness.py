@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
+import scripts.eval
 from llmfoundry_lite.config.load import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, mean_and_error
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
@@ -139,7 +140,6 @@ def test_every_world_size_gives_the_same_results_on_every_rank(here):
 
 
 def evaluate_suite(arguments):
-    import scripts.eval
     from llmfoundry_lite.launch import run_and_exit
 
     sys.argv = ["scripts/eval.py", *arguments]
@@ -209,6 +209,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         "model__vocab_size": 384,
         "icl_tasks": ["choice"],
         "eval_interval": "2ba",
+        "save_interval": "2ba",
         "max_duration": "4ba",
     }
     path = write_config(here / "tiny.yaml", tiny_config(here / "data", **blocks))
@@ -221,6 +222,27 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         subject.model, subject.tokenizer, load_tasks(["choice"], "evals"), Results(model="", suite="", source="")
     )
     assert results.average == records[-1]["eval/icl/average"]
+
+    other = train_tokenizer(["something else"] * 3, 280)
+    other.save("other")
+    with pytest.raises(
+        DataError, match=r"models: runs/tiny was trained with another tokenizer \(sha256:.*\) than other"
+    ):
+        load_subject("runs/tiny", tokenizer="other", device=CPU)
+    shard = here / "runs/tiny/checkpoints/ba4/shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"ba4/shard-00000.safetensors") as error:
+        load_subject("runs/tiny", device=CPU)
+    assert "\n" not in str(error.value)
+    shard.unlink()
+    subject = load_subject("runs/tiny", device=CPU)
+    assert subject.source.endswith("ba2")
+    assert len(subject.notes) == 1 and "shard-00000.safetensors" in subject.notes[0]
+    (here / "runs/tiny/checkpoints/ba2/shard-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="models: runs/tiny has no intact checkpoint: passed over damaged"):
+        load_subject("runs/tiny", device=CPU)
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(here):
@@ -236,6 +258,46 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_eval_config(["icl.yaml"])
     with pytest.raises(ConfigError, match="precision: 'fp8' is not known; expected fp32 or bf16 or fp16"):
         load_eval_config(["icl.yaml", "models.a=b", "precision=fp8"])
+
+
+GOOD = {"query": "a cat", "choices": ["sat", "ran"], "gold": 1}
+TASK = {"label": "t", "icl_task_type": "multiple_choice", "dataset_uri": "t.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ([GOOD, {"query": "a", "gold": 0}], {}, "t: t.jsonl, line 2: no column 'choices'; a multiple_choice task has"),
+        ([], {}, "t: t.jsonl has no rows"),
+        ([{**GOOD, "gold": 2}], {}, "t: t.jsonl, line 1: gold is 2, expected 0 to 1"),
+        (
+            [{**GOOD, "choices": ["", "a"]}],
+            {},
+            "t: no item can be asked of a model of 64 tokens: 1 with an answer with",
+        ),
+        ([GOOD], {"num_fewshot": [1]}, "t: t.jsonl has 1 rows, too few for 1 examples and a question"),
+        ([GOOD], {"num_fewshots": [1]}, "icl.yaml: icl_tasks[0].num_fewshots: unknown key; did you mean"),
+        ([GOOD], {"dataset_uri": "u.jsonl"}, "t: u.jsonl does not exist; `llmfoundry-lite data fetch-tasks` fetches"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_computed(here, rows, changes, message):
+    (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [{**TASK, **changes}]}))
+    with pytest.raises(UserError) as error:
+        scripts.eval.main(["icl.yaml"])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (here / "results").exists()
+
+
+def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, capsys):
+    rows = [GOOD, {**GOOD, "choices": ["sat", ""]}, {**GOOD, "query": TEXT * 9}]
+    (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [TASK]}))
+    scripts.eval.main(["icl.yaml"])
+    told = capsys.readouterr().out
+    assert "1 skipped (an answer without tokens); 2 asked" in told
+    assert "1 with a context cut to fit the model, of 2 items" in told
 
 
 def test_standard_errors():
