@@ -67,6 +67,8 @@ class Checkpointing(Callback):
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
+        self.eval_subset_samples: int | None = None
+        """What the run has evaluated on elsewhere; None: what the configuration says here."""
         self.owes_evaluation = False
         """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
 
@@ -189,12 +191,35 @@ class Checkpointing(Callback):
             # Without this the Trainer would skip the batches that the data set has skipped already.
             state.dataset_resumption["train"] = True
         self.owes_evaluation = scalars["owes_evaluation"]
+        self._restore_eval_subset(scalars["eval_subset"], state)
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
         for callback in self._users_callbacks(state):
             saved = scalars["callbacks"].get(_name(callback))
             if saved:
                 callback.load_state_dict(saved)
+
+    def _restore_eval_subset(self, saved: list[int] | None, state: State) -> None:
+        """As many samples as before, though a batch of evaluation has as many more as there are devices."""
+        here = self._eval_subset(state)
+        if saved is None or here is None or saved[0] != here[0]:  # the user has asked for something else now
+            return
+        (count, num_samples), batch_size = saved, here[1] // here[0]
+        self.eval_subset_samples = num_samples
+        num_batches = max(1, round(num_samples / batch_size))
+        state.evaluators[0].subset_num_batches = num_batches
+        if num_batches * batch_size != num_samples:
+            self._say(
+                f"eval_subset_num_batches: {count} were {num_samples} samples, here {num_batches * batch_size} are "
+                f"evaluated, until device_eval_batch_size x devices divides {num_samples}"
+            )
+
+    def _eval_subset(self, state: State) -> list[int] | None:
+        """[eval_subset_num_batches, samples of so many batches]; None if all are evaluated."""
+        count = self.config.eval_subset_num_batches
+        loader = getattr(state.evaluators[0].dataloader, "dataloader", None) if state.evaluators else None
+        batch_size = getattr(getattr(loader, "dataset", None), "global_batch_size", None)
+        return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
 
     def _restore_log(self, restored: Restored) -> None:
         assert restored.manifest is not None
@@ -305,6 +330,7 @@ class Checkpointing(Callback):
             "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
             "seed": self.config.seed,
             "owes_evaluation": self.owes_evaluation,
+            "eval_subset": self._eval_subset(state),
             "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
             "callbacks": {_name(c): c.state_dict() for c in self._users_callbacks(state)},
         }
