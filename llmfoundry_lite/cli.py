@@ -7,6 +7,7 @@ Owns the commands, their options, and what a failure looks like: one line on sta
 answers at once.
 """
 
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -112,16 +113,32 @@ def data_make_tasks(
 
 @bench.command("train")
 def bench_train(
-    shape: Annotated[str, typer.Option(help="124m or tiny.")] = "124m",
+    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 124m, 350m, 1b, 3b or 7b.")] = "124m",
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Samples.")] = 4,
     num_steps: Annotated[int, typer.Option(help="Timed steps in each process.")] = 3,
     num_rounds: Annotated[int, typer.Option(help="How often the processes take turns.")] = 2,
+    peer_python: Annotated[
+        str | None, typer.Option(help="The interpreter of an environment that has LLM Foundry.")
+    ] = None,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="Instead: how a step grows with parameters, sequence and batch.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of --growth: fp32 or bf16.")] = "bf16",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer's side.")] = None,
 ) -> None:
-    """A training step through the Trainer beside a bare hand-written loop."""
-    from llmfoundry_lite.bench.train import run
+    """A training step through the Trainer beside LLM Foundry's, a bare loop and the matrix products it is made of."""
+    from llmfoundry_lite.bench.train import run, run_growth
 
-    run(shape, seq_len, batch_size, num_steps, num_rounds)
+    if growth:
+        report = run_growth(dtype, num_steps, num_rounds)
+    else:
+        report = run(
+            *(shape, seq_len, batch_size, num_steps, num_rounds), peer_python=peer_python, overrides=overrides or ()
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 @bench.command("prepare")

@@ -1,9 +1,11 @@
-"""A training step through our Trainer path beside a bare hand-written loop of the same shape.
+"""A training step through our Trainer path beside what it is made of and beside its peers.
 
-llmfoundry-lite bench train --seq-len 512 --batch-size 4
+llmfoundry-lite bench train --seq-len 512 --batch-size 4 --peer-python foundry/bin/python
+llmfoundry-lite bench train --growth
 
 Every measurement is a process of its own, and the processes take turns, so that a machine that is slow for a while
-is slow for all of them. Reported is the median step.
+is slow for all of them. Reported is the median step. What the steps are held against is the rate of matrix products
+of the model's own shapes, forward and backward, measured in the same turns.
 """
 
 import json
@@ -12,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,72 +26,215 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from llmfoundry_lite.bench import train_peer
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.devices import device_type, peak_memory_bytes
+from llmfoundry_lite.devices import device_name, device_type, peak_memory_bytes
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "124m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368},
     "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
+    "10m": {"d_model": 256, "n_heads": 4, "n_layers": 6, "vocab_size": 16384},
+    "40m": {"d_model": 512, "n_heads": 8, "n_layers": 8, "vocab_size": 32768},
+    "124m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368},
+    "350m": {"d_model": 1024, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
+    "1b": {"d_model": 2048, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
+    "3b": {"d_model": 2560, "n_heads": 20, "n_layers": 32, "vocab_size": 50368},
+    "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
 }
-VARIANTS = ("bare fp32", "trainer fp32", "bare bf16", "trainer bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIDES = {
+    "matmul": "matrix products of the model's shapes",
+    "foundry": "LLM Foundry's MPT, bare loop",
+    "plain": "a plain SDPA model, bare loop",
+    "bare": "our model, bare loop",
+    "trainer": "our model, Trainer",
+}
+"""In the order of the table. LLM Foundry's and the plain model's bf16 is autocast."""
 
 
-def run(shape: str, seq_len: int, batch_size: int, num_steps: int, num_rounds: int) -> dict[str, Any]:
-    """Measure all variants, print a table, return it as a dictionary."""
+def run(
+    shape: str,
+    seq_len: int,
+    batch_size: int,
+    num_steps: int,
+    num_rounds: int,
+    *,
+    peer_python: str | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Measure all sides, print a table, return it as a dictionary. `overrides` (key=value) go to the Trainer's side."""
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
     console = Console()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    peak_bytes: dict[str, int] = {}
+    sides = [f"{side} {dtype}" for dtype in DTYPES for side in SIDES if side != "foundry" or peer_python]
+    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for round_number in range(num_rounds):
-        for variant in VARIANTS:
-            console.print(f"round {round_number + 1}/{num_rounds}: {variant}")
-            result = _measure_in_a_process({"variant": variant, **settings})
-            seconds[variant] += result["step_seconds"]
-            peak_bytes[variant] = result["peak_bytes"]
-    medians = {variant: statistics.median(values) for variant, values in seconds.items()}
-    report = {
+        for side in sides:
+            console.print(f"round {round_number + 1}/{num_rounds}: {side}")
+            task = {"side": side, "overrides": list(overrides), **settings}
+            results[side].append(_measure_in_a_process(task, peer_python))
+    model = ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
+    flops = count_flops_per_token(model, seq_len) * batch_size * seq_len
+    report: dict[str, Any] = {
         **settings,
+        "device": device_name(),
         "torch": torch.__version__,
         "num_threads": torch.get_num_threads(),
-        "tokens_per_sec": {variant: batch_size * seq_len / value for variant, value in medians.items()},
-        "trainer_over_bare": {kind: medians[f"trainer {kind}"] / medians[f"bare {kind}"] for kind in ("fp32", "bf16")},
-        "bf16_over_fp32": medians["trainer fp32"] / medians["trainer bf16"],
-        "peak_bytes": peak_bytes,
+        "num_parameters": count_parameters(model),
+        "model_flops_per_step": flops,
+        "sides": {},
     }
+    for side, rounds in results.items():
+        seconds = statistics.median([value for result in rounds for value in result["step_seconds"]])
+        done = rounds[0].get("flops", flops)
+        report["sides"][side] = {
+            "step_seconds": seconds,
+            "tokens_per_sec": None if side.startswith("matmul") else batch_size * seq_len / seconds,
+            "flops_per_sec": done / seconds,
+            "peak_bytes": max(result["peak_bytes"] for result in rounds),
+        }
     _print(report, console)
     return report
 
 
+def compare(report: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """(what, how many times or what share, the aim): what the table says in numbers that travel between machines."""
+    sides, found = report["sides"], []
+
+    def ratio(what: str, key: str, above: str, below: str, aim: str) -> None:
+        if above in sides and below in sides:
+            found.append((what, sides[above][key] / sides[below][key], aim))
+
+    rate, memory = "flops_per_sec", "peak_bytes"
+    for dtype, faster, share in (("fp32", "1.3", "0.85"), ("bf16", "2.0", "0.70")):
+        ratio(f"Trainer over LLM Foundry, {dtype}", rate, f"trainer {dtype}", f"foundry {dtype}", f"at least {faster}")
+        ratio(
+            f"Trainer over matrix products, {dtype}", rate, f"trainer {dtype}", f"matmul {dtype}", f"at least {share}"
+        )
+        ratio(f"Trainer over our bare loop, {dtype}", rate, f"trainer {dtype}", f"bare {dtype}", "at least 0.98")
+        ratio(f"Trainer over a plain SDPA model, {dtype}", rate, f"trainer {dtype}", f"plain {dtype}", "")
+        ratio(f"memory over LLM Foundry's, {dtype}", memory, f"trainer {dtype}", f"foundry {dtype}", "at most 0.6")
+    ratio("Trainer in bf16 over LLM Foundry in fp32", rate, "trainer bf16", "foundry fp32", "at least 3.5")
+    ratio("Trainer in bf16 over fp32", rate, "trainer bf16", "trainer fp32", "")
+    return found
+
+
 def _print(report: dict[str, Any], console: Console) -> None:
-    model = ModelConfig(max_seq_len=report["seq_len"], **SHAPES[report["shape"]])
-    flops = count_flops_per_token(model, report["seq_len"])
-    table = Table(title=f"{count_parameters(model):,} parameters, {report['batch_size']} x {report['seq_len']} tokens")
+    title = f"{report['num_parameters']:,} parameters, {report['batch_size']} x {report['seq_len']} tokens"
+    table = Table(title=f"{title}, {report['device']}, {report['num_threads']} threads")
     table.add_column("step")
-    for heading in ("tokens/s", "model GFLOP/s", "peak memory, GiB"):
+    for heading in ("seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"):
         table.add_column(heading, justify="right")
-    for variant, rate in report["tokens_per_sec"].items():
-        memory = report["peak_bytes"][variant] / (1 << 30)
-        table.add_row(variant, f"{rate:,.0f}", f"{rate * flops / 1e9:,.0f}", f"{memory:.2f}")
+    for side, result in report["sides"].items():
+        name, dtype = side.split()
+        tokens, is_products = result["tokens_per_sec"], result["tokens_per_sec"] is None
+        table.add_row(
+            f"{SIDES[name]}, {dtype}",
+            f"{result['step_seconds']:.3f}",
+            "" if is_products else f"{tokens:,.0f}",
+            f"{result['flops_per_sec'] / 1e9:,.0f}",
+            "" if is_products else f"{result['peak_bytes'] / (1 << 30):.2f}",
+        )
     console.print(table)
-    for kind, ratio in report["trainer_over_bare"].items():
-        console.print(f"a step through the Trainer takes {ratio:.2f} of the bare loop's time, {kind}")
-    console.print(f"bf16 is {report['bf16_over_fp32']:.2f} times as fast as fp32 through the Trainer")
+    for what, value, aim in compare(report):
+        console.print(f"{what}: {value:.2f}{f' ({aim})' if aim else ''}", highlight=False)
 
 
-def _measure_in_a_process(settings: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "llmfoundry_lite.bench.train", json.dumps(settings)]
+# ----------------------------------------------------------------------------------------------------- growth
+
+
+GROWTH: dict[str, list[tuple[str, int, int]]] = {
+    "parameters": [("10m", 512, 4), ("40m", 512, 4), ("124m", 512, 4), ("350m", 512, 4)],
+    "sequence": [("40m", 256, 4), ("40m", 512, 4), ("40m", 1024, 4), ("40m", 2048, 4)],
+    "batch": [("40m", 512, 1), ("40m", 512, 2), ("40m", 512, 4), ("40m", 512, 8)],
+}
+"""What grows -> (shape, tokens in a sample, samples)."""
+
+
+def run_growth(dtype: str, num_steps: int, num_rounds: int) -> dict[str, Any]:
+    """Step time against parameters, sequence and batch beside the line of model FLOPs; print a table, return it.
+
+    The line goes through the first point of each kind: what the others would take if time were model FLOPs alone.
+    """
+    console = Console()
+    seconds: dict[tuple[str, int, int], list[float]] = {point: [] for points in GROWTH.values() for point in points}
+    for round_number in range(num_rounds):
+        for point in seconds:
+            console.print(f"round {round_number + 1}/{num_rounds}: {point[0]}, {point[2]} x {point[1]} tokens, {dtype}")
+            shape, seq_len, batch_size = point
+            task = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
+            seconds[point] += _measure_in_a_process({"side": f"trainer {dtype}", **task}, None)["step_seconds"]
+    table = Table(title=f"seconds of a step through the Trainer, {dtype}, {device_name()}")
+    for heading in ("grows", "model", "tokens", "seconds", "by model FLOPs", "measured / line"):
+        table.add_column(heading, justify="left" if heading in ("grows", "model") else "right")
+    rows = []
+    for kind, points in GROWTH.items():
+        first_seconds, first_flops = statistics.median(seconds[points[0]]), _step_flops(*points[0])
+        for shape, seq_len, batch_size in points:
+            measured = statistics.median(seconds[shape, seq_len, batch_size])
+            line = first_seconds * _step_flops(shape, seq_len, batch_size) / first_flops
+            rows.append({"grows": kind, "shape": shape, "seq_len": seq_len, "batch_size": batch_size})
+            rows[-1] |= {"seconds": measured, "line_seconds": line}
+            table.add_row(
+                *(kind, shape, f"{batch_size} x {seq_len}"),
+                *(f"{measured:.3f}", f"{line:.3f}", f"{measured / line:.2f}"),
+            )
+    console.print(table)
+    return {"dtype": dtype, "device": device_name(), "torch": torch.__version__, "rows": rows}
+
+
+def _step_flops(shape: str, seq_len: int, batch_size: int) -> int:
+    model = ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
+    return count_flops_per_token(model, seq_len) * batch_size * seq_len
+
+
+# ---------------------------------------------------------------------------------------------- one side, one process
+
+
+def _measure_in_a_process(settings: dict[str, Any], peer_python: str | None) -> dict[str, Any]:
+    if settings["side"].startswith("foundry"):
+        assert peer_python is not None
+        dtype = settings["side"].split()[1]
+        task = {**settings, "dtype": dtype, "model": SHAPES[settings["shape"]]}
+        command = [peer_python, train_peer.__file__, json.dumps(task)]
+    else:
+        command = [sys.executable, "-m", "llmfoundry_lite.bench.train", json.dumps(settings)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"{settings['variant']} failed:\n{result.stdout}\n{result.stderr}")
+        raise RuntimeError(f"{settings['side']} failed:\n{result.stdout}\n{result.stderr}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """One variant in this process: {step_seconds, peak_bytes}. The first two steps are left out."""
-    kind, dtype = settings["variant"].split()
-    steps = (measure_bare if kind == "bare" else measure_trainer)(settings, dtype)
+    """One side in this process: {step_seconds, peak_bytes}, and flops where they are not the model's. The first two
+    steps are left out."""
+    side, dtype = settings["side"].split()
+    if side == "matmul":
+        return measure_products(settings, dtype)
+    steps = {"plain": measure_plain, "bare": measure_bare, "trainer": measure_trainer}[side](settings, dtype)
     return {"step_seconds": steps[2:], "peak_bytes": peak_memory_bytes()}
+
+
+def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """One step's matrix products between activations and weights, three of each: forward, and both gradients."""
+    device, num_tokens = device_type(), settings["batch_size"] * settings["seq_len"]
+    d, layers = SHAPES[settings["shape"]]["d_model"], SHAPES[settings["shape"]]["n_layers"]
+    weights = {(3 * d, d): layers, (d, d): layers, (4 * d, d): layers, (d, 4 * d): layers}
+    weights[SHAPES[settings["shape"]]["vocab_size"], d] = 1
+    flops, seconds = 0, [0.0] * settings["num_steps"]
+    for (rows, columns), count in weights.items():
+        weight = torch.randn(rows, columns, device=device, dtype=DTYPES[dtype])
+        x, gradient = (torch.randn(num_tokens, n, device=device, dtype=DTYPES[dtype]) for n in (columns, rows))
+        flops += count * 3 * 2 * num_tokens * rows * columns
+        for step in range(-2, settings["num_steps"]):
+            started = time.perf_counter()
+            _, _, last = x @ weight.T, gradient @ weight, gradient.T @ x
+            last.flatten()[0].item()
+            if step >= 0:
+                seconds[step] += count * (time.perf_counter() - started)
+    return {"step_seconds": seconds, "flops": flops, "peak_bytes": peak_memory_bytes()}
 
 
 def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
@@ -120,32 +267,59 @@ def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
         }
         path = Path(folder, "bench.yaml")
         path.write_text(json.dumps(config))
-        train(load_train_config([str(path)]).config)
+        train(load_train_config([str(path), *settings.get("overrides", ())]).config)
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     seconds = {record["batch"]: record["time/batch_seconds"] for record in map(json.loads, lines)}
     return [seconds[batch] for batch in sorted(seconds)]
 
 
 def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
-    """Seconds of each step of the plainest loop one would write by hand, bf16 under autocast."""
-    seq_len, shape, device = settings["seq_len"], SHAPES[settings["shape"]], device_type()
-    num_steps, batch_size = settings["num_steps"] + 2, settings["batch_size"]
-    model = BareGPT(seq_len=seq_len, **shape).to(device)
+    """Seconds of each step of our model and our loss, without Composer."""
+    import torch.distributed as dist
+
+    from llmfoundry_lite.config.schema import FSDPConfig
+    from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
+    from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
+
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    fsdp = FSDPConfig(sharding_strategy="NO_SHARD")
+    precision = PRECISIONS["fp32" if dtype == "fp32" else "amp_bf16", fsdp.mixed_precision]
+    config = ModelConfig(no_bias=True, max_seq_len=settings["seq_len"], **SHAPES[settings["shape"]])
+    model = build_parallel_model(config, fsdp, precision, build_mesh(fsdp, device_type(), 1, 1), seed=17)
+
+    def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
+        labels_bt = next_token_labels(tokens_bt)
+        return model(tokens_bt, head=partial(cross_entropy_sum, labels_bt=labels_bt)) / labels_bt.numel()
+
+    return _run_steps(settings, model, compute_loss)
+
+
+def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
+    """Seconds of each step of the plainest model and loss one would write by hand, bf16 under autocast."""
+    model = BareGPT(seq_len=settings["seq_len"], **SHAPES[settings["shape"]]).to(device_type())
+
+    def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type(), torch.bfloat16, enabled=dtype == "bf16"):
+            logits = model(tokens_bt)[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), tokens_bt[:, 1:].flatten())
+
+    return _run_steps(settings, model, compute_loss)
+
+
+def _run_steps(settings: dict[str, Any], model: nn.Module, compute_loss: Any) -> list[float]:
+    device, batch_size, num_steps = device_type(), settings["batch_size"], settings["num_steps"] + 2
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    tokens = torch.from_numpy(random_tokens(num_steps * batch_size, seq_len, shape["vocab_size"]))
+    vocab_size = SHAPES[settings["shape"]]["vocab_size"]
+    tokens = torch.from_numpy(random_tokens(num_steps * batch_size, settings["seq_len"], vocab_size)).to(device)
     seconds = []
-    for batch in tokens.to(device).split(batch_size):
+    for tokens_bt in tokens.split(batch_size):
         started = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bf16"):
-            logits = model(batch[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss = compute_loss(tokens_bt)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
-        if device == "cuda":
-            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return seconds
 
