@@ -133,3 +133,13 @@ def test_torchrun_launches_too(tmp_path, data):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(read_metrics(tmp_path / "runs/tiny")) == 2
+
+
+def test_a_launch_does_not_time_the_processor_to_name_it(monkeypatch):
+    import cpuinfo
+    from composer.utils import get_composer_env_dict
+
+    import llmfoundry_lite.training.trainer  # noqa: F401
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: pytest.fail("asked"))
+    assert get_composer_env_dict()["composer_version"]
