@@ -80,11 +80,16 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
-    console = Console()
-    report: dict[str, Any] = {"shape": model or shape, "num_items": num_items, "num_rounds": num_rounds, "suites": {}}
+    console = Console(width=max(110, Console().width))
+    report: dict[str, Any] = {
+        "shape": Path(model).name if model else shape,
+        "num_items": num_items,
+        "num_rounds": num_rounds,
+        "suites": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        names = {str(data): Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
+        names = {data.name: Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
         files = {name: folder / f"{i}.jsonl" for i, name in enumerate(names)}
         for name, suite in names.items():
             rows = read_real(data) if data else make_items(suite, num_items + suite.num_fewshot)
