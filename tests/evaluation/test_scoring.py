@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.evaluation import scoring
 from llmfoundry_lite.evaluation.models import PlainModel, TreeModel
 from llmfoundry_lite.evaluation.packing import Row, pack
-from llmfoundry_lite.evaluation.scoring import Score, score
+from llmfoundry_lite.evaluation.scoring import Score, Wanted, score, score_hidden
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models.mpt import MPT
 
@@ -209,3 +210,27 @@ def test_what_is_written_is_the_likeliest_token_each_time():
         assert token == int(model.model(torch.tensor([[3, 1, 4, *written[:i]]]))[0, -1].argmax())
     with torch.autocast("cpu", torch.bfloat16):  # as in a run whose residual stream is fp32
         assert len(list(model.write([3, 1, 4], 9))) == 9
+
+
+def test_autocast_touches_no_logits():
+    torch.manual_seed(1)
+    hidden, unembedding = torch.randn(1, 3, 8), torch.randn(50, 8)
+    zeros, positions = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    wanted = Wanted(zeros, positions, positions, torch.tensor([7, 0, 49]))
+    plain = score_hidden(hidden, unembedding, wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(score_hidden(hidden, unembedding, wanted).log_probability_n, plain.log_probability_n)
+
+
+def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
+    torch.manual_seed(2)
+    hidden, unembedding = torch.randn(1, 40, 8), torch.randn(1000, 8)
+    at = torch.arange(40)
+    logits = hidden[0].double() @ unembedding.double().T
+    best = logits.argmax(-1)
+    wanted = Wanted(torch.zeros_like(at), at, torch.cat([at, at]), torch.cat([best, torch.randint(1000, (40,))]))
+    monkeypatch.setattr(scoring, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
+    found = score_hidden(hidden, unembedding, wanted)
+    expected = logits.log_softmax(-1)[wanted.which_n, wanted.expected_n]
+    assert found.log_probability_n.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found.is_likeliest_n[:40].all() and found.is_likeliest_n.sum() < 45
