@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import psutil
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
@@ -140,9 +141,10 @@ def _measure(model: LanguageModel, num_samples: int, seq_len: int, meter: Meter,
     batch = {"input_ids": torch.zeros((num_samples, seq_len), dtype=torch.int64, device=device)}
     meter.reset()
     model.train()
-    for is_last in (False, True) if accumulates else (True,):
-        if accumulates:
-            model.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+    parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
+    for is_last in (False, True) if parallel else (True,):
+        if parallel:
+            parallel.set_requires_gradient_sync(is_last)
         model.loss(model(batch), batch).backward()
     return meter.peak_bytes()
 

@@ -190,8 +190,9 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
         (4, {"fsdp_config": HYBRID}),
         (2, {"compile_config": {"backend": "aot_eager"}}),
         (2, {"fsdp_config": {"reduce_every_microbatch": False}}),
+        (1, {"fsdp_config": {"reduce_every_microbatch": False}}),
     ],
-    ids=["hybrid", "compiled", "accumulating"],
+    ids=["hybrid", "compiled", "accumulating", "alone"],
 )
 def test_auto_under_a_budget_trains_the_run_of_the_size_it_has_chosen(tmp_path, data, num_ranks, changes):
     """Before its first batch, and once more with an optimizer that has been restored."""
