@@ -135,6 +135,13 @@ def test_the_command_line_has_the_last_word():
     assert config.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "A": "b"}
 
 
+def test_the_readme_lists_what_an_overlay_may_set():
+    text = (ROOT / "README.md").read_text()
+    listed = text[text.index("An overlay says") : text.index("One that touches")]
+    words = {word.rsplit(".", 1)[-1] for word in re.findall(r"`([\w.]+)`", listed)}
+    assert words == {key.rsplit(".", 1)[-1] for key in HARDWARE_KEYS}
+
+
 def test_a_dry_run_shows_the_hardware_s_environment_and_what_stands():
     arguments = ["yamls/pretrain/mpt-7b.yaml", "yamls/hardware/mi300x-8.yaml", "--dry-run"]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GPU_MAX_HW_QUEUES": "4"}
