@@ -223,6 +223,14 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     )
     assert results.average == records[-1]["eval/icl/average"]
 
+    (here / "icl.yaml").write_text("icl_tasks: [choice]\nmodels: {tiny: runs/tiny}\nsuite: curve\n")
+    scripts.eval.main(["icl.yaml", "--all-checkpoints"])
+    names = ["tiny-ba2.items.jsonl", "tiny-ba2.json", "tiny-ba4.items.jsonl", "tiny-ba4.json"]
+    assert [path.name for path in sorted((here / "results/curve").glob("tiny*"))] == names
+    learnt = [json.loads((here / f"results/curve/tiny-ba{n}.json").read_text())["average"] for n in (2, 4)]
+    assert learnt == [record["eval/icl/average"] for record in records if "eval/icl/average" in record]
+    assert (here / "results/curve/learning.png").stat().st_size > 1000
+
     other = train_tokenizer(["something else"] * 3, 280)
     other.save("other")
     with pytest.raises(
