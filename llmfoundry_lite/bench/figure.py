@@ -55,9 +55,10 @@ def plot_switch(report: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0.5, report["num_batches"] + 0.5)
         axes.set_xlabel("batch", fontsize=9)
+    releases = dict.fromkeys(cluster["torch"] for cluster in report["clusters"])
     emulated = " · emulated: held to an instruction set below the machine's own, standing for another vendor"
     figure.supxlabel(
-        f"{report['machine']}, torch {report['clusters'][0]['torch']}, {report['precision']}, {report['date']}"
+        f"{report['machine']}, torch {' and '.join(releases)}, {report['precision']}, {report['date']}"
         + (emulated if any(cluster["emulated"] for cluster in report["clusters"]) else ""),
         fontsize=8,
         color=QUIET,

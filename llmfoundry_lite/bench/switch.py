@@ -366,12 +366,14 @@ def write(report: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "switch.json").write_text(json.dumps(report) + "\n")
     headings, rows = table_of(report)
+    options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
+    options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     clusters = [[c["letter"], c["words"], c["device"], c["torch"]] for c in report["clusters"]]
     lines = [
         "# One run, switching between clusters",
         "",
-        f"`llmfoundry-lite bench switch`, {report['date']}, {report['machine']}. {report['num_batches']} batches of "
-        f"{GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every {report['every']} batches; "
+        f"`llmfoundry-lite bench switch{options}`, {report['date']}, {report['machine']}. {report['num_batches']} batches "
+        f"of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every {report['every']} batches; "
         f"controls are tampered with at batch {report['tampered_at']}.",
         "",
         *markdown_table(headings, rows),
