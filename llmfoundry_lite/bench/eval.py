@@ -85,6 +85,10 @@ def run(
         "shape": Path(model).name if model else shape,
         "num_items": num_items,
         "num_rounds": num_rounds,
+        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+        "machine": describe_machine(),
+        "date": datetime.date.today().isoformat(),
         "suites": {},
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -104,13 +108,9 @@ def run(
                 if peer_python:
                     theirs.append(ask_peer(peer_python, model, files[name]))
             report["suites"][name] = compare(ours, theirs, suite)
-    report["torch"] = torch.__version__
-    report["num_threads"] = torch.get_num_threads()
-    report["machine"] = describe_machine()
-    report["date"] = datetime.date.today().isoformat()
+            if out is not None:  # what has been measured is kept, whatever becomes of the rest
+                write_report(report, out)
     print_report(report, console)
-    if out is not None:
-        write_report(report, out)
     return report
 
 
@@ -257,7 +257,8 @@ def make_model(shape: str, texts: list[str], folder: Path) -> str:
 def _in_a_process(command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
     result = subprocess.run([*command, json.dumps(settings)], capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise DataError(f"{command[0]} failed: {(result.stderr.strip().splitlines() or ['no output'])[-1]}")
+        told = result.stderr.strip().splitlines() or ["no output"]
+        raise DataError(f"{command[0]} failed: {next((line for line in reversed(told) if 'Error' in line), told[-1])}")
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -5,8 +5,9 @@ llmfoundry-lite bench eval --parity data/eval --model runs/mpt-quickstart/huggin
 Each side makes its prompts from the same rows, zero-shot: ours by the task's YAML, the peer by a template of its own
 that says the same. Compared are the choice by summed and by per-character log-probability, the log-probabilities
 themselves, and LAMBADA's accuracy and perplexity. Where two options are closer to each other than the two sides are,
-rounding decides; such items are counted apart. Of schemas (Winograd) the peer divides by the length of the context
-rather than of the answer, and its own schema tasks leave that number out; so does this.
+rounding decides; such items are counted apart. An item whose answer is longer than the model is left out: ours skips
+and counts it, the peer ends there. Of schemas (Winograd) the peer divides by the length of the context rather than of
+the answer, and its own schema tasks leave that number out; so does this.
 """
 
 import json
@@ -59,17 +60,24 @@ def run(
             console.print(f"{task.label}: {found[0]}", highlight=False)
             rows = read_rows(replace(task, dataset_uri=str(found[0])))[:limit]
             items = Path(scratch) / f"{task.label}.jsonl"
-            items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(rows, items)
             task = replace(task, dataset_uri=str(items), tokenization="joint", num_fewshot=[0])
             ours = ask_ours(model, task, Path(scratch))
+            write_rows([rows[index] for index in ours["index"]], items)
             theirs = ask_peer(peer_python, model, items, task.icl_task_type, task.continuation_delimiter)
             report["peer"] = theirs["versions"]
-            report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type)
+            report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type) | {
+                "num_skipped": len(rows) - len(ours["index"])
+            }
     report["is_same"] = all(is_same(found) for found in report["tasks"].values())
     print_report(report, console)
     if out is not None:
         write_report(report, out)
     return report
+
+
+def write_rows(rows: Sequence[Record], path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
@@ -83,6 +91,7 @@ def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
         **{name: [item[name] for item in items] for name in names},
         "log_probability": [item["log_probability"] for item in items],
         "num_characters": [item["num_characters"] for item in items],
+        "index": [item["index"] for item in items],
         "perplexity": record.get("perplexity"),
     }
 
@@ -141,12 +150,16 @@ def rows_of(report: Record) -> list[Sequence[str]]:
 
     return [
         [
-            *(name, f"{found['n']:,}", *cells(found, "acc"), *cells(found, "acc_norm")),
+            *(name, _count(found), *cells(found, "acc"), *cells(found, "acc_norm")),
             *(f"{found[key]:.6g}" if key in found else "" for key in ("perplexity", "peer_perplexity")),
             f"{found['largest_difference_nats']:.1e}",
         ]
         for name, found in report["tasks"].items()
     ]
+
+
+def _count(found: Record) -> str:
+    return f"{found['n']:,}" + (f" ({found['num_skipped']} too long)" if found["num_skipped"] else "")
 
 
 def title_of(report: Record) -> str:
