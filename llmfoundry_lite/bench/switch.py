@@ -372,8 +372,9 @@ def write(report: dict[str, Any], out: Path) -> None:
     lines = [
         "# One run, switching between clusters",
         "",
-        f"`llmfoundry-lite bench switch{options}`, {report['date']}, {report['machine']}. {report['num_batches']} batches "
-        f"of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every {report['every']} batches; "
+        f"`llmfoundry-lite bench switch{options}`, {report['date']}, {report['machine']}. "
+        f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching "
+        f"every {report['every']} batches; "
         f"controls are tampered with at batch {report['tampered_at']}.",
         "",
         *markdown_table(headings, rows),
