@@ -106,7 +106,7 @@ class Preemption(Callback):
 
     def consume_stop_file(self) -> None:
         """What it asked for is done; the next launch must not find it."""
-        if self._is_main and self.agreed:
+        if self._is_main and (self.agreed or self.reason):
             self.stop_file.unlink(missing_ok=True)
 
     # -------------------------------------------------------------------------------------------------- the threads
