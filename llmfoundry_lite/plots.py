@@ -76,15 +76,7 @@ def plot_run(
 ) -> None:
     """Loss against batch, with validation and baselines, above throughput; written to `path` as PNG."""
     strips = 1 if spans else 0
-    figure, (*strip, loss, speed) = plt.subplots(
-        2 + strips,
-        1,
-        figsize=(8, 6 + 0.4 * strips),
-        sharex=True,
-        height_ratios=(*[0.32] * strips, 3, 1),
-        layout="constrained",
-        dpi=130,
-    )
+    figure, (*strip, loss, speed) = _stack(strips, 0.32, (3, 1))
     loss.plot(*thin(curve.batches, curve.losses), color=TRAIN, linewidth=1, alpha=0.35)
     loss.plot(*thin(curve.batches, smooth(curve.losses)), color=TRAIN, linewidth=1.8, label="training (smoothed)")
     if len(curve.eval_losses):
@@ -124,15 +116,7 @@ def plot_comparison(
     legend says how many there are.
     """
     strips = len(curves) if any(spans) else 0
-    figure, (*strip, loss, gap) = plt.subplots(
-        2 + strips,
-        1,
-        figsize=(8, 6 + 0.3 * strips),
-        sharex=True,
-        height_ratios=(*[0.2] * strips, 2.6, 1.4),
-        layout="constrained",
-        dpi=130,
-    )
+    figure, (*strip, loss, gap) = _stack(strips, 0.2, (2.6, 1.4))
     for i, curve in enumerate(curves):
         look = {"color": CURVES[i % len(CURVES)], "linestyle": "-" if i == 0 else "--"}
         _plot_with_mean(loss, curve.batches, curve.losses, 2.2 if i == 0 else 1.3, curve.name, **look)
@@ -157,6 +141,19 @@ def plot_comparison(
     figure.axes[0].set_title(title, fontsize=11)
     figure.savefig(path)
     plt.close(figure)
+
+
+def _stack(num_strips: int, strip_height: float, heights: tuple[float, float]) -> tuple[Any, Any]:
+    """Two panels over one axis of batches, below as many strips of hardware."""
+    return plt.subplots(
+        2 + num_strips,
+        1,
+        figsize=(8, 6 + 0.4 * num_strips),
+        sharex=True,
+        height_ratios=(*[strip_height] * num_strips, *heights),
+        layout="constrained",
+        dpi=130,
+    )
 
 
 def _plot_difference(axes: Any, difference: Difference, color: str) -> None:

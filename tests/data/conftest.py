@@ -3,12 +3,15 @@
 import atexit
 import gc
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from streaming import Stream
 
+from llmfoundry_lite.data.order import SampleOrder, share_of_worker
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 
@@ -67,3 +70,39 @@ def read_samples(folder: Path) -> np.ndarray:
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def downloads(monkeypatch) -> list[str]:
+    """The shards that this process has downloaded so far."""
+    names = []
+    download_file = Stream._download_file
+
+    def download_and_note(self, from_basename, to_basename=None):
+        if from_basename != "index.json":
+            names.append(from_basename)
+        return download_file(self, from_basename, to_basename)
+
+    monkeypatch.setattr(Stream, "_download_file", download_and_note)
+    return names
+
+
+def slices_of_workers(
+    order: SampleOrder,
+    epoch: int,
+    rank: int,
+    world_size: int,
+    num_workers: int,
+    first_batch: int,
+    num_batches: int | None = None,
+) -> list[Iterator[np.ndarray]]:
+    """What each DataLoader worker of a simulated rank reads: the ids of its batches, or of so many that it has its
+    share of `num_batches`."""
+    slices, num_workers = [], max(1, num_workers)
+    for worker in range(num_workers):
+        lanes, steps = share_of_worker(
+            order, rank=rank, world_size=world_size, worker=worker, num_workers=num_workers, first_batch=first_batch
+        )
+        steps = steps if num_batches is None else steps[: -(-num_batches // num_workers)]
+        slices.append(iter(order.epoch(epoch).sample_ids(lanes, steps)))
+    return slices

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streaming import MDSWriter, Stream
+from streaming import MDSWriter
 
 from llmfoundry_lite.data import text
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
 from llmfoundry_lite.data.text import PAD_TOKEN, batch_digest, build_text_dataset, build_text_loader, format_digest
+from tests.data.conftest import slices_of_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -36,18 +37,7 @@ def read_leg(order, epoch, first_batch, num_batches, world_size, num_workers):
     """Per rank: the sample ids of the batches of one leg (of one epoch), [num_batches, lanes of the rank]."""
     ids_of_ranks = []
     for rank in range(world_size):
-        slices = []
-        for worker in range(max(1, num_workers)):
-            lanes, steps = share_of_worker(
-                order,
-                rank=rank,
-                world_size=world_size,
-                worker=worker,
-                num_workers=max(1, num_workers),
-                first_batch=first_batch,
-            )
-            steps = steps[: -(-num_batches // max(1, num_workers))]
-            slices.append(iter(order.epoch(epoch).sample_ids(lanes, steps)))
+        slices = slices_of_workers(order, epoch, rank, world_size, num_workers, first_batch, num_batches)
         turns = itertools.islice(itertools.cycle(slices), num_batches)  # as the DataLoader takes from its workers
         ids_of_ranks.append(np.stack([next(turn) for turn in turns]))
     return ids_of_ranks
@@ -153,21 +143,6 @@ def test_stops_cost_a_node_few_shards_twice():
 
 
 # Real data sets -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def downloads(monkeypatch) -> list[str]:
-    """The shards that this process has downloaded so far."""
-    names = []
-    download_file = Stream._download_file
-
-    def download_and_note(self, from_basename, to_basename=None):
-        if from_basename != "index.json":
-            names.append(from_basename)
-        return download_file(self, from_basename, to_basename)
-
-    monkeypatch.setattr(Stream, "_download_file", download_and_note)
-    return names
 
 
 @pytest.fixture

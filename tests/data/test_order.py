@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
+from tests.data.conftest import slices_of_workers
 
 
 def make_order(shard_sizes=(40, 7, 1, 52), choose=None, num_lanes=8, seed=17, shuffle=True, **settings) -> SampleOrder:
@@ -31,22 +32,12 @@ def epoch_as_read(order: SampleOrder, epoch: int, world_size: int, num_workers: 
     """The global batches that simulated ranks and DataLoader workers put together, each from its own slice."""
     ranks = []
     for rank in range(world_size):
-        slices = []
-        for worker in range(max(1, num_workers)):
-            lanes, steps = share_of_worker(
-                order,
-                rank=rank,
-                world_size=world_size,
-                worker=worker,
-                num_workers=max(1, num_workers),
-                first_batch=first_batch,
-            )
-            slices.append(iter(order.epoch(epoch).sample_ids(lanes, steps)))
+        slices = slices_of_workers(order, epoch, rank, world_size, num_workers, first_batch)
         num_batches = order.num_batches - first_batch
         # The DataLoader takes from its workers in turn.
         batches = [next(slices[batch % len(slices)]) for batch in range(num_batches)]
         assert all(next(rest, None) is None for rest in slices)
-        ranks.append(np.stack(batches) if batches else np.empty((0, len(lanes)), np.int64))
+        ranks.append(np.stack(batches) if batches else np.empty((0, order.num_lanes // world_size), np.int64))
     return np.concatenate(ranks, axis=1)
 
 

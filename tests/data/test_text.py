@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from streaming import MDSWriter, Stream
+from streaming import MDSWriter
 from streaming.base.spanner import Spanner
 
 from llmfoundry_lite.data import text
@@ -297,21 +297,6 @@ def test_shards_of_text_are_tokenized_cut_and_padded(tmp_path):
 
 
 # Downloads ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def downloads(monkeypatch) -> list[str]:
-    """The shards that this process has downloaded so far."""
-    names = []
-    download_file = Stream._download_file
-
-    def download_and_note(self, from_basename, to_basename=None):
-        if from_basename != "index.json":
-            names.append(from_basename)
-        return download_file(self, from_basename, to_basename)
-
-    monkeypatch.setattr(Stream, "_download_file", download_and_note)
-    return names
 
 
 def test_each_shard_is_downloaded_once(shards, tmp_path, downloads):
