@@ -11,6 +11,7 @@ import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.data.shared_memory import clean_stale_shared_memory
+from llmfoundry_lite.training.optimizers import local
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
@@ -26,7 +27,7 @@ class PoisonGradient(Callback):
     def after_backward(self, state, logger):
         if int(os.environ["RANK"]) == self.rank and int(state.timestamp.batch) + 1 == self.batch:
             parameter = next(p for p in state.model.parameters() if p.grad is not None)
-            parameter.grad.to_local().fill_(float("nan"))
+            local(parameter.grad).fill_(float("nan"))
 
 
 class PoisonLoss(PoisonGradient):
