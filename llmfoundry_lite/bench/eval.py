@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +31,10 @@ from rich.table import Table
 
 from llmfoundry_lite.bench.switch import describe_machine
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
-from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import Subject, load_subject
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
 from llmfoundry_lite.evaluation.tables import markdown_table
@@ -99,17 +100,19 @@ def run(
             rows = read_real(data) if data else make_items(suite, num_items + suite.num_fewshot)
             write_rendered(rows, suite, num_items, files[name])
         model = model or make_model(shape, [path.read_text() for path in files.values()], folder / "model")
-        for name, suite in names.items():
-            ours, theirs = [], []
-            for round_number in range(num_rounds):
-                console.print(f"round {round_number + 1}/{num_rounds}: {name}", highlight=False)
-                settings = {"model": model, "items": str(files[name]), "is_fixed": suite.is_fixed}
-                ours.append(_in_a_process([sys.executable, "-m", "llmfoundry_lite.bench.eval"], settings))
-                if peer_python:
-                    theirs.append(ask_peer(peer_python, model, files[name]))
-            report["suites"][name] = compare(ours, theirs, suite)
-            if out is not None:  # what has been measured is kept, whatever becomes of the rest
-                write_report(report, out)
+        with ExitStack() as stack:
+            our_side = stack.enter_context(_worker([sys.executable, "-m", "llmfoundry_lite.bench.eval", model]))
+            peer = stack.enter_context(peer_of(peer_python, model)) if peer_python else None
+            for name, suite in names.items():
+                ours, theirs = [], []
+                for round_number in range(num_rounds):
+                    console.print(f"round {round_number + 1}/{num_rounds}: {name}", highlight=False)
+                    ours.append(our_side(items=str(files[name]), is_fixed=suite.is_fixed))
+                    if peer is not None:
+                        theirs.append(peer(items=str(files[name])))
+                report["suites"][name] = compare(ours, theirs, suite)
+                if out is not None:  # what has been measured is kept, whatever becomes of the rest
+                    write_report(report, out)
     print_report(report, console)
     return report
 
@@ -254,56 +257,85 @@ def make_model(shape: str, texts: list[str], folder: Path) -> str:
 # --------------------------------------------------------------------------------------------------------- our side
 
 
-def _in_a_process(command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
-    result = subprocess.run([*command, json.dumps(settings)], capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        told = result.stderr.strip().splitlines() or ["no output"]
-        raise DataError(f"{command[0]} failed: {next((line for line in reversed(told) if 'Error' in line), told[-1])}")
-    return json.loads(result.stdout.splitlines()[-1])
+Ask = Callable[..., dict[str, Any]]
 
 
-def ask_peer(
-    python: str, model: str, items: Path, kind: str = "multiple_choice", delimiter: str = " "
-) -> dict[str, Any]:
-    """What lm-evaluation-harness answers to the rows of `items`, in its own process."""
-    settings = {"model": model, "items": str(items), "kind": kind, "delimiter": delimiter}
-    return _in_a_process([python, str(Path(__file__).with_name("eval_peer.py"))], settings)
+@contextmanager
+def peer_of(python: str, model: str) -> Iterator[Ask]:
+    """Calls with items=FILE, and kind and delimiter of the task, are answered by lm-evaluation-harness."""
+    with _worker([python, str(Path(__file__).with_name("eval_peer.py")), model]) as ask:
+        yield ask
 
 
-def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    subject = load_subject(settings["model"], device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+@contextmanager
+def _worker(command: list[str]) -> Iterator[Ask]:
+    """A process that has loaded the model, and answers a line of JSON with another until there are no more. It is idle
+    while the other side works."""
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True)
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def ask(**settings: Any) -> dict[str, Any]:
+            with suppress(BrokenPipeError):
+                questions.write(json.dumps(settings) + "\n")
+                questions.flush()
+            for line in answers:
+                if line.startswith('{"n"'):  # all else is chatter
+                    return json.loads(line)
+            told.seek(0)
+            lines = told.read().strip().splitlines() or ["no output"]
+            reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+            raise DataError(f"{command[0]} failed: {reason}")
+
+        try:
+            yield ask
+        finally:
+            with suppress(BrokenPipeError):
+                questions.close()
+            answers.close()
+            process.terminate()
+            process.wait()
+
+
+def answer_questions(model: str) -> None:
+    subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    _forward_rate(subject.model)  # warms up
+    for line in sys.stdin:
+        print(json.dumps(measure(subject, **json.loads(line))), flush=True)
+
+
+def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
     task = TaskConfig(
         label="bench",
         icl_task_type="multiple_choice",
-        dataset_uri=settings["items"],
+        dataset_uri=items,
         continuation_delimiter=" ",
         tokenization="joint",
     )
-    rates = [_forward_rate(subject.model) for _ in range(3)][1:]  # the first warms up
+    rates = [_forward_rate(subject.model)]
     with tempfile.TemporaryDirectory() as folder:
         files = ResultFiles(Path(folder), "bench", "ours")
         started, cpu_started = time.perf_counter(), time.process_time()
         evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-        items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
-    rates += [_forward_rate(subject.model) for _ in range(2)]
-    prepared = prepare(
-        task, read_rows(task), 0, load_tokenizer(settings["model"]), max_seq_len=2048, tokenization="joint"
-    )
+        answered = [json.loads(line) for line in files.items_path.read_text().splitlines()]
+    rates += [_forward_rate(subject.model)]
+    prepared = prepare(task, read_rows(task), 0, subject.tokenizer, max_seq_len=2048, tokenization="joint")
     tree = Row()
     for number, item in enumerate(prepared.items):
-        context = item.requests[0].context if settings["is_fixed"] else (-1 - number, *item.requests[0].context)
+        context = item.requests[0].context if is_fixed else (-1 - number, *item.requests[0].context)
         for request in item.requests:
             tree.add(request._replace(context=context), number)
-    num_tokens = len(tree) - (0 if settings["is_fixed"] else len(prepared.items))
+    num_tokens = len(tree) - (0 if is_fixed else len(prepared.items))
     return {
-        "n": len(items),
+        "n": len(answered),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        "of_the_floor": num_tokens / statistics.median(rates) / _elapsed(subject.model, seconds, cpu_seconds),
-        "acc": [item["acc"] for item in items],
-        "acc_norm": [item["acc_norm"] for item in items],
-        "log_probability": [item["log_probability"] for item in items],
+        "of_the_floor": num_tokens / statistics.mean(rates) / _elapsed(subject.model, seconds, cpu_seconds),
+        "acc": [item["acc"] for item in answered],
+        "acc_norm": [item["acc_norm"] for item in answered],
+        "log_probability": [item["log_probability"] for item in answered],
     }
 
 
@@ -323,4 +355,4 @@ def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    answer_questions(sys.argv[1])

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from llmfoundry_lite.bench.eval import ask_peer
+from llmfoundry_lite.bench.eval import peer_of
 from llmfoundry_lite.config.load import load_tasks
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
@@ -50,7 +50,7 @@ def run(
     """Ask both sides, print a table, return it. Raises DataError when a file is missing or a side fails."""
     console = Console(width=max(100, Console().width))
     report: Record = {"model": Path(model).name, "limit": limit, "torch": torch.__version__, "tasks": {}}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, peer_of(peer_python, model) as ask_peer:
         for task in load_tasks(TASKS, task_folder):
             found = sorted(data.glob(f"{task.label}*.jsonl"))
             if not found:
@@ -64,7 +64,7 @@ def run(
             task = replace(task, dataset_uri=str(items), tokenization="joint", num_fewshot=[0])
             ours = ask_ours(model, task, Path(scratch))
             write_rows([rows[index] for index in ours["index"]], items)
-            theirs = ask_peer(peer_python, model, items, task.icl_task_type, task.continuation_delimiter)
+            theirs = ask_peer(items=str(items), kind=task.icl_task_type, delimiter=task.continuation_delimiter)
             report["peer"] = theirs["versions"]
             report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type) | {
                 "num_skipped": len(rows) - len(ours["index"])

@@ -13,20 +13,28 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 
-def measure(settings: dict) -> dict:
+def answer_questions(name: str) -> None:
+    """Each line that comes in is a file of items and their kind of task; each that goes out, what was found."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = HFLM(pretrained=settings["model"], dtype="float32", device=device, batch_size=16)
+    model = HFLM(pretrained=name, dtype="float32", device=device, batch_size=16)
+    for line in sys.stdin:
+        print(json.dumps(measure(model, **json.loads(line))), flush=True)
+
+
+def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: str = " ") -> dict:
+    answer = model.loglikelihood
     task = ConfigurableTask(
         config={
             "task": "bench",
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": settings["items"]}},
+            "dataset_kwargs": {"data_files": {"test": items}},
             "test_split": "test",
-            **ask(settings["kind"], settings["delimiter"]),
+            **ask(kind, delimiter),
         }
     )
     seconds = count_seconds(model)
     found = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
+    model.loglikelihood = answer
     samples = sorted(found["samples"]["bench"], key=lambda sample: sample["doc_id"])
     names = [name for name in ("acc", "acc_norm") if name in samples[0]]
     return {
@@ -88,4 +96,4 @@ def ask(kind: str, delimiter: str) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    answer_questions(sys.argv[1])
