@@ -4,6 +4,7 @@ Knows nothing of training. Composer is handed a model that is already parallel a
 below does all the casting, on CPUs too, where Composer refuses bf16.
 """
 
+import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -152,9 +153,12 @@ def shard_model(
     # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
     reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     for block in model.transformer.blocks:
+        if compile_config is not None and data_mesh is not mesh:
+            # torch 2.13 cannot compile the recomputation of a divided layer; but a compiled one can be recomputed.
+            block.forward = torch.compile(block.forward, **compile_config)
         if fsdp.activation_checkpointing:
             _checkpoint_activations(block, fsdp)
-        if compile_config is not None:
+        if compile_config is not None and data_mesh is mesh:
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=whole_mesh, reshard_after_forward=False)
@@ -218,6 +222,8 @@ def _divide_layers(model: MPT, tensor_mesh: DeviceMesh) -> None:
     One sum over ranks for each attention and feed-forward layer, in the forward pass of its last matrix and in the
     backward pass of its input. Norms, embeddings and the loss are computed by every rank.
     """
+    # Whole matrices are gathered for an export alone; that it takes two steps, torch would warn of on every rank.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     rank, degree = tensor_mesh.get_local_rank(), tensor_mesh.size()
     transformer = model.transformer
     if transformer.slopes is not None:

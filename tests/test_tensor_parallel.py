@@ -111,6 +111,7 @@ def test_every_member_of_the_family_can_be_divided(tmp_path, data, name):
     assert_same_run(tmp_path, "divided", "whole")
 
 
+EAGER = {"backend": "aot_eager"}  # all of the compiler but the code it writes
 WAYS = {
     "hybrid": (8, {"fsdp_config": HYBRID}),
     "replicated": (4, {"fsdp_config": None}),
@@ -124,6 +125,8 @@ WAYS = {
         4,
         {"device_train_microbatch_size": 1, "fsdp_config": {"reduce_every_microbatch": True}},
     ),
+    "compiled": (2, {"compile_config": EAGER}),
+    "compiled, recomputed": (2, {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}}),
     "lion": (4, {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3, "weight_decay": 0.1}}),
     "clipped": (4, {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.1}}}),
 }
@@ -202,7 +205,8 @@ class CopiesAreEqual(Callback):
     def batch_end(self, state, logger):
         norms = [p for name, p in state.model.named_parameters() if "norm_" in name and ".blocks." in name]
         shares = gather_json([local(p).sum(dtype=torch.float64).item() for p in norms])
-        assert shares[0] == shares[1] != shares[2] == shares[3]
+        assert (shares[0], shares[2]) == (shares[1], shares[3])
+        assert shares[0] != shares[2] or int(state.timestamp.batch) == 1  # whose learning rate is 0
 
 
 @pytest.mark.slow
@@ -272,6 +276,14 @@ REFUSED = {
     "model.ffn_config.ffn_hidden_size=81": (
         "tp_config.tensor_parallel_degree: 2 does not divide the width of the feed-forward layer, 81; use 1"
     ),
+    "compile_config={} fsdp_config.activation_checkpointing=selective": (
+        "fsdp_config.activation_checkpointing: selective cannot be compiled where tp_config divides layers; use true "
+        "or false, or no compile_config"
+    ),
+    "compile_config={} model.attn_config.attn_pdrop=0.1": (
+        "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers; set it to 0, or use no "
+        "compile_config"
+    ),
     "train_loader.name=python:my.module:load": (
         "train_loader.name: python:my.module:load cannot know that with tp_config neighbouring devices must read the "
         "same samples; use text, or no tp_config"
@@ -287,7 +299,7 @@ def load(tmp_path: Path, *arguments: str) -> Any:
 @pytest.mark.parametrize("argument", REFUSED)
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path, argument):
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, argument)
+        load(tmp_path, *argument.split())
     assert str(error.value).split(": ", 1)[1] == REFUSED[argument]
 
 

@@ -449,6 +449,13 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             "model.attn_config.qk_ln",
             "a norm over all heads, which tp_config divides among devices; use qk_gn: true, a norm over each head",
         )
+    if config.compile_config is not None:
+        cannot = "cannot be compiled where tp_config divides layers"
+        if config.sharding.activation_checkpointing == "selective":
+            key = "fsdp_config.activation_checkpointing"
+            refuse(key, f"selective {cannot}; use true or false, or no compile_config")
+        if model.attn_config.attn_pdrop:
+            refuse("model.attn_config.attn_pdrop", f"{cannot}; set it to 0, or use no compile_config")
     for block in ("train_loader", "eval_loader"):
         loader = getattr(config, block)
         if loader is not None and loader.name.startswith("python:"):
