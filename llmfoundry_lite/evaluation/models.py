@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Search, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
@@ -119,12 +121,16 @@ def _load_checkpoint(
         raise DataError(
             f"models: {where} was trained with another tokenizer ({trained_with}) than {name} ({found.fingerprint})"
         )
-    weights = load_full_tensors(checkpoint.where)
+    model = _build_empty(config, precision, device, shard)
+    if shard is None:
+        _fill(model, load_full_tensors(checkpoint.where), device, None)
+    else:
+        restore.load(checkpoint.where, model, cast=True)  # each rank reads its part alone
     return Subject(
         source=checkpoint.where,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
-        model=_build(config, weights, precision, device, shard),
+        model=TreeModel(model, device),
         tokenizer=found,
         fingerprint=found.fingerprint,
     )
@@ -141,7 +147,9 @@ def _load_folder(
             raise DataError(f"models: {where} can only be evaluated whole: {error}; set fsdp=false") from None
         model: Any = _load_plain(folder, precision, device)
     else:
-        model = _build(config, weights, precision, device, shard)
+        ours = _build_empty(config, precision, device, shard)
+        _fill(ours, weights, device, shard)
+        model = TreeModel(ours, device)
     return Subject(
         source=where,
         save_id=None,
@@ -163,25 +171,25 @@ def _fetch(name: str) -> Path:
         raise DataError(f"models: hf:{name} cannot be had: {str(error).splitlines()[0]}") from error
 
 
-def _build(
-    config: ModelConfig, weights: dict[str, torch.Tensor], precision: str, device: torch.device, shard: Shard | None
-) -> "TreeModel":
+def _build_empty(config: ModelConfig, precision: str, device: torch.device, shard: Shard | None) -> MPT:
+    """On no device yet, or spread over all and not filled in."""
     with torch.device("meta"):
         model = MPT(config)
     model = model.to(DTYPES[precision]).eval().requires_grad_(False)
-    if shard is None:
-        converted = {name: tensor.to(device, DTYPES[precision]) for name, tensor in weights.items()}
-        _check_names(model, converted)
-        model.load_state_dict(converted, assign=True)
-    else:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        _check_names(model, weights)
+    if shard is not None:
         shard(model)
         model.to_empty(device=device)
-        converted: dict[str, Any] = {name: tensor.to(DTYPES[precision]) for name, tensor in weights.items()}
+    return model
+
+
+def _fill(model: MPT, weights: dict[str, torch.Tensor], device: torch.device, shard: Shard | None) -> None:
+    _check_names(model, weights)
+    dtype = next(model.parameters()).dtype
+    if shard is None:
+        model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
+    else:
+        converted: dict[str, Any] = {name: tensor.to(dtype) for name, tensor in weights.items()}
         set_model_state_dict(model, converted, options=StateDictOptions(full_state_dict=True))
-    return TreeModel(model, device)
 
 
 def _check_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:

@@ -231,6 +231,10 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     assert learnt == [record["eval/icl/average"] for record in records if "eval/icl/average" in record]
     assert (here / "results/curve/learning.png").stat().st_size > 1000
 
+    launch(evaluate_suite, (["icl.yaml", "suite=sharded", "fsdp=true"],), here, 2).check()
+    sharded = json.loads((here / "results/sharded/tiny.json").read_text())
+    assert (sharded["average"], sharded["save_id"]) == (learnt[-1], subject.save_id)
+
     other = train_tokenizer(["something else"] * 3, 280)
     other.save("other")
     with pytest.raises(
