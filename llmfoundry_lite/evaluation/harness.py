@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.exchange import gather_json, rank_and_size
+from llmfoundry_lite.checkpoint.exchange import agree, gather_json, rank_and_size, tell_all
 from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
@@ -94,15 +95,17 @@ def evaluate(
 
     Raises DataError for a task that cannot be read, before anything is computed.
     """
-    prepared = [
-        task
-        for config in tasks
-        for task in prepare_task(
-            config, tokenizer, min(max_seq_len or model.max_seq_len, model.max_seq_len), tokenization, limit
-        )
-    ]
+    longest = min(max_seq_len or model.max_seq_len, model.max_seq_len)
+    prepared, error = [], None
+    try:
+        for config in tasks:
+            prepared += prepare_task(config, tokenizer, longest, tokenization, limit)
+    except UserError as caught:
+        error = caught
+    agree(error)  # of a file that one machine alone lacks, the others hear now, not when they wait for it
     for task in prepared:
-        if files is not None and (known := files.find(task, results)) is not None:
+        # Rank 0's word, because it alone may see the files.
+        if files is not None and (known := tell_all(files.find(task, results))) is not None:
             results.tasks[task.name] = known
             continue
         record, items = run_task(model, tokenizer, task, max_batch_tokens, on_progress, share or rank_and_size(None))
@@ -254,7 +257,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 class ResultFiles:
-    """`<folder>/<suite>/<model>.json` and `.items.jsonl`. All ranks read, rank 0 writes."""
+    """`<folder>/<suite>/<model>.json` and `.items.jsonl`; rank 0's."""
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
         self.path = folder / suite / f"{model}.json"

@@ -4,7 +4,9 @@ Portable checkpoints and folders in MPT's, GPT-2's and Llama's layouts become ou
 causal language model of transformers runs as it is, row by row.
 """
 
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +43,7 @@ class Subject:
     source: str
     """What it was loaded from."""
     save_id: str | None
-    """Of its checkpoint."""
+    """Of its checkpoint; of a folder, what its files' sizes and times say."""
     num_tokens_trained: int | None
     model: Any
     """Scorable."""
@@ -152,12 +154,19 @@ def _load_folder(
         model = TreeModel(ours, device)
     return Subject(
         source=where,
-        save_id=None,
+        save_id=_identify(folder),
         num_tokens_trained=None,
         model=model,
         tokenizer=found,
         fingerprint=found.fingerprint,
     )
+
+
+def _identify(folder: Path) -> str:
+    """Changes when anything is written there, so that no result of other weights is taken for theirs."""
+    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _fetch(name: str) -> Path:

@@ -118,6 +118,38 @@ def test_another_data_file_or_a_torn_items_file_is_evaluated_again(here, monkeyp
     assert asked[2:] == ["next/2-shot"]
 
 
+def test_other_weights_in_the_same_folder_are_another_model(here):
+    before = load_subject("model", device=CPU).save_id
+    assert load_subject("model", device=CPU).save_id == before
+    weights = here / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    assert load_subject("model", device=CPU).save_id != before
+
+
+def prepare_where_one_rank_lacks_a_file(folder):
+    import os
+
+    import torch.distributed as dist
+
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        os.chdir("evals")
+    subject = load_subject(str(folder / "model"), device=CPU)
+    with pytest.raises(UserError, match=r"next.jsonl does not exist"):
+        evaluate(
+            subject.model,
+            subject.tokenizer,
+            load_tasks([str(folder / "evals/next.yaml")], ""),
+            Results(model="", suite="", source=""),
+        )
+
+
+@pytest.mark.multiprocess
+def test_a_file_that_one_rank_alone_lacks_ends_all(here):
+    launch(prepare_where_one_rank_lacks_a_file, (here,), here, 2).check()
+
+
 def evaluate_on_rank(folder):
     import os
 
