@@ -103,9 +103,10 @@ class GradientStep(Callback):
 
 
 def measure(parameters: list[torch.nn.Parameter], bad_losses: torch.Tensor) -> tuple[float, int]:
-    """(L2 norm of the whole gradient, number of microbatches anywhere whose loss is not finite), on every rank alike.
+    """(L2 norm of the whole gradient, number of microbatches whose loss is not finite), on every rank alike.
 
-    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each.
+    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
+    all ranks; ranks that divide layers among them each count the one they have in common.
     """
     total = torch.zeros((), device=bad_losses.device)
     for replicas, gradients in _by_replicas(parameters).items():
