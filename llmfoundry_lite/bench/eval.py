@@ -14,6 +14,7 @@ that wait for each other count as working) say what either side needs. Both are 
 
 import datetime
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -111,6 +112,7 @@ def run(
                     if peer is not None:
                         theirs.append(peer(items=str(files[name])))
                 report["suites"][name] = compare(ours, theirs, suite)
+                report["load_average"] = round(os.getloadavg()[1])
                 if out is not None:  # what has been measured is kept, whatever becomes of the rest
                     write_report(report, out)
     print_report(report, console)
@@ -196,7 +198,8 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         "",
         *markdown_table([HEADINGS, *rows_of(report)]),
         "",
-        f"{FLOOR[0].upper()}{FLOOR[1:]}.",
+        f"{FLOOR[0].upper()}{FLOOR[1:]}. The load average was {report['load_average']}: where that is more than there are "
+        "cores, CPU time is the column to read.",
     ]
     (folder / "eval.md").write_text("\n".join(lines) + "\n")
 

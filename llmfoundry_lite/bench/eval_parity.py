@@ -48,7 +48,7 @@ def run(
     task_folder: str = "evals",
 ) -> Record:
     """Ask both sides, print a table, return it. Raises DataError when a file is missing or a side fails."""
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(140, Console().width))
     report: Record = {"model": Path(model).name, "limit": limit, "torch": torch.__version__, "tasks": {}}
     with tempfile.TemporaryDirectory() as scratch, peer_of(peer_python, model) as ask_peer:
         for task in load_tasks(TASKS, task_folder):

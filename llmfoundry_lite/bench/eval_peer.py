@@ -89,8 +89,7 @@ def ask(kind: str, delimiter: str) -> dict:
     return {
         "output_type": "loglikelihood",
         "doc_to_text": "{{context}}" + head,
-        "doc_to_target": "{{continuation}}",
-        "target_delimiter": space,
+        "doc_to_target": space + "{{continuation}}",  # here the delimiter is not put in
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
 
