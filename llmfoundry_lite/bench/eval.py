@@ -198,8 +198,8 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         "",
         *markdown_table([HEADINGS, *rows_of(report)]),
         "",
-        f"{FLOOR[0].upper()}{FLOOR[1:]}. The load average was {report['load_average']}: where that is more than there are "
-        "cores, CPU time is the column to read.",
+        f"{FLOOR[0].upper()}{FLOOR[1:]}. The load average was {report['load_average']}: where that is more than "
+        "there are cores, CPU time is the column to read.",
     ]
     (folder / "eval.md").write_text("\n".join(lines) + "\n")
 

@@ -98,7 +98,10 @@ def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: 
     batches: list[Batch] = []
     current: list[Row] = []
     for row in rows:
-        if current and len(current[0]) * (len(current) + 1) > max_batch_tokens:
+        is_full = bool(current) and len(current[0]) * (len(current) + 1) > max_batch_tokens
+        # A batch that is large enough to be computed well ends before padding costs more than another batch.
+        is_enough = bool(current) and len(current[0]) * len(current) >= max_batch_tokens // 4
+        if is_full or (is_enough and len(row) < 0.92 * len(current[0])):
             batches.append(_batch(current))
             current = []
         current.append(row)
