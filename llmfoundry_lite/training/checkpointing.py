@@ -190,8 +190,8 @@ class Checkpointing(Callback):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
             # Without this the Trainer would skip the batches that the data set has skipped already.
             state.dataset_resumption["train"] = True
-        self.owes_evaluation = bool(scalars.get("owes_evaluation"))
-        self._restore_eval_subset(scalars.get("eval_subset"), state)
+        self.owes_evaluation = scalars["owes_evaluation"]
+        self._restore_eval_subset(scalars["eval_subset"], state)
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
         for callback in self._users_callbacks(state):
