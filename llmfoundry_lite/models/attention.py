@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------- which implementation
 
@@ -25,8 +26,8 @@ from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
 def choose_implementation(model: ModelConfig, device_type: str, in_half_precision: bool) -> tuple[str, str]:
     """(implementation, why) for training this model there: what `attn_impl` names, or for auto the fastest that can.
 
-    What cannot be is refused when the configuration is checked (`config.check`, `preflight`), but for LLM Foundry's
-    `flash`, which its files name throughout: where there is no flash-attn, it is the wish for what auto would choose.
+    LLM Foundry's files name `flash` throughout: where there is no flash-attn, it is the wish for what auto would choose.
+    Raises ConfigError for what the device cannot do; what no device can, `config.check` has refused.
     """
     options, wish = model.attn_config, model.attn_config.attn_impl
     has_flash = device_type == "cuda" and in_half_precision and importlib.util.find_spec("flash_attn") is not None
@@ -34,6 +35,8 @@ def choose_implementation(model: ModelConfig, device_type: str, in_half_precisio
         return "sdpa", "LLM Foundry's torch"
     if wish == "flash" and has_flash:
         return "flash", "asked for"
+    if wish == "flex" and device_type != "cuda":
+        raise ConfigError(f"model.attn_config.attn_impl: flex cannot be trained on a {device_type}; use auto or sdpa")
     if wish not in ("auto", "flash"):
         return wish, "asked for"
     reason = "flash-attn cannot be used here; " if wish == "flash" else ""

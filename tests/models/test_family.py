@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation, document_numbers
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.generate import generate
@@ -241,3 +242,9 @@ def test_auto_takes_the_fastest_that_can_and_says_why(model, device, half, expec
     assert chosen == expected and why
     if model.attn_config.attn_impl == "flash":
         assert "flash-attn cannot be used here" in why
+
+
+def test_flex_on_a_cpu_is_refused():
+    with pytest.raises(ConfigError, match="attn_impl: flex cannot be trained on a cpu; use auto or sdpa"):
+        choose_implementation(attention(attn_impl="flex"), "cpu", False)
+    assert choose_implementation(attention(attn_impl="flex"), "cuda", True)[0] == "flex"
