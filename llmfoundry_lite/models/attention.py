@@ -26,8 +26,8 @@ from llmfoundry_lite.errors import ConfigError
 def choose_implementation(model: ModelConfig, device_type: str, in_half_precision: bool) -> tuple[str, str]:
     """(implementation, why) for training this model there: what `attn_impl` names, or for auto the fastest that can.
 
-    LLM Foundry's files name `flash` throughout: where there is no flash-attn, it is the wish for what auto would choose.
-    Raises ConfigError for what the device cannot do; what no device can, `config.check` has refused.
+    LLM Foundry's files name `flash` throughout: without flash-attn it is the wish for what auto would choose. Raises
+    ConfigError for what the device cannot do; what no device can, `config.check` has refused.
     """
     options, wish = model.attn_config, model.attn_config.attn_impl
     has_flash = device_type == "cuda" and in_half_precision and importlib.util.find_spec("flash_attn") is not None
