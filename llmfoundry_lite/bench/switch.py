@@ -85,7 +85,7 @@ def run(
         machines = {cluster.letter: probe(cluster) for cluster in clusters}
         console.print(describe_clusters(clusters, machines))
         at = (num_switches + 1) // 2 * every
-        cheapest = min(clusters, key=lambda cluster: cluster.num_ranks)
+        native = clusters[0]  # an emulated instruction set may take ten times as long in bf16
 
         can_tamper = threading.Event()
 
@@ -93,7 +93,7 @@ def run(
             if name in CONTROLS:
                 can_tamper.wait()
                 console.print(f"training: {name}", highlight=False)
-                return [launch_control(shop, name, cheapest, at, num_batches)]
+                return [launch_control(shop, name, native, at, num_batches)]
             console.print(f"training: {name}", highlight=False)
             if name != SWITCHING:
                 return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
@@ -110,7 +110,7 @@ def run(
         with ThreadPoolExecutor(jobs) as pool:
             names = [SWITCHING, *map(alone, clusters), *CONTROLS]
             legs = dict(zip(names, pool.map(train, names), strict=True))
-        resumes = [launch_late(shop, cheapest, at, after, data) for after in (every, *LATE_BATCHES)]
+        resumes = [launch_late(shop, native, at, after, data) for after in (every, *LATE_BATCHES)]
         report = {
             "date": datetime.date.today().isoformat(),
             "machine": describe_machine(),
