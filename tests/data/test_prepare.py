@@ -260,6 +260,7 @@ def test_two_workers_write_the_same_bytes_as_one(
     assert_same_result(tmp_path / "out", uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
     large_file: Path, uninterrupted: Path, tokenizer_folder: Path, tmp_path: Path

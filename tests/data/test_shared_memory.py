@@ -160,6 +160,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_started_after_a_kill_just_works(tmp_path):
     remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"

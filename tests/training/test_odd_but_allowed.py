@@ -119,6 +119,7 @@ def test_ctrl_c_ends_a_run_in_one_line(tmp_path, data):
     assert told == ["interrupted by SIGINT"]
 
 
+@pytest.mark.slow
 def test_torchrun_launches_too(tmp_path, data):
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="2ba"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
