@@ -1,11 +1,16 @@
 """What only a GPU can show. `make gpu-check` runs these; elsewhere they are skipped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from llmfoundry_lite.bench import switch
+from llmfoundry_lite.models.attention import document_numbers
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.models.test_family import EOS, FAMILY, with_implementation
+from tests.models.test_mpt_parity import random_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +67,32 @@ def test_compiled_blocks_compute_the_same_losses(tmp_path, data):
     assert losses(run(tmp_path, config, "compiled", compile_config={})) == pytest.approx(
         losses(run(tmp_path, config, "eager")), abs=1e-3
     )
+
+
+@pytest.mark.parametrize("with_documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("name", ["alibi", "grouped rope", "window alibi grouped", "learned"])
+def test_flex_and_sdpa_compute_logits_and_gradients_of_the_definition(name, with_documents):
+    """FlexAttention's backward pass exists on GPUs alone, and its kernels only for lengths and widths they like."""
+    model = random_model(replace(FAMILY[name], d_model=192, max_seq_len=256)).cuda()
+    tokens_bt = torch.randint(model.config.vocab_size, (2, 256), generator=torch.Generator().manual_seed(1)).cuda()
+    documents_bt = document_numbers(tokens_bt, EOS) if with_documents else None
+    results = {}
+    for attn_impl in ("reference", "sdpa", "flex"):
+        other = with_implementation(model, attn_impl).cuda()
+        logits_btv = other(tokens_bt, documents_bt=documents_bt)
+        logits_btv.logsumexp(-1).sum().backward()
+        results[attn_impl] = logits_btv.detach(), {key: p.grad for key, p in other.named_parameters()}
+    for attn_impl in ("sdpa", "flex"):
+        torch.testing.assert_close(results[attn_impl][0], results["reference"][0], rtol=1e-3, atol=1e-3)
+        for key, expected in results["reference"][1].items():
+            error = (results[attn_impl][1][key] - expected).norm() / expected.norm().clamp(min=1e-3)
+            assert error < 1e-2, f"{attn_impl}: {key}: {error:.1e}"
+
+
+def test_an_offloaded_optimizer_trains_the_same_run(tmp_path, data):
+    config = tiny_config(data, max_duration="10ba")
+    offloaded = run(tmp_path, config, "offloaded", fsdp_config={"offload_optimizer": True})
+    assert losses(offloaded) == pytest.approx(losses(run(tmp_path, config, "plain")), abs=1e-4)
 
 
 def test_a_known_gpu_reports_its_mfu(tmp_path, data):
