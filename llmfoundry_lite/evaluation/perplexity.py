@@ -25,7 +25,8 @@ class Document(NamedTuple):
 
 def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
     """Windows of `max_seq_len` tokens that do not overlap, each after the token before it, as
-    lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes.
+    lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes; an
+    item's `index` is its document's, because windows of one document are not independent.
 
     A text file is one document; of a JSONL file each row's `text` is one; both begin after the tokenizer's beginning,
     or after an end of text where it has none. Of an MDS split each sample is one, and its first token is given, not
@@ -33,12 +34,12 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     """
     items: list[Item] = []
     digest = hashlib.sha256()
-    for document in _documents(config, tokenizer):
+    for number, document in enumerate(_documents(config, tokenizer)):
         if len(items) == limit:
             break
         digest.update(json.dumps(document.source).encode())
         for request in _windows(document, tokenizer, max_seq_len):
-            items.append(Item(index=len(items), requests=(request,)))
+            items.append(Item(index=number, requests=(request,)))
     items = items[:limit]
     if not items:
         raise DataError(f"{config.label}: {config.dataset_uri} has no text")

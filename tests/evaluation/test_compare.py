@@ -170,6 +170,27 @@ def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
         compare(load_results([first, evaluated("short", 1, max_seq_len=32)]), skip=["choice/0-shot", "choice/2-shot"])
 
 
+def test_bits_per_byte_of_a_text_are_compared_by_document_whatever_the_tokenizers(tmp_path):
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "the", "dog", "ran", "over", "a", "hill"]
+    path, names = tmp_path / "text.jsonl", ("one", "two")
+    path.write_text("".join(json.dumps({"text": f"{word} {' '.join(words)}" * 9}) + "\n" for word in words))
+    task = TaskConfig(label="text", icl_task_type="perplexity", dataset_uri=str(path))
+    windows = []
+    for seed, (name, vocabulary) in enumerate(zip(names, (258, 300), strict=True)):
+        tokenizer = train_tokenizer([" ".join(words)] * 3, vocabulary)
+        torch.manual_seed(seed)
+        model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        results = Results(model=name, suite="s", source=name, tokenizer=f"sha256:{vocabulary}")
+        files = ResultFiles(tmp_path, "s", name)
+        evaluate(TreeModel(model, torch.device("cpu")), tokenizer, [task], results, files)
+        windows.append(results.tasks["text/0-shot"]["n"])
+    assert windows[0] > windows[1] > 13
+    (pair,) = compare(load_results([tmp_path / f"s/{name}.json" for name in names]))
+    assert (pair.tasks[0].n, pair.tasks[0].metric) == (13, "bits_per_byte")
+
+
 # --------------------------------------------------------------------------------------------- may we compare
 
 
