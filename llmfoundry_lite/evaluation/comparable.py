@@ -39,7 +39,7 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
     if is_text and has_other_tokenizer(first, other) and a["fingerprint"] == b["fingerprint"]:
         # Of a text every tokenizer has the same bytes, in windows of its own.
         sizes = [by_document(result.items[task])[:, 1] for result in (first, other)]
-        if not np.array_equal(*sizes):
+        if not np.array_equal(sizes[0], sizes[1]):
             raise DataError(
                 f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
                 f"evaluate both on a text file, or leave the task out: --skip {task}"

@@ -7,6 +7,7 @@ evaluation that was killed does not do a finished task again.
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 
 from llmfoundry_lite.checkpoint.exchange import agree, gather_json, rank_and_size, tell_all
 from llmfoundry_lite.config.schema import TaskConfig
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
@@ -93,7 +94,8 @@ def evaluate(
     `share` is (rank, ranks) of those among whom the items are divided, where several ranks compute as one; the
     default is one share for each rank.
 
-    Raises DataError for a task that cannot be read, before anything is computed.
+    Raises DataError for a task that cannot be read or has tokens that the model does not know, before anything is
+    computed, and for a model that gives no numbers (NaN).
     """
     longest = min(max_seq_len or model.max_seq_len, model.max_seq_len)
     prepared, error = [], None
@@ -102,6 +104,7 @@ def evaluate(
             prepared += prepare_task(config, tokenizer, longest, tokenization, limit)
     except UserError as caught:
         error = caught
+    error = error or _find_unknown_token(model, prepared)
     agree(error)  # of a file that one machine alone lacks, the others hear now, not when they wait for it
     for task in prepared:
         # Rank 0's word, because it alone may see the files.
@@ -113,6 +116,18 @@ def evaluate(
         if files is not None:
             files.add(results, task.name, items)
     return results
+
+
+def _find_unknown_token(model: Scorable, prepared: Sequence[Prepared]) -> DataError | None:
+    """The tokenizer is another model's, if it has tokens beyond the vocabulary."""
+    for task in prepared:
+        ids = (max(*request.context, *request.continuation, -1) for item in task.items for request in item.requests)
+        if (largest := max(ids)) >= model.vocab_size:
+            return DataError(
+                f"{task.label}: the tokenizer gives token {largest}, and the model has {model.vocab_size:,}; evaluate "
+                "it with its own tokenizer: tokenizer=…"
+            )
+    return None
 
 
 def prepare_task(
@@ -156,6 +171,14 @@ def _score_all(
         found.update(scores)
         done = min(num_requests, len(found) * world_size)
         on_progress(task.name, len(task.items) * done // num_requests, len(task.items))
+    bad = sum(not math.isfinite(value.log_probability) for value in found.values())
+    agree(
+        DataError(
+            f"{task.name}: the model gives NaN or infinity for {bad:,} of {len(found):,} answers; nothing is kept"
+        )
+        if bad
+        else None
+    )
     shares = gather_json([[number, *value] for number, value in found.items()])
     return {number: Score(*value) for share in shares for number, *value in share}
 
@@ -227,10 +250,10 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         record["num_ties"] = sum(item["tie"][record["metric"]] for item in items)
         record["num_duplicates"] = sum(item["has_duplicates"] for item in items)
     if task.kind == "language_modeling":
-        record["perplexity"] = math.exp(-sum(item["log_probability"][0] for item in items) / len(items))
+        record |= _perplexity(-sum(item["log_probability"][0] for item in items) / len(items))
     if task.kind == "perplexity":
         nats = -sum(item["log_probability"][0] for item in items)
-        record["perplexity"] = math.exp(nats / sum(item["num_tokens"][0] for item in items))
+        record |= _perplexity(nats / sum(item["num_tokens"][0] for item in items))
         record["bits_per_byte"] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
         record["metric"] = "bits_per_byte"
     categories = sorted({item["category"] for item in items if "category" in item})
@@ -243,6 +266,13 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
     trimmed = sum(1 for item in items if item.get("num_trimmed"))
     odd = {"num_trimmed": trimmed, "skipped": task.skipped, "beginning": task.beginning}
     return {**record, **{key: value for key, value in odd.items() if value}, "seconds": round(seconds, 3)}
+
+
+def _perplexity(nats: float) -> Record:
+    """Left out where no float can hold it: long answers of a model that has learnt little."""
+    with contextlib.suppress(OverflowError):
+        return {"perplexity": math.exp(nats)}
+    return {}
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -263,10 +293,14 @@ class ResultFiles:
         self.path = folder / suite / f"{model}.json"
         self.items_path = folder / suite / f"{model}.items.jsonl"
         self.is_main = rank_and_size(None)[0] == 0
+        there = next(place for place in self.path.absolute().parents if place.exists())
+        if self.is_main and not (there.is_dir() and os.access(there, os.W_OK)):  # known now, not after the first task
+            raise DataError(f"results_folder: {there} is no folder that can be written to")
         self.known: Record = {}
         if self.path.exists() and not redo:
             with contextlib.suppress(ValueError):
-                self.known = json.loads(self.path.read_text())
+                known = json.loads(self.path.read_text())
+                self.known = known if isinstance(known, dict) else {}
         self.lines: dict[str, list[str]] = {}
         if self.known and self.items_path.exists():
             for line in self.items_path.read_text().splitlines():

@@ -175,7 +175,11 @@ def _fetch(name: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.h5", "*.msgpack"]))
+        others = ["*.pt", "*.h5", "*.msgpack"]
+        folder = Path(huggingface_hub.snapshot_download(name, ignore_patterns=["*.bin", *others]))
+        if not any(folder.glob("*.safetensors")):  # older models have pickles alone
+            folder = Path(huggingface_hub.snapshot_download(name, ignore_patterns=others))
+        return folder
     except Exception as error:  # whatever the Hub or the network raise
         raise DataError(f"models: hf:{name} cannot be had: {str(error).splitlines()[0]}") from error
 
@@ -217,6 +221,7 @@ class TreeModel:
         self.model = model
         self.device = device
         self.max_seq_len = model.config.max_seq_len
+        self.vocab_size = model.config.vocab_size
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         return self.model(
@@ -234,9 +239,13 @@ def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainMod
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"models: {folder} is no causal language model that transformers loads: {error}") from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision], output_loading_info=True)
+    except Exception as error:  # whatever transformers and its readers raise
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
+    model, told = loaded
+    if missing := sorted(told["missing_keys"]):  # which transformers draws at random
+        raise DataError(f"models: {folder} lacks weights of its model: {missing[0]} and {len(missing) - 1} more")
     return PlainModel(model.to(device).eval(), device)
 
 
@@ -248,8 +257,10 @@ class PlainModel:
     def __init__(self, model: Any, device: torch.device):
         self.model = model
         self.device = device
+        _make_fp32_logits(model)
         self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config
+        self.vocab_size = int(getattr(config, "text_config", config).vocab_size)
         self.max_seq_len = next(
             (
                 int(getattr(config, name))
@@ -275,3 +286,16 @@ class PlainModel:
             output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
             tokens_1t, past = output.logits[:, -1:].argmax(dim=-1), output.past_key_values
             yield int(tokens_1t)
+
+
+def _make_fp32_logits(model: Any) -> None:
+    """Let the last layer of a model in another precision compute in fp32, as ours does: rounded logits make ties."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear) and head.weight.dtype != torch.float32:
+
+        def in_fp32(hidden_btd: torch.Tensor) -> torch.Tensor:
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden_btd.float(), head.weight.float(), bias)
+
+        module: Any = head
+        module.forward = in_fp32

@@ -56,6 +56,11 @@ class Scorable(Protocol):
     @property
     def max_seq_len(self) -> int: ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens it knows."""
+        ...
+
     shares_prefixes: bool
     """Whether a row may be a tree; plain text is all there is otherwise."""
 

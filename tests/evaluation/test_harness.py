@@ -304,6 +304,94 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_eval_config(["icl.yaml", "models.a=b", "precision=fp8"])
 
 
+def save_neox(folder):
+    """A layout that is not ours, beside the model's tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(vocab_size=384, max_position_embeddings=64, **sizes)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+    for path in harness.Path("tokenizer").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_foreign_model_whose_weights_are_torn_or_missing_is_refused(here):
+    from safetensors.torch import load_file, save_file
+
+    weights = save_neox(here / "neox") / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor for name, tensor in tensors.items() if "final" not in name}, weights, {"format": "pt"})
+    with pytest.raises(DataError, match=r"neox lacks weights of its model: gpt_neox.final_layer_norm.bias and 1 more"):
+        load_subject("neox", device=CPU)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"neox is no causal language model that transformers loads: .*header"):
+        load_subject("neox", device=CPU)
+
+
+def test_a_foreign_model_in_bf16_gives_fp32_logits(here):
+    save_neox(here / "neox")
+    plain = load_subject("neox", device=CPU, precision="bf16").model
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        hidden = plain.model.gpt_neox(ids).last_hidden_state
+        expected = hidden.float() @ plain.model.get_output_embeddings().weight.float().T
+        logits = plain.model(ids).logits
+    assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected)
+
+
+def test_of_a_hub_model_without_safetensors_the_pickles_are_fetched(here, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, ignore_patterns):
+        asked.append("*.bin" in ignore_patterns)
+        if not asked[-1]:
+            torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        return str(folder)
+
+    folder = save_neox(here / "neox")
+    model = load_subject("neox", device=CPU).model.model
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    subject = load_subject("hf:someone/neox", device=CPU)
+    assert asked == [True, False]
+    found, expected = (m.get_output_embeddings().weight for m in (subject.model.model, model))
+    assert torch.equal(found, expected)
+
+
+def test_a_model_that_gives_nan_or_lacks_the_tokenizers_tokens_is_refused(here):
+    subject = load_subject("model", device=CPU)
+    results = Results(model="m", suite="s", source="")
+    subject.model.vocab_size = 100
+    with pytest.raises(DataError, match=r"choice: the tokenizer gives token \d+, and the model has 100; evaluate"):
+        evaluate(subject.model, subject.tokenizer, tasks(), results)
+    subject = load_subject("model", device=CPU)
+    for parameter in subject.model.model.parameters():
+        parameter.fill_(math.nan)
+    with pytest.raises(DataError, match="choice/0-shot: the model gives NaN or infinity for 40 of 40 answers"):
+        evaluate(subject.model, subject.tokenizer, tasks(), results)
+
+
+def test_a_perplexity_beyond_all_floats_is_left_out(here):
+    subject = load_subject("model", device=CPU)
+    for parameter in subject.model.model.parameters():
+        torch.nn.init.normal_(parameter, std=30)
+    found = evaluate(subject.model, subject.tokenizer, tasks(), Results(model="m", suite="s", source="")).tasks
+    assert found["next/0-shot"]["n"] == 12 and "perplexity" not in found["next/0-shot"]
+
+
+def test_results_that_are_no_results_are_made_anew_and_a_file_is_no_folder(here):
+    (here / "results/suite").mkdir(parents=True)
+    (here / "results/suite/ours.json").write_text("[1]")
+    run()
+    assert len(json.loads((here / "results/suite/ours.json").read_text())["tasks"]) == 4
+    with pytest.raises(DataError, match=r"results_folder: .*choice.jsonl is no folder that can be written to"):
+        ResultFiles(harness.Path("choice.jsonl"), "suite", "ours")
+
+
 GOOD = {"query": "a cat", "choices": ["sat", "ran"], "gold": 1}
 TASK = {"label": "t", "icl_task_type": "multiple_choice", "dataset_uri": "t.jsonl"}
 

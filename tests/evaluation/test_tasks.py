@@ -431,6 +431,7 @@ class Scripted:
 
     device = torch.device("cpu")
     max_seq_len = 6
+    vocab_size = 1000
     shares_prefixes = False
 
     def __init__(self, tokenizer, text):
