@@ -105,6 +105,10 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
     for name in config.models:
         if not re.fullmatch(r"\w[\w.\-]*", name):
             raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")
+    if not config.icl_tasks:
+        raise ConfigError(
+            f"{source_of('icl_tasks', layers)}: icl_tasks: no task given, expected names or files of tasks"
+        )
     return config, load_tasks(config.icl_tasks, config.task_folder, layers)
 
 
