@@ -105,6 +105,10 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
 
 def start_process_group(config: TrainConfig) -> None:
     """Over NCCL (RCCL on AMD) with accelerators, over gloo without."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
+        torch.use_deterministic_algorithms(True)
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
     if devices.device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place().local_world_size))
     composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)

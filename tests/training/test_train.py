@@ -1,8 +1,11 @@
 """Whole runs with real ranks: the same run on any world, in any precision, twice."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from composer.core import Callback
 
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -88,6 +91,26 @@ def test_activation_checkpointing_and_sharding_strategy_change_nothing(tmp_path,
         "grad-op": {"sharding_strategy": "SHARD_GRAD_OP"},
     }.items():
         assert losses(run(tmp_path, tiny_config(data, fsdp_config=fsdp), name, 2)) == pytest.approx(reference, abs=1e-6)
+
+
+class TellsHowItComputes(Callback):
+    def __init__(self, path: str):
+        self.path = path
+
+    def fit_start(self, state, logger):
+        Path(self.path).write_text(str(torch.are_deterministic_algorithms_enabled()))
+
+
+def test_a_deterministic_run_uses_deterministic_kernels_alone(tmp_path, data):
+    """On a CPU they are what they always are, so the losses are those of any run."""
+    said = {}
+    for deterministic in (False, True):
+        path = tmp_path / f"deterministic-{deterministic}"
+        tells = {"python:tests.training.test_train:TellsHowItComputes": {"path": str(path)}}
+        config = tiny_config(data, deterministic=deterministic, callbacks=tells)
+        said[deterministic] = losses(run(tmp_path, config, path.name, 2))
+        assert path.read_text() == str(deterministic)
+    assert said[True] == said[False]
 
 
 @pytest.mark.parametrize("duration", ["1ep", "2000tok", "70sp", "9ba"])
