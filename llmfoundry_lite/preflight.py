@@ -178,6 +178,11 @@ def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) 
 def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
     name = config.tokenizer.name
     if not is_local_or_cached(name):
+        if must_exist and config.model.attn_config.attn_uses_sequence_id:
+            raise ConfigError(
+                f"tokenizer.name: {name} is not on this machine, and model.attn_config.attn_uses_sequence_id needs its "
+                f"end of text; fetch it first (`hf download {name}`) or name a local folder"
+            )
         message = f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache"
         # A folder without tokenizer.json may still be one that transformers converts.
         if found.text_keys and not Path(name).is_dir():

@@ -1,6 +1,7 @@
 """When gradients are summed over ranks, what activation checkpointing keeps, and what a run chooses by its size."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
+from llmfoundry_lite.training.gradients import GradientStep
 
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96)
 
@@ -52,6 +54,23 @@ def step(model):
         loss.backward()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
     return loss.item(), gradients, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_batch_of_three_microbatches_sums_its_gradients_as_told(one_rank, every):
+    model = build_sharded(FSDPConfig())
+    step_guard = GradientStep(SimpleNamespace(model=model), None, "stop", 1, reduces_every_microbatch=every)
+    batch = {"input_ids": torch.arange(5 * 32).view(5, 32) % 96}
+    state = SimpleNamespace(
+        batch=batch, device_train_microbatch_size=2, device=SimpleNamespace(_device=torch.device("cpu"))
+    )
+    step_guard.before_train_batch(state, None)
+    has_gradients = []
+    for tokens_bt in batch["input_ids"].split(2):
+        step_guard.before_forward(state, None)
+        model(tokens_bt).logsumexp(-1).mean().backward()
+        has_gradients.append(model.transformer.norm_f.weight.grad is not None)
+    assert has_gradients == ([True] * 3 if every else [False, False, True])
 
 
 def test_selective_checkpointing_recomputes_no_matrix_product_and_a_full_one_all(one_rank):

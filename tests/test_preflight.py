@@ -166,3 +166,10 @@ def test_a_dry_run_needs_neither_torch_nor_a_process_group(tmp_path, data):
     assert result.returncode == 0, result.stderr
     assert "d_model: 32" in result.stdout
     assert "memory         about" in result.stdout
+
+
+def test_documents_cannot_be_kept_apart_without_the_tokenizer(tmp_path, data):
+    config = tiny_config(data, model__attn_config={"attn_uses_sequence_id": True})
+    with pytest.raises(ConfigError, match="attn_uses_sequence_id needs its end of text; fetch it first"):
+        check(tmp_path, config)
+    assert check(tmp_path, config, must_exist=False)[1].not_checked

@@ -52,6 +52,16 @@ def test_flops_are_six_per_parameter_and_twelve_per_layer_width_and_token():
     assert count_flops_per_token(SMALL, 16) == 6 * count_parameters(SMALL) + 12 * 2 * 24 * 16
 
 
+def test_what_is_not_computed_is_not_counted():
+    """Keys beyond a window, and an input embedding that is only looked up."""
+    window = replace(SMALL, attn_config=AttentionConfig(sliding_window_size=5))
+    assert count_flops_per_token(window, 16) == 6 * count_parameters(SMALL) + 12 * 2 * 24 * 6
+    assert count_flops_per_token(window, 4) == count_flops_per_token(SMALL, 4)
+    untied = replace(SMALL, tie_word_embeddings=False)
+    assert count_parameters(untied) == count_parameters(SMALL) + 70 * 24
+    assert count_flops_per_token(untied, 16) == count_flops_per_token(SMALL, 16)
+
+
 def published_rows() -> list[dict[str, str]]:
     with REFERENCE.open() as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))

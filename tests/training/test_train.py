@@ -9,6 +9,7 @@ from composer.core import Callback
 
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+from tests.models.test_hf_export import build_tokenizer
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 
@@ -111,6 +112,16 @@ def test_a_deterministic_run_uses_deterministic_kernels_alone(tmp_path, data):
         said[deterministic] = losses(run(tmp_path, config, path.name, 2))
         assert path.read_text() == str(deterministic)
     assert said[True] == said[False]
+
+
+def test_documents_packed_in_a_sample_are_kept_apart_on_every_world(tmp_path, data):
+    build_tokenizer(tmp_path / "tokenizer")  # whose end of text is a token of the data
+    config = tiny_config(data, tokenizer__name=str(tmp_path / "tokenizer"), max_duration="3ba")
+    together = losses(run(tmp_path, config, "together"))
+    config["model"]["attn_config"] = {"attn_uses_sequence_id": True}
+    apart = losses(run(tmp_path, config, "apart"))
+    assert all(abs(a - b) > 1e-5 for a, b in zip(apart, together, strict=True))
+    assert losses(run(tmp_path, config, "apart-two", 2)) == pytest.approx(apart, abs=1e-4)
 
 
 @pytest.mark.parametrize("duration", ["1ep", "2000tok", "70sp", "9ba"])
