@@ -291,7 +291,7 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
         labels_bt = next_token_labels(tokens_bt)
         return model(tokens_bt, head=partial(cross_entropy_sum, labels_bt=labels_bt)) / labels_bt.numel()
 
-    return _run_steps(settings, model, compute_loss)
+    return train_peer.run_steps(model, compute_loss, _batches(settings))
 
 
 def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
@@ -303,25 +303,14 @@ def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
             logits = model(tokens_bt)[:, :-1]
             return F.cross_entropy(logits.flatten(0, 1), tokens_bt[:, 1:].flatten())
 
-    return _run_steps(settings, model, compute_loss)
+    return train_peer.run_steps(model, compute_loss, _batches(settings))
 
 
-def _run_steps(settings: dict[str, Any], model: nn.Module, compute_loss: Any) -> list[float]:
-    device, batch_size, num_steps = device_type(), settings["batch_size"], settings["num_steps"] + 2
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+def _batches(settings: dict[str, Any]) -> Sequence[torch.Tensor]:
+    batch_size, num_steps = settings["batch_size"], settings["num_steps"] + 2
     vocab_size = SHAPES[settings["shape"]]["vocab_size"]
-    tokens = torch.from_numpy(random_tokens(num_steps * batch_size, settings["seq_len"], vocab_size)).to(device)
-    seconds = []
-    for tokens_bt in tokens.split(batch_size):
-        started = time.perf_counter()
-        loss = compute_loss(tokens_bt)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    tokens = torch.from_numpy(random_tokens(num_steps * batch_size, settings["seq_len"], vocab_size))
+    return tokens.to(device_type()).split(batch_size)
 
 
 def random_tokens(num_samples: int, seq_len: int, vocab_size: int) -> np.ndarray:

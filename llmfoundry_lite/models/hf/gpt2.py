@@ -19,8 +19,8 @@ from llmfoundry_lite.models.hf.layout import (
     check_values,
     ffn_options,
     needed,
+    qkv_names,
 )
-from llmfoundry_lite.models.hf.mpt import qkv_names
 
 
 def can_be(config: ModelConfig) -> Options:

@@ -98,6 +98,13 @@ def _yaml(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- tensors -> the layout's
 
 
+def qkv_names(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """Ours, for a tensor that may be q, k and v in one."""
+    if config.attn_config.fused_qkv or ".Wqkv." not in name:
+        return (name,)
+    return tuple(name.replace(".Wqkv.", f".W{part}.") for part in "qkv")
+
+
 def layout_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, source: Source) -> torch.Tensor:
     parts = [_own_tensor(state_dict, config, name) for name in source.names]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)

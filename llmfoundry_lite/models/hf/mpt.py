@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
-from llmfoundry_lite.models.hf.layout import HFConfig, Layout, Options, Source, attention_types, check_values, needed
+from llmfoundry_lite.models.hf.layout import (
+    HFConfig,
+    Layout,
+    Options,
+    Source,
+    attention_types,
+    check_values,
+    needed,
+    qkv_names,
+)
 
 
 def can_be(config: ModelConfig) -> Options:
@@ -72,13 +81,6 @@ def sources(config: ModelConfig) -> dict[str, Source]:
     names += ["transformer.norm_f.weight"]
     names += [] if config.tie_word_embeddings else ["lm_head.weight"]
     return {name: Source(qkv_names(name, config)) for name in names}
-
-
-def qkv_names(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """Ours, for a tensor that may be q, k and v in one."""
-    if config.attn_config.fused_qkv or ".Wqkv." not in name:
-        return (name,)
-    return tuple(name.replace(".Wqkv.", f".W{part}.") for part in "qkv")
 
 
 # ------------------------------------------------------------------------------------------------------- reading
