@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.data.sources import open_standard_library, read_documents
+from llmfoundry_lite.data.documents import read_documents
+from llmfoundry_lite.data.sources import open_standard_library
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 

@@ -46,7 +46,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from llmfoundry_lite.data.sources import SKIP_REASONS, Document, Source, Unit, open_source, read_documents
+from llmfoundry_lite.data.documents import SKIP_REASONS, Document, Unit, read_documents
+from llmfoundry_lite.data.sources import Source, open_source
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically

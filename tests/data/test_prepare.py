@@ -21,6 +21,15 @@ import zstandard
 from llmfoundry_lite import cli
 from llmfoundry_lite.data import prepare as prepare_module
 from llmfoundry_lite.data import sources
+from llmfoundry_lite.data.documents import (
+    STDLIB_HASH_SEED,
+    Document,
+    LineRange,
+    WholeFiles,
+    lines_starting_in,
+    read_documents,
+    split_key,
+)
 from llmfoundry_lite.data.prepare import Request, Summary, load_summary, prepare
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
@@ -122,7 +131,7 @@ def test_documents_go_to_the_splits_by_their_text_and_none_is_lost(
     documents = make_documents(300) + make_documents(20)  # some of them twice
     source = write_jsonl(tmp_path / "in.jsonl", documents)
     summary = prepare(request(source, tokenizer_folder, val_fraction=0.2), tmp_path / "out", num_workers=1)
-    held_out = [sources.split_key(document.encode()) < 0.2 * 2**64 for document in documents]
+    held_out = [split_key(document.encode()) < 0.2 * 2**64 for document in documents]
     assert 0.1 < np.mean(held_out) < 0.3
     train = [document for document, is_val in zip(documents, held_out, strict=True) if not is_val]
     val = [document for document, is_val in zip(documents, held_out, strict=True) if is_val]
@@ -136,10 +145,9 @@ def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path:
     path = plain(tmp_path / "lines.jsonl", b"".join(lines))
     size = path.stat().st_size
     ranges = [
-        sources.LineRange(path=path, start=start, end=min(size, start + unit_bytes))
-        for start in range(0, size, unit_bytes)
+        LineRange(path=path, start=start, end=min(size, start + unit_bytes)) for start in range(0, size, unit_bytes)
     ]
-    found = [item for part in ranges for item in sources.lines_starting_in(part)]
+    found = [item for part in ranges for item in lines_starting_in(part)]
     assert [line for _, line in found] == lines
     assert [offset for offset, _ in found] == np.cumsum([0, *map(len, lines[:-1])]).tolist()
 
@@ -148,7 +156,7 @@ def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path:
 def test_pieces_of_a_compressed_file_end_where_lines_end(
     unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "READ_BYTES", 16)
+    monkeypatch.setattr("llmfoundry_lite.data.documents.READ_BYTES", 16)
     content = "".join(make_documents(20)).encode() + b"end without newline"
     path = zipped(tmp_path / "lines.jsonl", content)
     pieces = list(sources.line_pieces(path, path.stat().st_size, unit_bytes))
@@ -179,7 +187,7 @@ def test_a_hub_data_set_is_streamed(tmp_path: Path, tokenizer: Tokenizer, tokeni
 def test_a_byte_order_mark_and_windows_line_ends_are_no_text_and_text(tmp_path: Path) -> None:
     path = plain(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo")
     (unit,) = sources.open_source([str(path)]).units()
-    (document,) = sources.read_documents(unit, text_key="text", on_error="stop", skipped=Counter())
+    (document,) = read_documents(unit, text_key="text", on_error="stop", skipped=Counter())
     assert (document.text, document.num_bytes) == ("one\r\ntwo", 8)
 
 
@@ -192,9 +200,9 @@ def test_the_standard_library_holds_out_whole_modules() -> None:
     split_of_module: dict[str, set[bool]] = {}
     bytes_of_split = {True: 0, False: 0}
     for unit in source.units():
-        assert isinstance(unit, sources.WholeFiles)
+        assert isinstance(unit, WholeFiles)
         for path, module in zip(unit.paths, unit.modules, strict=True):
-            key = sources.split_key(module.encode(), sources.STDLIB_HASH_SEED)
+            key = split_key(module.encode(), STDLIB_HASH_SEED)
             split_of_module.setdefault(module, set()).add(key < threshold)
             bytes_of_split[key < threshold] += path.stat().st_size
     assert all(len(splits) == 1 for splits in split_of_module.values())
@@ -203,12 +211,12 @@ def test_the_standard_library_holds_out_whole_modules() -> None:
 
 
 def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_path: Path) -> None:
-    def documents(folder: Path) -> list[sources.Document]:
+    def documents(folder: Path) -> list[Document]:
         units = sources.open_standard_library(folder).units()
         return [
             document
             for unit in units
-            for document in sources.read_documents(unit, text_key="text", on_error="stop", skipped=Counter())
+            for document in read_documents(unit, text_key="text", on_error="stop", skipped=Counter())
         ]
 
     first = tmp_path / "usr" / "lib"
@@ -500,7 +508,7 @@ def test_one_validation_sample_is_held_out_if_the_data_allow(
     documents = make_documents(60)
     summary = prepare(replace(small_request, val_fraction=1e-9), tmp_path / "out", num_workers=1)
     val = summary.splits["val"]
-    by_key = sorted(documents, key=lambda document: sources.split_key(document.encode()))
+    by_key = sorted(documents, key=lambda document: split_key(document.encode()))
     assert val.samples >= 1
     assert_holds(tmp_path / "out" / "val", summary, tokenizer, [d for d in documents if d in by_key[: val.documents]])
     assert len(joined_tokens(tokenizer, by_key[: val.documents - 1])) < SEQ_LEN
@@ -533,7 +541,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 def test_a_tokenizer_is_trained_on_the_training_documents_alone(small_request: Request, tmp_path: Path) -> None:
     trained = replace(small_request, tokenizer="train:400", val_fraction=0.3)
     seen = prepare_module.sample_for_training(sources.open_source(trained.sources), trained)
-    held_out = [d for d in make_documents(60) if sources.split_key(d.encode()) < 0.3 * 2**64]
+    held_out = [d for d in make_documents(60) if split_key(d.encode()) < 0.3 * 2**64]
     assert sorted(seen + held_out) == sorted(make_documents(60))
 
     summary = prepare(trained, tmp_path / "out", num_workers=1)
@@ -547,7 +555,7 @@ def test_what_becomes_validation_to_make_up_a_sample_was_not_trained_on_either(
     trained = replace(small_request, tokenizer="train:400", val_fraction=1e-9)
     seen = prepare_module.sample_for_training(sources.open_source(trained.sources), trained)
     summary = prepare(trained, tmp_path / "out", num_workers=1)
-    by_key = sorted(make_documents(60), key=lambda document: sources.split_key(document.encode()))
+    by_key = sorted(make_documents(60), key=lambda document: split_key(document.encode()))
     assert not set(seen) & set(by_key[: summary.splits["val"].documents])
 
 
