@@ -31,7 +31,8 @@ quickstart: install
 	composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
 	llmfoundry-lite report runs/mpt-quickstart
 	llmfoundry-lite data make-tasks
-	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart
+	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart \
+	    results_folder=runs/mpt-quickstart/results redo=true
 
 test: install
 	pytest -m "not slow and not long and not gpu" --durations=20

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
+from llmfoundry_lite.checkpoint.exchange import agree
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
-from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
-from llmfoundry_lite.evaluation.models import DTYPES, Shard, find_all_checkpoints, load_subject
+from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, outline_tasks
+from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.plots import plot_curves
@@ -28,38 +29,8 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     device = start_process_group(config)
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
-    all_results = []
-    for name, where in expand_models(config).items():
-        subject = load_subject(
-            where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
-        )
-        tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
-        results = Results(
-            model=name,
-            suite=config.suite,
-            source=subject.source,
-            save_id=subject.save_id,
-            num_tokens_trained=subject.num_tokens_trained,
-            num_parameters=sum(parameter.numel() for parameter in subject.model.model.parameters()),
-            tokenizer=subject.fingerprint,
-            precision=config.precision,
-        )
-        progress = ProgressLine(name)
-        evaluate(
-            subject.model,
-            subject.tokenizer,
-            tasks,
-            results,
-            ResultFiles(folder, config.suite, name, redo=config.redo),
-            tokenization=config.tokenization,
-            max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
-            max_seq_len=config.max_seq_len,
-            limit=config.limit,
-            on_progress=progress,
-        )
-        progress.close()
-        all_results.append(results)
-        del subject
+    found = find_models(config, tasks, device, shard)
+    all_results = [evaluate_one(config, tasks, device, *one) for one in found]
     if place().rank == 0:
         print_table(all_results, Console())
         for path in write_tables(all_results, folder / config.suite):
@@ -67,6 +38,66 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         if config.all_checkpoints:
             print(plot_learning_curves(all_results, list(config.models), folder / config.suite / "learning.png"))
     return all_results
+
+
+def find_models(
+    config: EvalConfig, tasks: Sequence[TaskConfig], device: torch.device, shard: Shard | None
+) -> list[tuple[Subject, Results, ResultFiles]]:
+    """Everything that can be refused without reading weights is, on all ranks."""
+    found, error = [], None
+    try:
+        asked = outline_tasks(tasks, config.tokenization, config.limit)
+        for name, where in expand_models(config).items():
+            subject = find_subject(
+                where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
+            )
+            tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
+            results = Results(
+                model=name,
+                suite=config.suite,
+                source=subject.source,
+                save_id=subject.save_id,
+                num_tokens_trained=subject.num_tokens_trained,
+                tokenizer=subject.fingerprint,
+                precision=config.precision,
+            )
+            files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
+            files.refuse_to_replace(results, asked)
+            found.append((subject, results, files))
+    except UserError as caught:
+        error = caught
+    agree(error)
+    return found
+
+
+def evaluate_one(
+    config: EvalConfig,
+    tasks: Sequence[TaskConfig],
+    device: torch.device,
+    subject: Subject,
+    results: Results,
+    files: ResultFiles,
+) -> Results:
+    model = subject.load()  # kept nowhere, so that one model alone takes memory
+    results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
+    progress = ProgressLine(results.model)
+    evaluate(
+        model,
+        subject.tokenizer,
+        tasks,
+        results,
+        files,
+        tokenization=config.tokenization,
+        max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
+        max_seq_len=config.max_seq_len,
+        limit=config.limit,
+        on_progress=progress,
+    )
+    progress.close()
+    asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
+    if kept := [name for name in results.tasks if name not in asked]:
+        tell([f"{files.path} keeps what it has of the same model besides: {', '.join(kept)}"])
+    return results
 
 
 def expand_models(config: EvalConfig) -> dict[str, str]:

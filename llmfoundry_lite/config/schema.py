@@ -603,7 +603,8 @@ class EvalConfig:
     all_checkpoints: bool = False
     """Evaluate every checkpoint of each run, as NAME-ba200: a learning curve."""
     redo: bool = False
-    """Evaluate again what results_folder has already."""
+    """Evaluate again, and replace, what results_folder has already: of the same model the tasks asked for, of another
+    everything."""
     environment: dict[str, str] = field(default_factory=dict)
     dist_timeout: float = 600.0
     variables: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """(prepared model, tokenizer, tasks) -> Results, on one rank or several.
 
 Owns the metrics and the files: `<suite>/<model>.json` and `.items.jsonl`, written after every task, so that an
-evaluation that was killed does not do a finished task again.
+evaluation that was killed does not do a finished task again, and no finished task is lost to another evaluation.
 """
 
 import contextlib
@@ -10,17 +10,27 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.exchange import agree, gather_json, rank_and_size, tell_all
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
+from llmfoundry_lite.evaluation.reading import read_facts
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
-from llmfoundry_lite.evaluation.tasks import GENERATION, Encoder, Item, Prepared, prepare, read_rows
+from llmfoundry_lite.evaluation.tasks import (
+    GENERATION,
+    Encoder,
+    Item,
+    Prepared,
+    fingerprint,
+    prepare,
+    read_rows,
+    settings_of,
+)
 from llmfoundry_lite.files import write_atomically
 
 Record = dict[str, Any]
@@ -41,7 +51,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(kw_only=True)
 class Results:
-    """What one model did on a suite; `tasks` are in the order they were asked for."""
+    """What one model did on a suite; `tasks` are those asked for, in that order, then those of earlier launches."""
 
     model: str
     suite: str
@@ -94,14 +104,16 @@ def evaluate(
     `share` is (rank, ranks) of those among whom the items are divided, where several ranks compute as one; the
     default is one share for each rank.
 
-    Raises DataError for a task that cannot be read or has tokens that the model does not know, before anything is
-    computed, and for a model that gives no numbers (NaN).
+    Raises DataError for a task that cannot be read, has tokens that the model does not know, or would replace a
+    finished one in `files`, before anything is computed, and for a model that gives no numbers (NaN).
     """
     longest = min(max_seq_len or model.max_seq_len, model.max_seq_len)
     prepared, error = [], None
     try:
         for config in tasks:
             prepared += prepare_task(config, tokenizer, longest, tokenization, limit)
+        if files is not None:
+            files.refuse_to_replace(results, [outline(task) for task in prepared])
     except UserError as caught:
         error = caught
     error = error or _find_unknown_token(model, prepared)
@@ -115,7 +127,40 @@ def evaluate(
         results.tasks[task.name] = record
         if files is not None:
             files.add(results, task.name, items)
+    if files is not None:
+        results.tasks |= {
+            name: record for name, record in tell_all(files.kept(results)).items() if name not in results.tasks
+        }
     return results
+
+
+class Outline(NamedTuple):
+    """What a task asks, as far as it is known."""
+
+    name: str
+    settings: Record
+    data_fingerprint: str | None
+    prepared: Prepared | None = None
+
+
+def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | None) -> list[Outline]:
+    """What can be told without a tokenizer, so that a launch that would be refused is refused before a model is loaded.
+
+    Raises DataError for a file that cannot be read or lacks a column."""
+    found = []
+    for config in tasks:
+        if config.icl_task_type == "perplexity":
+            found.append(Outline(f"{config.label}/0-shot", {"icl_task_type": "perplexity", "limit": limit}, None))
+            continue
+        data = fingerprint(read_rows(config))
+        for shots in config.num_fewshot:
+            settings = settings_of(config, shots, tokenization, limit)
+            found.append(Outline(f"{config.label}/{shots}-shot", settings, data))
+    return found
+
+
+def outline(task: Prepared) -> Outline:
+    return Outline(task.name, task.settings, task.data_fingerprint, task)
 
 
 def _find_unknown_token(model: Scorable, prepared: Sequence[Prepared]) -> DataError | None:
@@ -287,45 +332,103 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 class ResultFiles:
-    """`<folder>/<suite>/<model>.json` and `.items.jsonl`; rank 0's."""
+    """`<folder>/<suite>/<model>.json` and `.items.jsonl`; rank 0's.
+
+    Finished tasks that are not asked for now stay, those that are asked for in the same way are not done again, and
+    those that would be replaced are refused, but with `redo`.
+    """
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
+        """Raises DataError where nothing can be written, or for a file that is there and no result."""
         self.path = folder / suite / f"{model}.json"
         self.items_path = folder / suite / f"{model}.items.jsonl"
+        self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
-        there = next(place for place in self.path.absolute().parents if place.exists())
-        if self.is_main and not (there.is_dir() and os.access(there, os.W_OK)):  # known now, not after the first task
-            raise DataError(f"results_folder: {there} is no folder that can be written to")
         self.known: Record = {}
-        if self.path.exists() and not redo:
-            with contextlib.suppress(ValueError):
-                known = json.loads(self.path.read_text())
-                self.known = known if isinstance(known, dict) else {}
         self.lines: dict[str, list[str]] = {}
+        if not self.is_main:
+            return
+        there = next(place for place in self.path.absolute().parents if place.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):  # known now, not after the first task
+            raise DataError(f"results_folder: {there} is no folder that can be written to")
+        if self.path.exists():
+            try:
+                self.known = read_facts(self.path)
+            except DataError as error:
+                if not redo:
+                    raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from None
         if self.known and self.items_path.exists():
             for line in self.items_path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # a torn line belongs to a task that is not in the JSON
+                with contextlib.suppress(ValueError):  # a torn line belongs to a task that is done again
                     self.lines.setdefault(json.loads(line)["task"], []).append(line)
+
+    def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
+        """Raises DataError, naming what is there and what is asked, where a finished task would be lost."""
+        if not self.known or self.redo:
+            return
+        remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
+        if other := self._other_model(results):
+            count = len(self.known["tasks"])
+            tasks = f"{count} finished task{'' if count == 1 else 's'}"
+            raise DataError(f"{self.path} holds {tasks} of {other}; {remedy.format('them' if count > 1 else 'it')}")
+        for task in asked:
+            record = self.known["tasks"].get(task.name)
+            if record is not None and self._is_whole(task.name) and (differs := _differences(record, task)):
+                raise DataError(
+                    f"{self.path} holds {task.name} with {'; '.join(differs)} asked for now; {remedy.format('it')}"
+                )
+
+    def _other_model(self, results: Results) -> str:
+        """What the file is of, beside what is evaluated now, if that is another model."""
+        keys = ("save_id", "tokenizer", "precision") if results.save_id else ("source", "tokenizer", "precision")
+        for key in keys:
+            if self.known.get(key) != getattr(results, key):
+                of, now = self.known.get("source"), results.source
+                if key == "source" or (key == "save_id" and of != now):
+                    return f"{of}, and {now} is to be evaluated"
+                told = f"{key.replace('save_id', 'save')} {self.known.get(key)}, not {getattr(results, key)}"
+                return f"{of} with {told} as now"
+        return ""
+
+    def _is_whole(self, name: str) -> bool:
+        return len(self.lines.get(name, [])) == self.known["tasks"][name]["n"]
 
     def find(self, task: Prepared, results: Results) -> Record | None:
         """The finished result of this very task on this very model, if it is here."""
-        same = ("source", "save_id", "tokenizer", "precision")
-        if any(self.known.get(key) != getattr(results, key) for key in same):
+        record: Record | None = None if self.redo else self.kept(results).get(task.name)
+        if record is None or not self._is_whole(task.name) or _differences(record, outline(task)):
             return None
-        record: Record | None = self.known.get("tasks", {}).get(task.name)
-        if record is None or record["fingerprint"] != task.fingerprint:
-            return None
-        if record.get("beginning", []) != task.beginning:
-            return None
-        is_whole = len(self.lines.get(task.name, [])) == record["n"] == len(task.items)
-        return record if is_whole else None
+        return record
+
+    def kept(self, results: Results) -> dict[str, Record]:
+        """What is here of the same model, asked for now or not."""
+        return {} if not self.known or self._other_model(results) else self.known["tasks"]
 
     def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
         if not self.is_main:
             return
         self.lines[name] = [json.dumps(item) for item in items]
+        tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (line for task in results.tasks for line in self.lines[task])
+        lines = (line for task in tasks for line in self.lines.get(task, []))
         # Items first: a task counts as finished when the JSON has it.
         write_atomically(self.items_path, "".join(line + "\n" for line in lines))
-        write_atomically(self.path, json.dumps(results.as_json(), indent=1) + "\n")
+        write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
+
+
+def _differences(record: Record, task: Outline) -> list[str]:
+    """What of a finished task is not as `task` asks it; nothing for the same."""
+    there = record.get("settings") or {}
+    exact = task.prepared
+    if exact and record["fingerprint"] == exact.fingerprint:
+        same_start = record.get("beginning", []) == exact.beginning
+        return [] if same_start else [f"texts that begin with {record.get('beginning', [])}, not {exact.beginning} as"]
+    keys = [key for key in {**there, **task.settings} if exact or key != "max_seq_len"]  # unknown before tokenising
+    found = [
+        f"{key} {there.get(key)!r}, not {task.settings.get(key)!r} as"
+        for key in keys
+        if there.get(key) != task.settings.get(key)
+    ]
+    if task.data_fingerprint not in (None, record.get("data_fingerprint")):
+        found.append("other data than")
+    return found or (["another fingerprint than"] if exact else [])

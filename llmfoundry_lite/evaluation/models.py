@@ -38,20 +38,22 @@ Shard = Callable[[nn.Module], None]
 
 @dataclass(kw_only=True)
 class Subject:
-    """A model under evaluation."""
+    """A model to be evaluated, found but not loaded."""
 
     source: str
     """What it was loaded from."""
     save_id: str | None
     """Of its checkpoint; of a folder, what its files' sizes and times say."""
     num_tokens_trained: int | None
-    model: Any
-    """Scorable."""
+    load: Callable[[], Any]
+    """Reads the weights and gives something Scorable."""
     tokenizer: Tokenizer
     fingerprint: str
     """Tokenizer's."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of how it was found."""
+    model: Any = None
+    """What `load` gave, where it has been called."""
 
 
 def find_checkpoint(where: str) -> Search:
@@ -92,26 +94,47 @@ def load_subject(
     device: torch.device,
     shard: Shard | None = None,
 ) -> Subject:
-    """Raises CheckpointError for one that does not verify, DataError when there is nothing or no tokenizer."""
-    if where.startswith("hf:"):
-        return _load_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, precision, device, shard)
-    if "://" not in where and not Path(where).exists():
-        raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
-    if "://" not in where and (Path(where) / "config.json").is_file():
-        return _load_folder(where, Path(where), tokenizer, precision, device, shard)
-    checkpoint, notes = find_checkpoint(where)
-    if checkpoint is None:
-        raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
-    subject = _load_checkpoint(where, checkpoint, tokenizer, precision, device, shard)
-    subject.notes += notes
+    """`find_subject`, with its model. Raises CheckpointError for weights that do not verify."""
+    subject = find_subject(where, tokenizer=tokenizer, precision=precision, device=device, shard=shard)
+    subject.model = subject.load()
     return subject
 
 
-def _load_checkpoint(
-    where: str, checkpoint: Checkpoint, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
+def find_subject(
+    where: str,
+    *,
+    tokenizer: str | None = None,
+    precision: str = "fp32",
+    device: torch.device,
+    shard: Shard | None = None,
 ) -> Subject:
+    """What can be known without reading weights. Raises CheckpointError where no checkpoint is whole, DataError when
+    there is nothing or no tokenizer."""
+    if where.startswith("hf:"):
+        return _find_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, precision, device, shard)
+    if "://" not in where and not Path(where).exists():
+        raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
+    if "://" not in where and (Path(where) / "config.json").is_file():
+        return _find_folder(where, Path(where), tokenizer, precision, device, shard)
+    checkpoint, notes = find_checkpoint(where)
+    if checkpoint is None:
+        raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
+    found = _find_tokenizer(where, checkpoint, tokenizer)
     config = build_block(ModelConfig, manifest.config["model"], "model")
+    return Subject(
+        source=checkpoint.where,
+        save_id=manifest.save_id,
+        num_tokens_trained=manifest.timestamp.token or None,
+        load=lambda: _load_checkpoint(checkpoint, config, precision, device, shard),
+        tokenizer=found,
+        fingerprint=found.fingerprint,
+        notes=notes,
+    )
+
+
+def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -> Tokenizer:
+    manifest = checkpoint.manifest
     name = tokenizer or (manifest.config.get("tokenizer") or {}).get("name")
     if name is None or not (is_local_or_cached(name) or tokenizer):
         raise DataError(
@@ -123,43 +146,44 @@ def _load_checkpoint(
         raise DataError(
             f"models: {where} was trained with another tokenizer ({trained_with}) than {name} ({found.fingerprint})"
         )
+    return found
+
+
+def _load_checkpoint(
+    checkpoint: Checkpoint, config: ModelConfig, precision: str, device: torch.device, shard: Shard | None
+) -> "TreeModel":
     model = _build_empty(config, precision, device, shard)
     if shard is None:
         _fill(model, load_full_tensors(checkpoint.where), device, None)
     else:
         restore.load(checkpoint.where, model, cast=True)  # each rank reads its part alone
+    return TreeModel(model, device)
+
+
+def _find_folder(
+    where: str, folder: Path, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
+) -> Subject:
+    found = load_tokenizer(tokenizer or folder)
     return Subject(
-        source=checkpoint.where,
-        save_id=manifest.save_id,
-        num_tokens_trained=manifest.timestamp.token or None,
-        model=TreeModel(model, device),
+        source=where,
+        save_id=_identify(folder),
+        num_tokens_trained=None,
+        load=lambda: _load_folder(where, folder, precision, device, shard),
         tokenizer=found,
         fingerprint=found.fingerprint,
     )
 
 
-def _load_folder(
-    where: str, folder: Path, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
-) -> Subject:
-    found = load_tokenizer(tokenizer or folder)
+def _load_folder(where: str, folder: Path, precision: str, device: torch.device, shard: Shard | None) -> Any:
     try:
         config, weights = import_model(folder)
     except ExportError as error:
         if shard is not None:
             raise DataError(f"models: {where} can only be evaluated whole: {error}; set fsdp=false") from None
-        model: Any = _load_plain(folder, precision, device)
-    else:
-        ours = _build_empty(config, precision, device, shard)
-        _fill(ours, weights, device, shard)
-        model = TreeModel(ours, device)
-    return Subject(
-        source=where,
-        save_id=_identify(folder),
-        num_tokens_trained=None,
-        model=model,
-        tokenizer=found,
-        fingerprint=found.fingerprint,
-    )
+        return _load_plain(folder, precision, device)
+    ours = _build_empty(config, precision, device, shard)
+    _fill(ours, weights, device, shard)
+    return TreeModel(ours, device)
 
 
 def _identify(folder: Path) -> str:

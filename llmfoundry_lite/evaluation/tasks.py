@@ -219,7 +219,7 @@ def prepare(
             f"{config.label}: {config.dataset_uri} has {len(rows)} rows, "
             f"too few for {num_fewshot} examples and a question"
         )
-    described = {**_decisive(config), "num_fewshot": num_fewshot, "tokenization": tokenization, "limit": limit}
+    described = settings_of(config, num_fewshot, tokenization, limit)
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
@@ -255,14 +255,15 @@ def fingerprint(content: Any) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _decisive(config: TaskConfig) -> dict[str, Any]:
+def settings_of(config: TaskConfig, num_fewshot: int, tokenization: str, limit: int | None) -> dict[str, Any]:
     """What decides the prompts and their scoring; the name of the task and of its file do not."""
     names = (
         *("icl_task_type", "fewshot_random_seed", "fewshot_fixed", "prompt_string", "example_delimiter"),
         *("continuation_delimiter", "prelimiter", "strip_dataset", "max_new_tokens", "early_stopping_criteria"),
         *("do_normalization", "cot_delimiter", "metric"),
     )
-    return {name: getattr(config, name) for name in names}
+    decisive = {name: getattr(config, name) for name in names}
+    return {**decisive, "num_fewshot": num_fewshot, "tokenization": config.tokenization or tokenization, "limit": limit}
 
 
 def choose_examples(config: TaskConfig, num_rows: int, index: int, num_fewshot: int) -> list[int]:

@@ -12,9 +12,10 @@ from llmfoundry_lite.config.load import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
-from llmfoundry_lite.evaluation import harness
+from llmfoundry_lite.evaluation import harness, models
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, mean_and_error
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
+from llmfoundry_lite.evaluation.reading import load_results
 from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.launch import launch, train
@@ -57,11 +58,11 @@ def tasks():
     return load_tasks(["choice", "next"], "evals")
 
 
-def run(**options):
+def run(names=("choice", "next"), *, redo=False, source="model", **options):
     subject = load_subject("model", device=CPU)
-    files = ResultFiles(harness.Path("results"), "suite", "ours", redo=options.pop("redo", False))
-    results = Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint)
-    return evaluate(subject.model, subject.tokenizer, tasks(), results, files, **options)
+    files = ResultFiles(harness.Path("results"), "suite", "ours", redo=redo)
+    results = Results(model="ours", suite="suite", source=source, tokenizer=subject.fingerprint)
+    return evaluate(subject.model, subject.tokenizer, load_tasks(names, "evals"), results, files, **options)
 
 
 def test_results_and_items_are_written(here):
@@ -103,19 +104,73 @@ def test_a_killed_evaluation_does_not_do_finished_tasks_again(here, monkeypatch)
     assert asked[5:] == list(results.tasks)
 
 
-def test_another_data_file_or_a_torn_items_file_is_evaluated_again(here, monkeypatch):
+def test_a_torn_items_file_is_evaluated_again(here, monkeypatch):
     run()
     real, asked = harness.run_task, []
     monkeypatch.setattr(harness, "run_task", lambda *a: asked.append(a[2].name) or real(*a))
     run()
     assert asked == []
-    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SENTENCES[:-1]))
-    run()
-    assert asked == ["next/0-shot", "next/2-shot"]
     items = here / "results/suite/ours.items.jsonl"
     items.write_text(items.read_text()[:-40])
     run()
-    assert asked[2:] == ["next/2-shot"]
+    assert asked == ["next/2-shot"]
+
+
+def test_what_is_finished_and_not_asked_for_now_stays(here):
+    first = run(["choice"]).tasks
+    both = run(["next"])
+    assert list(both.tasks) == ["next/0-shot", "next/2-shot", "choice/0-shot", "choice/2-shot"]
+    written = json.loads((here / "results/suite/ours.json").read_text())
+    assert written == both.as_json() and {name: written["tasks"][name] for name in first} == first
+    values = [task[task["metric"]] for task in written["tasks"].values()]
+    assert written["average"] == pytest.approx(sum(values) / 4)
+    (loaded,) = load_results([here / "results/suite/ours.json"])
+    assert [len(items) for items in loaded.items.values()] == [12, 12, 20, 20]
+    assert list(run(["choice"], redo=True).tasks) == ["choice/0-shot", "choice/2-shot", "next/0-shot", "next/2-shot"]
+
+
+def change_the_data(here):
+    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SENTENCES[:-1]))
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda here: {"limit": 5}, "holds choice/0-shot with limit None, not 5 as asked for now"),
+        (
+            lambda here: {"tokenization": "joint"},
+            "choice/0-shot with tokenization 'separate', not 'joint' as asked for",
+        ),
+        (change_the_data, "holds next/0-shot with other data than asked for now"),
+        (lambda here: {"source": "other"}, "holds 4 finished tasks of model, and other is to be evaluated"),
+    ],
+)
+def test_a_finished_task_is_replaced_only_when_that_is_said(here, change, reason):
+    run()
+    path = here / "results/suite/ours.json"
+    before, options = path.read_text(), change(here)
+    with pytest.raises(DataError) as error:
+        run(**options)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    assert "; name it otherwise, models.NAME=…, choose another results_folder, or replace" in str(error.value)
+    assert str(error.value).endswith(": redo=true") and path.read_text() == before
+    assert list(run(redo=True, **options).tasks) == list(json.loads(before)["tasks"])
+    assert path.read_text() != before
+    run(**options)
+
+
+def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loaded(here, monkeypatch):
+    (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
+    scripts.eval.main(["icl.yaml", "limit=3"])
+    monkeypatch.setattr(models, "import_model", lambda folder: pytest.fail("weights are read"))
+    with pytest.raises(DataError, match=r"icl/ours.json holds choice/0-shot with limit 3, not None as asked for now"):
+        scripts.eval.main(["icl.yaml", "models.another=model"])
+    with pytest.raises(DataError, match=r"icl/ours.json holds 2 finished tasks of model with precision fp32, not bf16"):
+        scripts.eval.main(["icl.yaml", "limit=3", "precision=bf16"])
+    (here / "model/README.md").write_text("other files")
+    with pytest.raises(DataError, match=r"icl/ours.json holds 2 .* of model with save files:\w+, not files:\w+ as now"):
+        scripts.eval.main(["icl.yaml", "limit=3"])
 
 
 def test_other_weights_in_the_same_folder_are_another_model(here):
@@ -385,11 +440,19 @@ def test_a_perplexity_beyond_all_floats_is_left_out(here):
     assert found["next/0-shot"]["n"] == 12 and "perplexity" not in found["next/0-shot"]
 
 
-def test_results_that_are_no_results_are_made_anew_and_a_file_is_no_folder(here):
-    (here / "results/suite").mkdir(parents=True)
-    (here / "results/suite/ours.json").write_text("[1]")
-    run()
-    assert len(json.loads((here / "results/suite/ours.json").read_text())["tasks"]) == 4
+def test_a_file_that_is_no_result_is_not_overwritten_unasked(here):
+    path = here / "results/suite/ours.json"
+    path.parent.mkdir(parents=True)
+    for content in ("[1]", '{"torn'):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"ours.json .*; it would be replaced: move it away, or say redo=true$"):
+            run()
+        assert path.read_text() == content
+    run(redo=True)
+    assert len(json.loads(path.read_text())["tasks"]) == 4
+
+
+def test_a_results_folder_that_is_a_file_is_refused(here):
     with pytest.raises(DataError, match=r"results_folder: .*choice.jsonl is no folder that can be written to"):
         ResultFiles(harness.Path("choice.jsonl"), "suite", "ours")
 
