@@ -66,7 +66,9 @@ def data_prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in OUT.")] = False,
 ) -> None:
     """Turn text into tokenised MDS shards. Killed and started again, it carries on."""
-    from llmfoundry_lite.data.prepare import Request, prepare, print_summary
+    from llmfoundry_lite.data.prepare import prepare
+    from llmfoundry_lite.data.request import Request
+    from llmfoundry_lite.data.summary import print_summary
 
     request = Request(
         sources=(*source, *(more_sources or ())),

@@ -218,7 +218,8 @@ def prepare_data(data: Path) -> None:
     """The standard library's source, as in the quickstart, unless it is there."""
     if (data / "summary.json").is_file():
         return
-    from llmfoundry_lite.data.prepare import Request, prepare
+    from llmfoundry_lite.data.prepare import prepare
+    from llmfoundry_lite.data.request import Request
 
     request = Request(sources=("python-stdlib",), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=256)
     prepare(request, data, show_progress=True)

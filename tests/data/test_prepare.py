@@ -19,8 +19,8 @@ import pytest
 import zstandard
 
 from llmfoundry_lite import cli
+from llmfoundry_lite.data import out_folder, sources
 from llmfoundry_lite.data import prepare as prepare_module
-from llmfoundry_lite.data import sources
 from llmfoundry_lite.data.documents import (
     STDLIB_HASH_SEED,
     Document,
@@ -30,7 +30,10 @@ from llmfoundry_lite.data.documents import (
     read_documents,
     split_key,
 )
-from llmfoundry_lite.data.prepare import Request, Summary, load_summary, prepare
+from llmfoundry_lite.data.prepare import prepare
+from llmfoundry_lite.data.request import COMPRESSION_LEVELS, Request
+from llmfoundry_lite.data.samples import SplitWriter
+from llmfoundry_lite.data.summary import Summary, load_summary
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 
@@ -343,16 +346,16 @@ def test_an_end_at_any_late_moment_is_made_good(
 
     with monkeypatch.context() as patch:
         if step == "pack":
-            patch.setattr(prepare_module.SplitWriter, "finish", stop)
+            patch.setattr(SplitWriter, "finish", stop)
         elif step == "publish":
             patch.setattr(prepare_module, "publish", stop)
         elif step == "rename":
             rename = Path.rename
             patch.setattr(Path, "rename", lambda path, to: stop() if to == out / "val" else rename(path, to))
         else:
-            write = prepare_module.write_atomically
+            write = out_folder.write_atomically
             patch.setattr(
-                prepare_module,
+                out_folder,
                 "write_atomically",
                 lambda path, content: stop() if path.name == "summary.json" else write(path, content),
             )
@@ -688,8 +691,8 @@ def test_the_compressions_are_those_of_the_library(small_request: Request) -> No
 
     for name in get_compressions():
         assert replace(small_request, compression=name).compression == name
-    ours = {f"{name}:{level}" for name, levels in prepare_module.COMPRESSION_LEVELS.items() for level in levels}
-    assert ours | set(prepare_module.COMPRESSION_LEVELS) == get_compressions()
+    ours = {f"{name}:{level}" for name, levels in COMPRESSION_LEVELS.items() for level in levels}
+    assert ours | set(COMPRESSION_LEVELS) == get_compressions()
 
 
 def test_compressed_shards_hold_the_same_samples(small_request: Request, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from llmfoundry_lite import cli
 from llmfoundry_lite.config.load import load_eval_config, load_tasks
 from llmfoundry_lite.data import make_tasks as own
 from llmfoundry_lite.data.baselines import read_tokens
-from llmfoundry_lite.data.prepare import Request, prepare
+from llmfoundry_lite.data.prepare import prepare
+from llmfoundry_lite.data.request import Request
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.evaluation.tasks import prepare as ask
 from llmfoundry_lite.evaluation.tasks import read_rows

@@ -1,0 +1,64 @@
+"""What `data prepare` is asked for. Leaves doing it to `prepare.py`."""
+
+from dataclasses import dataclass
+
+from llmfoundry_lite.errors import DataError
+
+TRAIN_PREFIX = "train:"
+COMPRESSION_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
+"""What StreamingDataset knows, as of 0.13; importing it to ask takes seconds, and to fail must not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What to prepare: everything that decides the result, nothing else. Raises DataError for what cannot be."""
+
+    sources: tuple[str, ...]
+    """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs; see `sources.open_source`."""
+    tokenizer: str
+    """A local folder, a Hub name, or `train:VOCAB_SIZE`."""
+    max_seq_len: int
+    """Tokens in a sample."""
+    text_key: str = "text"
+    """The field of a JSON object, or the column of a table, that holds the document."""
+    split: str = "train"
+    """The split of a Hub data set to read; means nothing elsewhere."""
+    on_error: str = "stop"
+    """At a document that cannot be read: `stop`, or `skip` and count it."""
+    val_fraction: float | None = None
+    """Share of the documents (modules, for the standard library) held out; None is 0.05 for the standard library and
+    0.005 elsewhere. Raised until there is one validation sample, if the data allow that; 0 holds out nothing."""
+    size_limit_bytes: int = 64 * 1024 * 1024
+    """Of a shard, before compression."""
+    compression: str | None = None
+    """Of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
+
+    def __post_init__(self) -> None:
+        if self.max_seq_len < 1:
+            raise DataError(f"--max-seq-len {self.max_seq_len}: expected a number of tokens, at least 1")
+        if self.on_error not in ("stop", "skip"):
+            raise DataError(f"--on-error {self.on_error}: expected stop or skip")
+        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
+            raise DataError(f"--val-fraction {self.val_fraction}: expected a fraction, at least 0 and below 1")
+        smallest = 4096 + 8 * self.max_seq_len
+        if not smallest <= self.size_limit_bytes < 2**32:
+            raise DataError(
+                f"--size-limit {self.size_limit_bytes} bytes: expected at least {smallest} (one sample of "
+                f"{self.max_seq_len} tokens) and less than 4 GiB (what MDS can address)"
+            )
+        check_compression(self.compression)
+        if self.tokenizer.startswith(TRAIN_PREFIX) and not self.tokenizer.removeprefix(TRAIN_PREFIX).isdecimal():
+            raise DataError(f"--tokenizer {self.tokenizer}: expected train:VOCAB_SIZE, for example train:4096")
+
+
+def check_compression(compression: str | None) -> None:
+    if compression is None:
+        return
+    names = set(COMPRESSION_LEVELS)
+    names |= {f"{name}:{level}" for name, levels in COMPRESSION_LEVELS.items() for level in levels}
+    if compression not in names:
+        known = ", ".join(
+            f"{name}, {name}:{levels[0]} to {name}:{levels[-1]}" if levels else name
+            for name, levels in COMPRESSION_LEVELS.items()
+        )
+        raise DataError(f"--compression {compression}: expected one of {known}")

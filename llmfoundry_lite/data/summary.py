@@ -1,0 +1,114 @@
+"""What a preparation ends with: `summary.json`, and the table that is shown of it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmfoundry_lite.errors import DataError
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "val")
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitSummary:
+    """One split. Tokens include the end-of-text token of each document."""
+
+    documents: int
+    samples: int
+    """Each of `max_seq_len` tokens."""
+    tokens: int
+    """In samples."""
+    remainder_tokens: int
+    """The last ones, too few to fill a sample: the only tokens of the documents that are not in the shards."""
+    text_bytes: int
+    """UTF-8 bytes of the documents, which became `tokens + remainder_tokens` tokens."""
+    shards: int
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Turns a loss in nats per token into bits per byte: `loss / ln 2 * tokens_per_byte`."""
+        return (self.tokens + self.remainder_tokens) / self.text_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerSummary:
+    """The tokenizer that made the tokens."""
+
+    name: str
+    """As given to `--tokenizer`."""
+    fingerprint: str
+    vocab_size: int
+    """The largest id plus one; a trained tokenizer may have fewer than were asked for."""
+    eos_token_id: int
+    eos_token: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What `summary.json` holds; `load_summary` reads it."""
+
+    format_version: int
+    request: dict[str, Any]
+    """The `Request`, the state of its input, the tokenizer's fingerprint: the same again is no work."""
+    max_seq_len: int
+    token_dtype: str
+    """`uint16` or `uint32`."""
+    tokenizer: TokenizerSummary
+    splits: dict[str, SplitSummary]
+    """`train`, and `val` unless nothing could be held out."""
+    skipped: dict[str, int]
+    """Documents left out, by reason: `empty`, `invalid_utf8`, `invalid_json`, `missing_text_key`, `not_text`."""
+    ignored_files: int
+    """Files in the folders given that are of no kind we read."""
+    seconds: float
+    """Of the launch that finished the work; the two rates, too, leave out what earlier launches had done."""
+    documents_per_second: float
+    text_bytes_per_second: float
+
+
+def load_summary(folder: str | Path) -> Summary:
+    """Read `summary.json` of a prepared folder. Raises DataError when it is missing or not one of ours."""
+    path = Path(folder) / SUMMARY_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["tokenizer"] = TokenizerSummary(**content["tokenizer"])
+        content["splits"] = {split: SplitSummary(**counts) for split, counts in content["splits"].items()}
+        return Summary(**content)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist: nothing was prepared in {folder}, or not to the end") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is not a summary that this version of `data prepare` wrote ({error})") from error
+
+
+def print_summary(summary: Summary, out: str | Path, console: Console | None = None) -> None:
+    """The short table a preparation ends with."""
+    table = Table(title=f"prepared in {out}", title_justify="left")
+    table.add_column("split")
+    for name in ("documents", "samples", "tokens", "left over", "text", "shards"):
+        table.add_column(name, justify="right")
+    for name, split in summary.splits.items():
+        counts = (split.documents, split.samples, split.tokens, split.remainder_tokens)
+        table.add_row(name, *(f"{count:,}" for count in counts), f"{split.text_bytes / 1e6:.2f} MB", f"{split.shards}")
+    tokenizer = summary.tokenizer
+    console = console or Console()
+    console.print(table)
+    lines = [f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
+    if skipped:
+        lines.append(f"documents skipped: {skipped}")
+    if summary.ignored_files:
+        lines.append(f"files ignored, being of no kind we read: {summary.ignored_files:,}")
+    if "val" not in summary.splits:
+        lines.append("no validation split: none was asked for, or too little text to hold out a sample")
+    lines.append(
+        f"{summary.seconds:.1f} s, {summary.documents_per_second:,.0f} documents/s, "
+        f"{summary.text_bytes_per_second / 1e6:.2f} MB/s"
+    )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
