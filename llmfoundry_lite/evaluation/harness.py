@@ -19,7 +19,7 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.reading import read_facts
+from llmfoundry_lite.evaluation.reading import bits_per_byte_error, read_facts
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
@@ -300,6 +300,8 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         nats = -sum(item["log_probability"][0] for item in items)
         record |= _perplexity(nats / sum(item["num_tokens"][0] for item in items))
         record["bits_per_byte"] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
+        if (error := bits_per_byte_error(items)) is not None:
+            record["bits_per_byte_stderr"] = error
         record["metric"] = "bits_per_byte"
     categories = sorted({item["category"] for item in items if "category" in item})
     if categories:

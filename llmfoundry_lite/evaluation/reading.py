@@ -144,3 +144,21 @@ def by_document(items: Sequence[Record]) -> Floats:
 
 def bits_per_byte(nats_and_bytes: Floats) -> Floats:
     return nats_and_bytes[..., 0] / nats_and_bytes[..., 1] / math.log(2)
+
+
+def bits_per_byte_error(items: Sequence[Record]) -> float | None:
+    """Standard error of a text's bits per byte; None for a single window.
+
+    The units are documents, as windows of one document are not independent; of a single document there is nothing
+    but its windows. Bits per byte are a ratio of two sums over the units, so that for small errors
+    R - R0 = sum(y - R x) / sum(x), whose variance is n / (n - 1) sum((y - R x)²) / sum(x)²: the linearised ratio
+    estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its finite-population correction.
+    """
+    units = by_document(items)
+    if len(units) == 1:
+        units = np.array([text_row(item) for item in items])
+    n = len(units)
+    if n == 1:
+        return None
+    residuals = units[:, 0] / math.log(2) - bits_per_byte(units.sum(axis=0)) * units[:, 1]
+    return math.sqrt(n / (n - 1) * float((residuals**2).sum())) / float(units[:, 1].sum())

@@ -15,6 +15,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import Results, evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.perplexity import prepare_text
+from llmfoundry_lite.evaluation.reading import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")
@@ -67,6 +68,7 @@ def test_a_text_file(tmp_path, model, tokenizer) -> None:
     assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()), rel=1e-5)
     assert found["n"] == math.ceil(count / 16)
+    assert 0 < found["bits_per_byte_stderr"] < found["bits_per_byte"]
 
 
 def test_each_row_of_a_jsonl_file_is_a_document(tmp_path, model, tokenizer) -> None:
@@ -94,6 +96,39 @@ def test_each_sample_of_an_mds_split_is_a_document_whose_first_token_is_given(tm
     texts = [tokenizer.decode([*samples[0][1:5], *samples[0][6:]]), tokenizer.decode(samples[1][1:])]
     num_bytes = sum(len(text.encode()) for text in texts)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+
+
+def test_the_error_of_bits_per_byte_is_what_other_texts_of_the_kind_would_differ_by():
+    """Of 2,000 texts of 50 documents, long ones easier, as they are drawn; no formula."""
+    rng = np.random.default_rng(5)
+
+    def draw():
+        sizes = rng.integers(100, 2000, 50)
+        rates = rng.normal(0.9, 0.1, 50) - sizes / 10000
+        return [window for i in range(50) for window in windows_of(i, float(rates[i]), int(sizes[i]))]
+
+    texts = [draw() for _ in range(2000)]
+    spread = np.std([float(bits_per_byte(by_document(items).sum(axis=0))) for items in texts])
+    errors = [bits_per_byte_error(items) for items in texts]
+    assert np.mean(errors) == pytest.approx(spread, rel=0.05)
+
+
+def windows_of(document, nats_per_byte, num_bytes):
+    """Two, which err together."""
+    half = {"index": document, "log_probability": [-nats_per_byte * num_bytes / 2], "num_characters": [num_bytes / 2]}
+    return [half, half]
+
+
+def test_the_error_of_bits_per_byte_by_hand():
+    def item(document, bits, num_bytes):
+        return {"index": document, "log_probability": [-bits * math.log(2)], "num_characters": [num_bytes]}
+
+    # 12 bits of 8 bytes: 1.5. Residuals 6 - 1.5 x 4 = 0, 5 - 3 = 2 and 1 - 3 = -2, so sqrt(3 / 2 x 8) / 8.
+    documents = [item(0, 4, 2), item(0, 2, 2), item(1, 5, 2), item(2, 1, 2)]
+    assert bits_per_byte_error(documents) == pytest.approx(math.sqrt(12) / 8)
+    # One document by its windows: 1.5 again, and residuals 1 and -1.
+    assert bits_per_byte_error(documents[:2]) == pytest.approx(math.sqrt(2 / 1 * 2) / 4)
+    assert bits_per_byte_error(documents[:1]) is None
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 16])

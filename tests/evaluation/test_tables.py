@@ -37,12 +37,14 @@ def test_many_tasks_continue_below_and_no_number_is_cut():
 
 
 def test_bits_per_byte_are_named_and_not_averaged():
-    ours = results(a__0=choice([1, 0]), b__0=choice([1, 1]), x__0=text([[(math.log(2) * 5, 10)]]))
+    x = text([[(math.log(2) * 5, 10)]], bits_per_byte_stderr=0.0214)
+    ours = results(a__0=choice([1, 0]), b__0=choice([1, 1]), x__0=x)
     shown = printed([ours])
     header = [line.split() for line in shown.splitlines()[1:4]]
     assert header == [["x"], ["a", "b", "0-shot"], ["model", "0-shot", "0-shot", "bits", "per", "byte", "average"]]
     assert ["ours", "0.500", "1.000", "0.500", "0.750"] in [line.split() for line in shown.splitlines()]
     assert "the average is of the accuracies" in shown
+    assert ["±0.500", "±0.000", "±0.021", "±0.250"] in [line.split() for line in shown.splitlines()]
 
 
 def test_the_error_of_the_average_adds_tasks_as_independent_and_shots_as_not():
