@@ -1,27 +1,22 @@
-"""MDS shards -> batches of token ids, the same global batches on every world.
+"""MDS shards -> rows of token ids, the same global batches on every world.
 
-Owns the data set (reading samples, what can be wrong with them), its place in an epoch, collation, the loader and the
-batch digest. Leaves the order itself to `order.py`, left-over shared memory to `shared_memory.py`, making shards to
-`prepare.py`, and labels and loss to the training adapter. Downloading, caching and eviction are StreamingDataset's.
+Owns the data set: reading samples, what can be wrong with them, and its place in an epoch. Leaves the order itself to
+`order.py`, folders to `streams.py`, batches and workers to `loader.py`, left-over shared memory to `shared_memory.py`,
+making shards to `prepare.py`, and labels and loss to the training adapter. Downloading, caching and eviction are
+StreamingDataset's.
 
-Shapes: b = samples in the batch of one rank, t = max_seq_len.
+Shapes: t = max_seq_len.
 """
 
-import json
-import multiprocessing
 import os
-import signal
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from threading import Lock, Thread
-from time import sleep, time_ns
+from time import time_ns
 from typing import Any, Protocol
 
 import numpy as np
 import streaming.base.dataset
 import torch
-import xxhash
 from numpy.typing import NDArray
 from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
@@ -29,45 +24,24 @@ from streaming.base.distributed import barrier, get_local_rank, get_world_size, 
 from streaming.base.hashing import get_hash
 from streaming.base.world import World
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, EpochOrder, SampleOrder, share_of_worker
+from llmfoundry_lite.data.lazy_arrays import ShardBounds, WorkerSampleIds
+from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, SampleOrder, share_of_worker
 from llmfoundry_lite.data.shared_memory import clean_stale_shared_memory, one_start_at_a_time, wait_for_folders
+from llmfoundry_lite.data.streams import build_streams, folder_of, one_line, remedy
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.launch import is_lost_peer
 
 PAD_TOKEN = -100
 """Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
 
+streaming.base.dataset.Spanner = ShardBounds  # made in the middle of StreamingDataset's constructor
+
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer to read shards of text."""
 
     def encode(self, text: str) -> list[int]: ...
-
-
-def build_text_loader(
-    dataset: "TextDataset",
-    *,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool = False,
-    timeout: float = 0,
-) -> "TextLoader":
-    """A DataLoader of `{"input_ids": int64 tensor [b, t]}`, one a global batch, in order for any `num_workers`."""
-    return TextLoader(
-        dataset,
-        batch_size=dataset.device_batch_size,
-        collate_fn=collate,
-        worker_init_fn=_stay_with_the_rank,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        # torch refuses these three without workers, but a YAML may turn workers off with one override.
-        prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=persistent_workers and num_workers > 0,
-        timeout=timeout if num_workers else 0,
-    )
 
 
 def build_text_dataset(
@@ -123,7 +97,7 @@ def build_text_dataset(
         "keep_zip": keep_zip,
     }
     return TextDataset(
-        streams=_build_streams({name: defaults | stream for name, stream in described.items()}),
+        streams=build_streams({name: defaults | stream for name, stream in described.items()}),
         max_seq_len=max_seq_len,
         global_batch_size=global_batch_size,
         shuffle=shuffle and not evaluation,
@@ -139,74 +113,6 @@ def build_text_dataset(
         cache_limit=cache_limit,
         replication=replication,
     )
-
-
-def collate(rows_t: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Rows [t] -> {"input_ids": [b, t]}."""
-    return {"input_ids": torch.stack(list(rows_t))}
-
-
-def batch_digest(tokens_bt: Tensor) -> int:
-    """A number that two batches share if and only if they hold the same rows, in any order (padding rows count 0).
-
-    The sum, modulo 2**64, of each row's xxh3_64 over its little-endian int64 bytes: summing the numbers of all ranks
-    modulo 2**64 (int64 tensors wrap around just so) gives the digest of the global batch.
-    """
-    rows_bt = np.ascontiguousarray(tokens_bt.detach().cpu().numpy(), "<i8")
-    return sum(xxhash.xxh3_64_intdigest(row_t.tobytes()) for row_t in rows_bt if (row_t >= 0).any()) % 2**64
-
-
-def format_digest(digest: int) -> str:
-    """16 hex digits; a digest that went through a signed int64 is understood too."""
-    return f"{digest % 2**64:016x}"
-
-
-def _stay_with_the_rank(worker: int) -> None:
-    _outlive_preemption()
-    _leave_with_the_rank()
-
-
-def _outlive_preemption() -> None:
-    """Serve the rank until it has saved: SLURM sends a signal to every process of a step, not to the ranks alone.
-
-    Only the first SIGTERM is passed over. torch and multiprocessing end workers that way, each with one of its own.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
-def _leave_with_the_rank() -> None:
-    """End a DataLoader worker soon after its rank was killed.
-
-    torch's workers look for their parent only between two batches; one that waits at StreamingDataset's barrier, for
-    others that were killed as well, would wait, and hold on to its shared memory, for ever.
-    """
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    # A process of the fork server is not a child of the rank; one of `fork` may hold the pipe by which another would
-    # see the rank end.
-    is_child = multiprocessing.get_start_method() != "forkserver"
-
-    def watch() -> None:
-        while rank.is_alive() and (os.getppid() == rank.pid or not is_child):
-            sleep(1)
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
-
-
-class TextLoader(DataLoader):
-    """torch's DataLoader, except that an error of a worker arrives as the one line it was raised with."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            yield from super().__iter__()
-        except DataError as error:
-            # torch wraps it as "Caught DataError in DataLoader worker process 0.\nOriginal Traceback …DataError: line",
-            # and its traceback is part of a reference cycle, which keeps the iterator alive until the garbage
-            # collector takes its queues apart before its workers: two processes that wait 5 s each.
-            error.with_traceback(None)
-            raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
 
 
 class TextDataset(StreamingDataset):
@@ -259,7 +165,7 @@ class TextDataset(StreamingDataset):
             with one_start_at_a_time() if get_local_rank() == 0 else nullcontext():
                 if get_local_rank() == 0:
                     clean_stale_shared_memory()
-                    wait_for_folders([_folder(stream) for stream in streams if stream.remote])
+                    wait_for_folders([folder_of(stream) for stream in streams if stream.remote])
                 barrier()
                 super().__init__(
                     streams=streams,
@@ -278,8 +184,8 @@ class TextDataset(StreamingDataset):
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             if is_lost_peer(error):
                 raise
-            folders = ", ".join(stream.remote or _folder(stream) for stream in streams)
-            raise DataError(f"cannot open the data set {folders}: {_one_line(error)}") from error
+            folders = ", ".join(stream.remote or folder_of(stream) for stream in streams)
+            raise DataError(f"cannot open the data set {folders}: {one_line(error)}") from error
         finally:
             if initialised_dist:
                 torch.distributed.destroy_process_group()
@@ -366,7 +272,7 @@ class TextDataset(StreamingDataset):
 
     # Which samples ---------------------------------------------------------------------------------------------------
 
-    def _get_work(self, epoch: int, sample_in_epoch: int) -> "_WorkerSampleIds":  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> WorkerSampleIds:  # pyright: ignore[reportIncompatibleMethodOverride]
         """StreamingDataset's hook: the sample ids of this worker for the rest of the epoch."""
         # Nobody leaves before the local leader has moved next_epoch on, or a worker without work might begin the
         # next epoch under the number of this one.
@@ -383,7 +289,7 @@ class TextDataset(StreamingDataset):
         epoch_order = self.order.epoch(0 if self.same_every_epoch else epoch)
         last_ids_l = epoch_order.sample_ids(lanes, steps[-1:])
         self._num_padding_rows = int((last_ids_l == NO_SAMPLE).sum())
-        return _WorkerSampleIds(epoch_order, lanes, steps)
+        return WorkerSampleIds(epoch_order, lanes, steps)
 
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
@@ -415,12 +321,12 @@ class TextDataset(StreamingDataset):
             if self._background_error:
                 raise self._background_error from None
             self._verify_shard(sample_id)  # a damaged file explains whatever went wrong
-            raise DataError(f"{self._place(sample_id)}: {_one_line(error)}") from error
+            raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error
         self._verify_shard(sample_id)
         try:
             return torch.from_numpy(self._row_of(sample))
         except Exception as error:
-            raise DataError(f"{self._place(sample_id)}: {_one_line(error)}") from error
+            raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error
 
     def _row_of(self, sample: dict[str, Any]) -> NDArray[np.int64]:
         if "tokens" not in sample:
@@ -469,7 +375,7 @@ class TextDataset(StreamingDataset):
         if actual_bytes != expected_bytes:
             raise DataError(
                 f"{path} is damaged: it has {actual_bytes} bytes, {expected_bytes} according to its index.json; "
-                + _remedy(stream)
+                + remedy(stream)
             )
         # What is downloaded has been checked on arrival; what was here all along has not.
         if stream.validate_hash and not stream.remote:
@@ -477,7 +383,7 @@ class TextDataset(StreamingDataset):
                 actual_hash = get_hash(stream.validate_hash, file.read())
             if actual_hash != shard.raw_data.hashes[stream.validate_hash]:  # pyright: ignore
                 raise DataError(
-                    f"{path} is damaged: its {stream.validate_hash} is not the one in index.json; {_remedy(stream)}"
+                    f"{path} is damaged: its {stream.validate_hash} is not the one in index.json; {remedy(stream)}"
                 )
         self._verified_shards.add(shard_id)
 
@@ -487,7 +393,7 @@ class TextDataset(StreamingDataset):
 
     def _path(self, shard_id: int) -> str:
         stream = self.streams[self.stream_per_shard[shard_id]]
-        return os.path.join(_folder(stream), self.shards[shard_id].raw_data.basename)  # pyright: ignore
+        return os.path.join(folder_of(stream), self.shards[shard_id].raw_data.basename)  # pyright: ignore
 
     def _check_columns(self) -> None:
         for stream_id, stream in enumerate(self.streams):
@@ -495,18 +401,18 @@ class TextDataset(StreamingDataset):
             columns = list(getattr(shard, "column_names", []))
             if "tokens" not in columns and "text" not in columns:
                 raise DataError(
-                    f"{_folder(stream)} has no column tokens or text, only {', '.join(columns)}; "
+                    f"{folder_of(stream)} has no column tokens or text, only {', '.join(columns)}; "
                     "prepare it with `llmfoundry-lite data prepare`, or write one of the two columns"
                 )
             if "tokens" not in columns and self.tokenizer is None:
-                raise DataError(f"{_folder(stream)} holds text, not tokens: name a tokenizer to read it")
+                raise DataError(f"{folder_of(stream)} holds text, not tokens: name a tokenizer to read it")
 
     def _check_hashes(self) -> None:
         for stream_id, stream in enumerate(self.streams):
             hashes = self.shards[self.shard_offset_per_stream[stream_id]].raw_data.hashes  # pyright: ignore
             if stream.validate_hash and stream.validate_hash not in hashes:
                 raise DataError(
-                    f"validate_hash is {stream.validate_hash}, but the index.json of {_folder(stream)} has "
+                    f"validate_hash is {stream.validate_hash}, but the index.json of {folder_of(stream)} has "
                     f"{', '.join(hashes) or 'no hashes'}; leave validate_hash out, or name one that is there"
                 )
 
@@ -531,7 +437,7 @@ class TextDataset(StreamingDataset):
             stream = self.streams[self.stream_per_shard[shard_id]]
             if "Checksum failure" in str(error) and os.path.exists(self._path(shard_id)):
                 os.remove(self._path(shard_id))  # or the next run would take it for a good one
-            raise DataError(f"cannot get {self._path(shard_id)} from {stream.remote}: {_one_line(error)}") from error
+            raise DataError(f"cannot get {self._path(shard_id)} from {stream.remote}: {one_line(error)}") from error
 
     # StreamingDataset only logs what its two threads fail of, and then waits for ever for both to report their exit.
 
@@ -551,117 +457,3 @@ class TextDataset(StreamingDataset):
         self._background_error = error  # for `__iter__` to raise
         self._event.set()
         it.on_exit()
-
-
-class _WorkerSampleIds:
-    """The sample ids that one worker yields in an epoch: an array in all but memory.
-
-    StreamingDataset's three threads index it, each a little ahead of the next, so the last few pieces are kept. A run
-    resumes at once wherever it stands, and no process ever holds the order of a whole epoch.
-    """
-
-    _NUM_PIECES_KEPT = 4
-
-    def __init__(self, epoch_order: EpochOrder, lanes: range, steps: range) -> None:
-        self._epoch_order, self._lanes, self._steps = epoch_order, lanes, steps
-        # One shuffled block is the least that can be worked out, unless that is very little or very much.
-        steps_per_block = epoch_order.order.block_samples // steps.step
-        self._steps_per_piece = min(max(steps_per_block, (1 << 14) // len(lanes), 1), -(-(1 << 20) // len(lanes)))
-        self._pieces: dict[int, NDArray[np.int64]] = {}
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._steps) * len(self._lanes)
-
-    def __getitem__(self, index: int) -> int:
-        piece, index_in_piece = divmod(index, self._steps_per_piece * len(self._lanes))
-        with self._lock:
-            if piece not in self._pieces:
-                first_step = piece * self._steps_per_piece
-                steps = self._steps[first_step : first_step + self._steps_per_piece]
-                self._pieces[piece] = self._epoch_order.sample_ids(self._lanes, steps).ravel()
-                if len(self._pieces) > self._NUM_PIECES_KEPT:
-                    del self._pieces[min(self._pieces)]
-            return int(self._pieces[piece][index_in_piece])
-
-    def forget(self) -> None:
-        """Free the memory. (Whoever still asks gets the same answers, worked out anew.)"""
-        with self._lock:
-            self._pieces.clear()
-
-
-class _ShardBounds:
-    """Sample id -> (shard, sample in shard), by bisection.
-
-    StreamingDataset's Spanner does the same by way of an array of all samples: for C4 (170 M samples in 42,000 shards),
-    4 s and 1.4 GB in every rank.
-    """
-
-    def __init__(self, shard_sizes: NDArray[np.int64]) -> None:
-        self._bounds = [0, *np.cumsum(shard_sizes).tolist()]
-
-    def __getitem__(self, sample_id: int) -> tuple[int, int]:
-        if not 0 <= sample_id < self._bounds[-1]:
-            raise IndexError(f"sample {sample_id} of {self._bounds[-1]}")
-        shard = bisect_right(self._bounds, sample_id) - 1
-        return shard, int(sample_id) - self._bounds[shard]
-
-
-streaming.base.dataset.Spanner = _ShardBounds  # made in the middle of StreamingDataset's constructor
-
-
-def _build_streams(described: Mapping[str, Mapping[str, Any]]) -> list[Stream]:
-    """StreamingDataset's streams, after checking what it would report late, obscurely or not at all."""
-    streams, names_by_folder = [], {}
-    for name, description in described.items():
-        where = f"stream {name}: " if name else ""
-        local, remote = description.get("local"), description.get("remote")
-        if not local:
-            raise DataError(f"{where}`local` is not set; name the folder that {remote or 'the data'} is to be kept in")
-        if remote == local:
-            description = {**description, "remote": None}
-        try:
-            stream = Stream(**description)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{where}{_one_line(error)}") from error
-        if not stream.remote:
-            _check_local_folder(_folder(stream), where)
-        other = names_by_folder.setdefault(os.path.realpath(_folder(stream)), name)
-        if other != name:
-            raise DataError(f"streams {other} and {name} both use the folder {_folder(stream)}; give each its own")
-        streams.append(stream)
-    return streams
-
-
-def _check_local_folder(folder: str, where: str) -> None:
-    index = os.path.join(folder, "index.json")
-    if not os.path.isdir(folder):
-        raise DataError(
-            f"{where}there is no data folder {folder}; make it with `llmfoundry-lite data prepare --out …`, "
-            "or correct `local` and `split`, or set `remote` to download it"
-        )
-    if not os.path.exists(index):
-        splits = sorted(entry.name for entry in os.scandir(folder) if os.path.exists(f"{entry.path}/index.json"))
-        raise DataError(
-            f"{where}{folder} has no index.json, so it is not a finished MDS data set; "
-            + (f"set `split` to one of: {', '.join(splits)}" if splits else "prepare the data again")
-        )
-    try:
-        with open(index, encoding="utf-8") as file:
-            content = json.load(file)
-    except ValueError as error:
-        raise DataError(f"{where}{index} is not JSON ({_one_line(error)}); prepare the data again") from error
-    if not isinstance(content, dict) or content.get("version") != 2 or not content.get("shards"):
-        raise DataError(f"{where}{index} lists no shards of MDS version 2; prepare the data again")
-
-
-def _folder(stream: Stream) -> str:
-    return os.path.join(stream.local, stream.split) if stream.split else stream.local
-
-
-def _remedy(stream: Stream) -> str:
-    return "delete it, and it is downloaded again" if stream.remote else "prepare the data again"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

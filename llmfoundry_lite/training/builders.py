@@ -23,7 +23,8 @@ from llmfoundry_lite.config.schema import (
     as_dict,
     parse_seconds,
 )
-from llmfoundry_lite.data.text import build_text_dataset, build_text_loader
+from llmfoundry_lite.data.loader import build_text_loader
+from llmfoundry_lite.data.text import build_text_dataset
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation

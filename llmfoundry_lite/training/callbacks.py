@@ -11,7 +11,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
-from llmfoundry_lite.data.text import batch_digest, format_digest
+from llmfoundry_lite.data.loader import batch_digest, format_digest
 from llmfoundry_lite.parallel import DataRanks
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.schedule import learning_rate_multiplier

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from streaming import MDSWriter
 
 from llmfoundry_lite.data import text
+from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
-from llmfoundry_lite.data.text import PAD_TOKEN, batch_digest, build_text_dataset, build_text_loader, format_digest
+from llmfoundry_lite.data.text import PAD_TOKEN, build_text_dataset
 from tests.data.conftest import slices_of_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

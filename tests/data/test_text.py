@@ -13,15 +13,9 @@ from streaming import MDSWriter
 from streaming.base.spanner import Spanner
 
 from llmfoundry_lite.data import text
-from llmfoundry_lite.data.text import (
-    PAD_TOKEN,
-    TextDataset,
-    TextLoader,
-    batch_digest,
-    build_text_dataset,
-    build_text_loader,
-    format_digest,
-)
+from llmfoundry_lite.data.lazy_arrays import ShardBounds
+from llmfoundry_lite.data.loader import TextLoader, batch_digest, build_text_loader, format_digest
+from llmfoundry_lite.data.text import PAD_TOKEN, TextDataset, build_text_dataset
 from llmfoundry_lite.errors import DataError
 from tests.helpers.launch import launch
 
@@ -191,7 +185,7 @@ def test_two_real_ranks_with_workers_read_what_one_rank_reads(shards, tmp_path):
 
 def test_samples_are_found_in_the_shards_where_streamingdataset_finds_them():
     sizes = np.array([3, 1, 0, 2000, 1, 1, 5])
-    ours, theirs = text._ShardBounds(sizes), Spanner(sizes.copy())
+    ours, theirs = ShardBounds(sizes), Spanner(sizes.copy())
     assert [ours[sample] for sample in range(2011)] == [theirs[sample] for sample in range(2011)]
     for outside in (-1, 2011):
         with pytest.raises(IndexError):
