@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from llmfoundry_lite.checkpoint.exchange import agree
+from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, outline_tasks
@@ -44,9 +44,17 @@ def find_models(
     config: EvalConfig, tasks: Sequence[TaskConfig], device: torch.device, shard: Shard | None
 ) -> list[tuple[Subject, Results, ResultFiles]]:
     """Everything that can be refused without reading weights is, on all ranks."""
-    found, error = [], None
+    asked, found, error = [], [], None
     try:
         asked = outline_tasks(tasks, config.tokenization, config.limit)
+    except UserError as caught:
+        error = caught
+    agree(error)
+    names = [outline.name for outline in asked]
+    if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
+        error = DataError(f"rank {place().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
+    agree(error)
+    try:
         for name, where in expand_models(config).items():
             subject = find_subject(
                 where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard

@@ -2,6 +2,7 @@
 
 python scripts/eval.py yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b models.base=runs/other/checkpoints/ba400
 composer -n 8 scripts/eval.py yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b
+python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks in evals/ whose data are here
 """
 
 import os

@@ -25,18 +25,18 @@ class Layer(NamedTuple):
     values: dict[str, Any]
 
 
-def read_layers(arguments: Sequence[str], *, check_overlays: bool = True) -> list[Layer]:
+def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_file: bool = True) -> list[Layer]:
     """Files first, then the `key=value` arguments as one last layer."""
     layers: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:
-        if re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument):
+        if is_key_value(argument):
             dotlist.append(_quote_run_name(argument))
-        elif argument.endswith((".yaml", ".yml")):
+        elif is_yaml(argument):
             layers.append(_read_file(argument))
         else:
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{_spell(argument)}")
-    if not layers:
+    if needs_file and not layers:
         raise ConfigError("command line: no YAML file given; try yamls/pretrain/mpt-quickstart.yaml")
     for layer in layers if check_overlays else ():
         _check_overlay(layer, is_first=layer is layers[0])
@@ -51,6 +51,14 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True) -> lis
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
     return layers
+
+
+def is_key_value(argument: str) -> bool:
+    return re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument) is not None
+
+
+def is_yaml(argument: str) -> bool:
+    return argument.endswith((".yaml", ".yml"))
 
 
 def _quote_run_name(argument: str) -> str:

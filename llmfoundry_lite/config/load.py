@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_config, check_kinds, find_surprises
 from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
-from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
+from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import EvalConfig, TaskConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
@@ -77,20 +77,36 @@ TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len"
 
 
 def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskConfig]]:
-    """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs. Raises ConfigError in one line."""
+    """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs, and `--all-checkpoints`, which the
+    runs may follow that it is meant for. Without a YAML file the tasks are all those in task_folder whose data are
+    here. Raises ConfigError in one line."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     for flag in flags:
         if flag != "--all-checkpoints":
             raise ConfigError(
                 f"command line: unknown option {flag}; expected YAML files, key=value pairs or --all-checkpoints"
             )
-    layers = read_layers([argument for argument in arguments if argument not in flags])
-    values = merge_layers(layers)
+    runs = [a for a in arguments if a not in flags and not is_yaml(a) and not is_key_value(a)]
+    if runs and not flags:
+        named = f"models.{_name_of_run(runs[0])}={runs[0]}"
+        raise ConfigError(
+            f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
+        )
+    layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
+    values = merge_layers(layers) if layers else {}
+    has_file = any(is_yaml(argument) for argument in arguments)
     if flags:
-        values["all_checkpoints"] = True
-    values.setdefault("suite", Path(layers[0].source).stem)
-    if not values.get("models"):
+        values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
+    if not values.get("models") and flags:
+        raise ConfigError("--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b")
+    if not values.get("models") and has_file:
         raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
+    if not values.get("models"):
+        raise ConfigError("command line: no YAML file given; try yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b")
+    if not has_file:
+        layers.insert(0, _tasks_at_hand(values))
+        values = {**layers[0].values, **values}
+    values.setdefault("suite", Path(layers[0].source).stem)
     config = build_block(EvalConfig, values, "", layers)
     for key, choices in EVAL_CHOICES.items():
         if getattr(config, key) not in choices:
@@ -110,6 +126,41 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
             f"{source_of('icl_tasks', layers)}: icl_tasks: no task given, expected names or files of tasks"
         )
     return config, load_tasks(config.icl_tasks, config.task_folder, layers)
+
+
+def _name_of_run(run: str) -> str:
+    return run.rstrip("/").removesuffix("/checkpoints").split("/")[-1]
+
+
+def _add_runs(models: Any, runs: Sequence[str]) -> Any:
+    """Each by its folder's name."""
+    if not isinstance(models, dict):
+        return models  # and is refused as what it is
+    for run in runs:
+        if (name := _name_of_run(run)) in models:
+            raise ConfigError(
+                f"models: {models[name]} and {run} are both {name}; name one otherwise: models.NAME={run}"
+            )
+        models = {**models, name: run}
+    return models
+
+
+def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
+    """Instead of a YAML file."""
+    folder = str(values.get("task_folder") or "evals")
+    if values.get("icl_tasks"):
+        return Layer(folder, {})
+    names = [
+        path.stem
+        for path in sorted(Path(folder).glob("*.yaml"))
+        if all(Path(task.dataset_uri).exists() for task in load_tasks([str(path)], folder))
+    ]
+    if not names:
+        raise ConfigError(
+            f"command line: no YAML file given, and of no task in {folder}/ are the data here; `llmfoundry-lite data "
+            "fetch-tasks` fetches the public ones, `llmfoundry-lite data make-tasks` makes our own"
+        )
+    return Layer(folder, {"icl_tasks": names})
 
 
 def load_tasks(entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:

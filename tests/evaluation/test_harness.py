@@ -311,7 +311,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     assert results.average == records[-1]["eval/icl/average"]
 
     (here / "icl.yaml").write_text("icl_tasks: [choice]\nmodels: {tiny: runs/tiny}\nsuite: curve\n")
-    scripts.eval.main(["icl.yaml", "--all-checkpoints"])
+    scripts.eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
     names = ["tiny-ba2.items.jsonl", "tiny-ba2.json", "tiny-ba4.items.jsonl", "tiny-ba4.json"]
     assert [path.name for path in sorted((here / "results/curve").glob("tiny*"))] == names
     learnt = [json.loads((here / f"results/curve/tiny-ba{n}.json").read_text())["average"] for n in (2, 4)]
@@ -359,6 +359,54 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_eval_config(["icl.yaml", "models.a=b", "precision=fp8"])
     with pytest.raises(ConfigError, match="icl_tasks: no task given"):
         load_eval_config(["icl.yaml", "models.a=b", "icl_tasks=[]"])
+
+
+def test_all_checkpoints_needs_a_run_and_nothing_else(here):
+    config, found = load_eval_config(["--all-checkpoints", "runs/mpt-1b/checkpoints/"])
+    assert config.models == {"mpt-1b": "runs/mpt-1b/checkpoints/"} and config.all_checkpoints
+    assert (config.suite, [task.label for task in found]) == ("evals", ["choice", "next"])
+    (here / "next.jsonl").unlink()
+    assert [task.label for task in load_eval_config(["--all-checkpoints", "s3://b/a", "runs/b"])[1]] == ["choice"]
+    (here / "icl.yaml").write_text("icl_tasks: [next]\n")
+    config, found = load_eval_config(["icl.yaml", "--all-checkpoints", "runs/a", "limit=3"])
+    assert (config.suite, config.models, config.limit, found[0].label) == ("icl", {"a": "runs/a"}, 3, "next")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no YAML file given; try yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b"),
+        (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
+        (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
+        (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
+        (["models.a=b", "task_folder=none"], "no YAML file given, and of no task in none/ are the data here; `llm"),
+    ],
+)
+def test_what_is_missing_on_the_command_line_is_said(here, arguments, message):
+    with pytest.raises(ConfigError) as error:
+        load_eval_config(arguments)
+    assert message in str(error.value)
+
+
+def ask_for_tasks_that_are_not_everywhere(folder):
+    import os
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    os.chdir(folder if dist.get_rank() == 0 else folder / "elsewhere")
+    with pytest.raises(
+        UserError, match=r"rank 1 has the tasks next/0-shot, next/2-shot, rank 0 choice/0-shot, choice/2"
+    ):
+        scripts.eval.main([f"models.a={folder}/model"])
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_find_other_data_do_not_wait_for_each_other(here):
+    (here / "elsewhere/evals").mkdir(parents=True)
+    for name in ("evals/next.yaml", "next.jsonl"):
+        (here / "elsewhere" / name).write_text((here / name).read_text())
+    launch(ask_for_tasks_that_are_not_everywhere, (here,), here, 2).check()
 
 
 def save_neox(folder):
