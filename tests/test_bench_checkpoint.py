@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from llmfoundry_lite import cli
 from llmfoundry_lite.bench import checkpoint as bench
+from llmfoundry_lite.bench.checkpoint_meters import drop_from_cache, resident_pages
+from llmfoundry_lite.bench.checkpoint_report import ASYNC_SAVE, OURS, SIDES, judge, table_of_growth, table_of_targets
 from llmfoundry_lite.errors import DataError, UserError
 
 
@@ -18,7 +20,7 @@ def report_with(**changes: Any) -> dict[str, Any]:
     """A report in which ours meets every target, but for `changes` in its warm round."""
     side = {"stall_seconds": 1.0, "durable_seconds": 6.0, "extra_bytes": 1000}
     found: dict[str, Any] = {
-        **{name: dict(side) for name in bench.SIDES},
+        **{name: dict(side) for name in SIDES},
         "copy_seconds": 0.6,
         "write_seconds": 5.0,
         "read_seconds": 1.0,
@@ -30,24 +32,24 @@ def report_with(**changes: Any) -> dict[str, Any]:
 
 
 def missed(**changes: Any) -> list[int]:
-    return [i for i, row in enumerate(bench.judge(report_with(**changes))) if not row["met"]]
+    return [i for i, row in enumerate(judge(report_with(**changes))) if not row["met"]]
 
 
 def test_each_target_is_judged_by_its_own_numbers() -> None:
     ours = {"stall_seconds": 1.0, "durable_seconds": 6.0, "extra_bytes": 1000}
     assert missed() == []
     assert missed(copy_seconds=0.4) == [0]
-    assert missed(**{bench.ASYNC_SAVE: {**ours, "stall_seconds": 0.9}}) == [1]
-    assert missed(**{bench.OURS: {**ours, "durable_seconds": 7.0}}) == [3]
-    assert missed(**{bench.OURS: {**ours, "durable_seconds": 8.0}}) == [2, 3]
+    assert missed(**{ASYNC_SAVE: {**ours, "stall_seconds": 0.9}}) == [1]
+    assert missed(**{OURS: {**ours, "durable_seconds": 7.0}}) == [3]
+    assert missed(**{OURS: {**ours, "durable_seconds": 8.0}}) == [2, 3]
     assert missed(load_verified_seconds=1.4) == [4]
-    assert missed(**{bench.OURS: {**ours, "extra_bytes": 1100}}) == [5]
+    assert missed(**{OURS: {**ours, "extra_bytes": 1100}}) == [5]
 
 
 def test_a_missed_target_is_said_in_the_table() -> None:
     report = report_with(copy_seconds=0.25)
-    report["targets"] = bench.judge(report)
-    _, _, rows = bench.table_of_targets(report)
+    report["targets"] = judge(report)
+    _, _, rows = table_of_targets(report)
     assert rows[0] == ["stall / copying the local state in memory", "4.00", "<= 2", "MISSED"]
     assert {row[3] for row in rows[1:]} == {"met"}
 
@@ -57,7 +59,7 @@ def test_a_size_without_memory_for_it_is_left_out_with_the_reason(monkeypatch: p
     assert bench._missing_memory("10m") is None
     reason = bench._missing_memory("350m")
     assert reason == "needs about 12 GiB of memory, 5 are available"
-    _, _, rows = bench.table_of_growth({"growth": {"350m": {"left_out": reason}}})
+    _, _, rows = table_of_growth({"growth": {"350m": {"left_out": reason}}})
     assert rows[0][:2] == ["350m", f"left out: {reason}"]
 
 
@@ -100,15 +102,15 @@ def test_files_are_dropped_from_the_page_cache_and_this_is_seen(tmp_path: Path, 
     with path.open("wb") as file:
         file.write(os.urandom(1 << 20))
         file.flush()
-        assert all(bench.resident_pages(path))
+        assert all(resident_pages(path))
         os.fsync(file.fileno())
-    if bench.drop_from_cache(path.parent) == 1.0:
+    if drop_from_cache(path.parent) == 1.0:
         pytest.skip("this file system keeps its files in memory")
-    assert not any(bench.resident_pages(path))
+    assert not any(resident_pages(path))
 
 
 MEMORY = """
-from llmfoundry_lite.bench.checkpoint import Memory
+from llmfoundry_lite.bench.checkpoint_meters import Memory
 memory, kept = Memory(0), []
 for _ in range(2):
     with memory.watched():
@@ -144,9 +146,7 @@ def test_all_sides_are_measured_and_nothing_is_left_behind(tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert "round 1 of 1: ours " in printed and "262,464 parameters" in printed
     report = json.loads((out / "bench-checkpoint.json").read_text())
-    assert all(
-        one[side]["durable_seconds"] >= one[side]["stall_seconds"] for one in report["rounds"] for side in bench.SIDES
-    )
+    assert all(one[side]["durable_seconds"] >= one[side]["stall_seconds"] for one in report["rounds"] for side in SIDES)
     assert sum(report["local_bytes"]) == bench.size_bytes("tiny")
     assert "| ours |" in (out / "bench-checkpoint.md").read_text()
     assert not list(folder.iterdir())

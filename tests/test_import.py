@@ -304,7 +304,7 @@ def test_a_member_of_an_enumeration_may_be_named_as_python_3_11_2_names_it_and_n
     assert isinstance(read(Getattr(torch.Size, "numel")), StandIn)
 
 
-PEERS = ["bench/checkpoint.py"]
+PEERS = ["bench/checkpoint_sides.py"]
 """Measures what torch's own functions take."""
 UNPICKLES = re.compile(
     r"\b(import|from)\s+(pickle|cPickle|_pickle|dill|cloudpickle|joblib|shelve|marshal)\b|\bpickle\.\w|\b[Uu]npickler\b"
