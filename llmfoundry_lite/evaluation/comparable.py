@@ -4,6 +4,7 @@ Only what was asked in the same way: the same items, prompts and scoring, which 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +21,30 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
         for key in ("type", "num_fewshot", "tokenization", "metric")
         if a.get(key) != b.get(key)
     ]
-    settings = {**(a.get("settings") or {}), **(b.get("settings") or {})}
-    if a.get("settings") and b.get("settings"):
-        for key in settings:
-            ours, theirs = a["settings"].get(key), b["settings"].get(key)
-            if ours != theirs and not any(text.startswith(f"{key} ") for text in found):
-                found.append(f"{key} {ours!r} against {theirs!r}")
-    if a.get("data_fingerprint") != b.get("data_fingerprint"):
-        found.append(f"the data ({a['n']:,} items against {b['n']:,})")
+    ours, theirs = a.get("settings") or {}, b.get("settings") or {}
+    if ours and theirs:
+        for key in {**ours, **theirs}:
+            if ours.get(key) != theirs.get(key) and not any(text.startswith(f"{key} ") for text in found):
+                found.append(_setting(key, ours.get(key), theirs.get(key), first, other, task))
     is_text = a.get("type") == "perplexity"
-    if not found and a["fingerprint"] != b["fingerprint"] and not (is_text and has_other_tokenizer(first, other)):
+    other_tokenizer = has_other_tokenizer(first, other)
+    limits = (ours.get("limit"), theirs.get("limit"))
+    remedy = "evaluate both with one task file" if limits[0] == limits[1] else "evaluate both without limit"
+    if is_text and other_tokenizer and limits[0] == limits[1] is not None:
+        found.append(f"their tokenizers differ, so that limit {limits[0]!r}, of windows, ends elsewhere in the text")
+        remedy = "evaluate both without limit"
+    # Of a text what is beyond its limit was not read, so that other limits make other data.
+    is_cut_elsewhere = is_text and any(limits) and (limits[0] != limits[1] or other_tokenizer)
+    if a.get("data_fingerprint") != b.get("data_fingerprint") and not is_cut_elsewhere:
+        found.append(f"the data ({a['n']:,} items against {b['n']:,})")
+    if not found and a["fingerprint"] != b["fingerprint"] and not (is_text and other_tokenizer):
         found.append(f"fingerprint {a['fingerprint']} against {b['fingerprint']}")
     if found:
         raise DataError(
-            f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; evaluate both with "
-            f"one task file, or leave the task out: --skip {task}"
+            f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; {remedy}, "
+            f"or leave the task out: --skip {task}"
         )
-    if is_text and has_other_tokenizer(first, other) and a["fingerprint"] == b["fingerprint"]:
+    if is_text and other_tokenizer and a["fingerprint"] == b["fingerprint"]:
         # Of a text every tokenizer has the same bytes, in windows of its own.
         sizes = [by_document(result.items[task])[:, 1] for result in (first, other)]
         if not np.array_equal(sizes[0], sizes[1]):
@@ -44,6 +52,17 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
                 f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
                 f"evaluate both on a text file, or leave the task out: --skip {task}"
             )
+
+
+def _setting(key: str, ours: Any, theirs: Any, first: Loaded, other: Loaded, task: str) -> str:
+    """How a setting differs, in words where the bare values would not tell."""
+    if key == "limit":
+        counts = [result.facts["tasks"][task]["n"] for result in (first, other)]
+        return f"limit {ours!r} against {theirs!r} ({counts[0]:,} items against {counts[1]:,})"
+    if key == "max_seq_len" and None in (ours, theirs):  # a setting only where something did not fit
+        cut, whole = (first, other) if theirs is None else (other, first)
+        return f"{cut.name} had prompts that did not fit into its {ours or theirs} tokens, {whole.name} had none"
+    return f"{key} {ours!r} against {theirs!r}"
 
 
 def notes_on(first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence[str]) -> list[str]:

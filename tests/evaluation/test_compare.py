@@ -164,7 +164,9 @@ def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
     assert [task.first for task in pair.tasks] == pytest.approx([task[task["metric"]] for task in facts.values()])
     with pytest.raises(DataError, match=r"choice/0-shot: .*: tokenization 'separate' against 'joint'; "):
         compare(load_results([first, evaluated("joint", 1, tokenization="joint")]))
-    with pytest.raises(DataError, match=r"choice/0-shot: .*: limit None against 5; "):
+    with pytest.raises(
+        DataError, match=r"choice/0-shot: .*: limit None against 5 \(13 items against 5\); evaluate both w"
+    ):
         compare(load_results([first, evaluated("few", 1, limit=5)]))
     with pytest.raises(DataError, match=r"text/0-shot: .*: max_seq_len 64 against 32; "):
         compare(load_results([first, evaluated("short", 1, max_seq_len=32)]), skip=["choice/0-shot", "choice/2-shot"])
@@ -191,6 +193,28 @@ def test_bits_per_byte_of_a_text_are_compared_by_document_whatever_the_tokenizer
     assert (pair.tasks[0].n, pair.tasks[0].metric) == (13, "bits_per_byte")
 
 
+def test_a_limit_is_named_as_the_reason_and_not_the_data_or_the_tokens(tmp_path):
+    """Of a text it counts windows, and windows are a tokenizer's."""
+    few = {"icl_task_type": "perplexity", "max_seq_len": 64, "limit": 2}
+    whole = text([[(8.0, 10), (4.0, 10)], [(20.0, 30)]])
+    cut = text([[(8.0, 10), (4.0, 10)]], settings=few, data_fingerprint="sha256:e", fingerprint="sha256:b")
+    reason = r"asked the same: limit None against 2 \(3 items against 2\); evaluate both without limit, or leave"
+    with pytest.raises(DataError, match=reason):
+        result_of(tmp_path, {"x/0-shot": whole}, {"x/0-shot": cut})
+    for document in ([(9.0, 13), (4.0, 12)], [(8.0, 10), (4.0, 10)]):
+        other = text([document], settings=few, data_fingerprint="sha256:e", fingerprint="sha256:b")
+        a = write_result(tmp_path, "base", {"x/0-shot": cut})
+        b = write_result(tmp_path, "ours", {"x/0-shot": other}, tokenizer="sha256:2")
+        with pytest.raises(
+            DataError,
+            match="asked the same: their tokenizers differ, so that limit 2, of windows, ends elsewhere in the text; ",
+        ):
+            compare(load_results([a, b]))
+    other = text([[(8.0, 10), (4.0, 10)]], settings=few, data_fingerprint="sha256:f", fingerprint="sha256:c")
+    with pytest.raises(DataError, match=r"the same: the data \(2 items against 2\); evaluate both with one task file"):
+        result_of(tmp_path, {"x/0-shot": cut}, {"x/0-shot": other})
+
+
 # --------------------------------------------------------------------------------------------- may we compare
 
 
@@ -201,7 +225,11 @@ def test_bits_per_byte_of_a_text_are_compared_by_document_whatever_the_tokenizer
         ({"data_fingerprint": "sha256:e", "fingerprint": "b"}, r"the data \(10 items against 10\)"),
         ({"num_fewshot": 5, "fingerprint": "b"}, "num_fewshot 0 against 5"),
         ({"tokenization": "joint", "fingerprint": "b"}, "tokenization 'separate' against 'joint'"),
-        ({"settings": settings(limit=10), "fingerprint": "b"}, "limit None against 10"),
+        ({"settings": settings(limit=10), "fingerprint": "b"}, r"limit None against 10 \(10 items against 10\)"),
+        (
+            {"settings": settings(max_seq_len=64), "fingerprint": "b"},
+            "ours had prompts that did not fit into its 64 tokens, base had none",
+        ),
         ({"metric": "acc_norm"}, "metric 'acc_per_token' against 'acc_norm'"),
         ({"fingerprint": "sha256:b"}, "fingerprint sha256:a against sha256:b"),
     ],
