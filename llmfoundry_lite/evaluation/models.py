@@ -194,15 +194,20 @@ def _identify(folder: Path) -> str:
 
 
 def _fetch(name: str) -> Path:
+    """Of what a model's repository may hold (ONNX, GGUF, other frameworks' and other precisions' weights, folders), what
+    is read here."""
     if Path(name).is_dir():
         return Path(name)
     import huggingface_hub
 
+    def fetch(*weights: str) -> Path:
+        patterns = ["*.json", "*.txt", "*.model", *weights]  # configuration and tokenizer
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+
     try:
-        others = ["*.pt", "*.h5", "*.msgpack"]
-        folder = Path(huggingface_hub.snapshot_download(name, ignore_patterns=["*.bin", *others]))
-        if not any(folder.glob("*.safetensors")):  # older models have pickles alone
-            folder = Path(huggingface_hub.snapshot_download(name, ignore_patterns=others))
+        folder = fetch("model.safetensors", "model-*.safetensors")
+        if not any(folder.glob("model*.safetensors")):  # older models have pickles alone
+            folder = fetch("pytorch_model.bin", "pytorch_model-*.bin")
         return folder
     except Exception as error:  # whatever the Hub or the network raise
         raise DataError(f"models: hf:{name} cannot be had: {str(error).splitlines()[0]}") from error

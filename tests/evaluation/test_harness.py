@@ -446,23 +446,39 @@ def test_a_foreign_model_in_bf16_gives_fp32_logits(here):
     torch.testing.assert_close(logits, expected)
 
 
-def test_of_a_hub_model_without_safetensors_the_pickles_are_fetched(here, monkeypatch):
+REPOSITORY = [
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model"),
+    *("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "training_args.bin", "README.md"),
+    *("onnx/model.onnx", "onnx/model.safetensors", "onnx/config.json", "tf_model.h5", "flax_model.msgpack"),
+    *("model-q4.gguf", "consolidated.safetensors", "model.fp16.safetensors", "rust_model.ot", "optimizer.pt"),
+]
+
+
+@pytest.mark.parametrize("has_safetensors", [True, False])
+def test_of_a_hub_model_what_is_read_is_fetched_and_pickles_only_where_there_is_nothing_else(
+    here, monkeypatch, has_safetensors
+):
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
-    asked = []
+    fetched = set()
 
-    def download(name, ignore_patterns):
-        asked.append("*.bin" in ignore_patterns)
-        if not asked[-1]:
+    def download(name, **patterns):
+        there = [*REPOSITORY, "pytorch_model.bin", *(["model.safetensors"] if has_safetensors else [])]
+        fetched.update(filter_repo_objects(there, **patterns))
+        if "pytorch_model.bin" in fetched:
             torch.save(model.state_dict(), folder / "pytorch_model.bin")
         return str(folder)
 
     folder = save_neox(here / "neox")
     model = load_subject("neox", device=CPU).model.model
-    (folder / "model.safetensors").unlink()
+    if not has_safetensors:
+        (folder / "model.safetensors").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     subject = load_subject("hf:someone/neox", device=CPU)
-    assert asked == [True, False]
+    pickles = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin"]
+    weights = ["model.safetensors"] if has_safetensors else pickles
+    assert fetched == {*REPOSITORY[:6], "pytorch_model.bin.index.json", *weights}
     found, expected = (m.get_output_embeddings().weight for m in (subject.model.model, model))
     assert torch.equal(found, expected)
 
