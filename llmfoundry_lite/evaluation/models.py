@@ -194,8 +194,8 @@ def _identify(folder: Path) -> str:
 
 
 def _fetch(name: str) -> Path:
-    """Of what a model's repository may hold (ONNX, GGUF, other frameworks' and other precisions' weights, folders), what
-    is read here."""
+    """Of all that a model's repository may hold (ONNX, GGUF, weights of other frameworks and precisions), what is read
+    here."""
     if Path(name).is_dir():
         return Path(name)
     import huggingface_hub
