@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
@@ -26,9 +27,9 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"):
-    mesh = build_mesh(fsdp, "cpu", 1, 1)
-    return build_parallel_model(config, fsdp, PRECISIONS[precision, fsdp.mixed_precision], mesh, seed=1)
+def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32", attn_impl: str = "sdpa"):
+    mesh, table = build_mesh(fsdp, "cpu", 1, 1), PRECISIONS[precision, fsdp.mixed_precision]
+    return build_parallel_model(config, fsdp, table, mesh, seed=1, attn_impl=attn_impl)
 
 
 def build_sharded(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"):
@@ -81,6 +82,26 @@ def test_selective_checkpointing_recomputes_no_matrix_product_and_a_full_one_all
         assert loss == plain[0]
         assert all(torch.equal(gradients[name], plain[1][name]) for name in gradients)
     assert plain[2] == selective[2] < full[2]
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations of one name."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__ == self.name
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("mode", "times"), [(False, 1), ("selective", 1), (True, 2)])
+def test_selective_checkpointing_keeps_what_blocked_attention_computed(one_rank, mode, times):
+    model = build(FSDPConfig(activation_checkpointing=mode), attn_impl="blocked")
+    with Calls("blocked_attention.default") as calls:
+        step(model)
+    assert calls.count == times * SMALL.n_layers
 
 
 def test_a_block_kept_from_its_gradient_sum_gives_it_with_the_last_microbatch(one_rank):

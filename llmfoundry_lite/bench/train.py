@@ -28,7 +28,7 @@ from torch import nn
 
 from llmfoundry_lite.bench import train_peer
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.devices import device_name, device_type, peak_memory_bytes
+from llmfoundry_lite.devices import device_name, device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
@@ -211,6 +211,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """One side in this process: {step_seconds, peak_bytes}, and flops where they are not the model's. The first two
     steps are left out."""
     side, dtype = settings["side"].split()
+    if side != "plain":
+        keep_freed_memory()
     if side == "matmul":
         return measure_products(settings, dtype)
     steps = {"plain": measure_plain, "bare": measure_bare, "trainer": measure_trainer}[side](settings, dtype)

@@ -1,8 +1,9 @@
-"""Attention over heads: who sees whom, at what bias, and four implementations of the same mathematics.
+"""Attention over heads: who sees whom, at what bias, and five implementations of the same mathematics.
 
 `reference` is the definition, written out in fp32: the yardstick. `sdpa` is PyTorch's
-scaled_dot_product_attention, `flex` its FlexAttention (ALiBi, windows and documents without a bias of t*s numbers),
-`flash` the flash-attn package. `Mask` is made once for all blocks of a forward pass; `attend` is called in each.
+scaled_dot_product_attention, `blocked` our products over blocks of queries, `flex` PyTorch's FlexAttention (ALiBi,
+windows and documents without a bias of t*s numbers), `flash` the flash-attn package. `Mask` is made once for all
+blocks of a forward pass; `attend` is called in each.
 
 Legend: b batch, t position of a query, s position of a key, h heads, g heads of keys and values, k head dimension.
 """
@@ -19,18 +20,21 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.blocked_attention import blocked_attention
 
 # ------------------------------------------------------------------------------------------- which implementation
 
 
-def choose_implementation(model: ModelConfig, device_type: str, in_half_precision: bool) -> tuple[str, str]:
+def choose_implementation(model: ModelConfig, device_type: str, precision: torch.dtype) -> tuple[str, str]:
     """(implementation, why) for training this model there: what `attn_impl` names, or for auto the fastest that can.
+    `precision` is that of matrix products.
 
     LLM Foundry's files name `flash` throughout: without flash-attn it is the wish for what auto would choose. Raises
     ConfigError for what the device cannot do; what no device can, `config.check` has refused.
     """
     options, wish = model.attn_config, model.attn_config.attn_impl
-    has_flash = device_type == "cuda" and in_half_precision and importlib.util.find_spec("flash_attn") is not None
+    in_half = precision in (torch.bfloat16, torch.float16)
+    has_flash = device_type == "cuda" and in_half and importlib.util.find_spec("flash_attn") is not None
     if wish == "torch":
         return "sdpa", "LLM Foundry's torch"
     if wish == "flash" and has_flash:
@@ -40,6 +44,8 @@ def choose_implementation(model: ModelConfig, device_type: str, in_half_precisio
     if wish not in ("auto", "flash"):
         return wish, "asked for"
     reason = "flash-attn cannot be used here; " if wish == "flash" else ""
+    if device_type == "cpu" and precision == torch.bfloat16 and not options.attn_pdrop:
+        return "blocked", f"{reason}the fastest on a cpu in bf16"
     if device_type != "cuda":
         return "sdpa", f"{reason}the fastest on a {device_type}"
     if not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id):
@@ -63,13 +69,13 @@ class Mask:
 
     implementation: str
     bias_bhts: torch.Tensor | None = None
-    """reference, sdpa: added to the scores, -inf where nothing is seen; b and h may be 1. None: plain causal."""
+    """reference, sdpa, blocked: added to scores, -inf where nothing is seen; b and h may be 1. None: plain causal."""
     block_mask: BlockMask | None = None
     """flex: which blocks of scores are computed at all."""
     slopes_h: torch.Tensor | None = None
     """flex, flash: ALiBi's."""
     window: int = -1
-    """flash: a query sees so many keys before its own; -1 for all."""
+    """blocked, flash: a query sees so many keys before its own; -1 for all."""
     document_starts_n: torch.Tensor | None = None
     """flash: int32, where each document begins in the flattened batch, and where the last one ends."""
     longest_document: int = 0
@@ -97,8 +103,10 @@ def build_mask(
     numbers the document each token belongs to; tokens of different documents do not see each other.
     """
     num_queries, device, window = positions_bt.size(1), positions_bt.device, options.sliding_window_size
-    if may_see_bts is not None or implementation in ("reference", "sdpa"):
-        name = implementation if implementation == "reference" else "sdpa"
+    if implementation == "blocked" and (may_see_bts is not None or num_queries != num_keys):
+        implementation = "sdpa"
+    if may_see_bts is not None or implementation in ("reference", "sdpa", "blocked"):
+        name = implementation if implementation in ("reference", "blocked") else "sdpa"
         is_plain = slopes_h is None and window < 0 and may_see_bts is None and documents_bt is None
         if is_plain and num_queries == num_keys:
             return Mask(implementation=name)
@@ -114,7 +122,7 @@ def build_mask(
         # Four dimensions, because with three torch falls back to keeping all scores.
         bias_bhts = torch.zeros((), device=device) if slopes_h is None else slopes_h[:, None, None]
         bias_bhts = (-bias_bhts * distance_bts[:, None]).masked_fill(~may_see_bts[:, None], float("-inf"))
-        return Mask(implementation=name, bias_bhts=bias_bhts)
+        return Mask(implementation=name, bias_bhts=bias_bhts, window=window)
     if implementation == "flex":
         offset = num_keys - num_queries
         if documents_bt is None:
@@ -182,6 +190,15 @@ def _sdpa(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch
     ).transpose(1, 2)
 
 
+def _blocked(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
+    assert not dropout_p, "refused when the configuration is checked"
+    repeats = q_bthk.size(2) // k_bsgk.size(2)
+    k_bshk, v_bshk = (x if repeats == 1 else x.repeat_interleave(repeats, dim=2) for x in (k_bsgk, v_bsgk))
+    bias_bhts = None if mask.bias_bhts is None else mask.bias_bhts.to(q_bthk.dtype)
+    scale = softmax_scale or 1.0 / math.sqrt(q_bthk.size(-1))
+    return blocked_attention(q_bthk, k_bshk, v_bshk, bias_bhts, scale, mask.window)
+
+
 def _flex(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
     assert not dropout_p, "refused when the configuration is checked"
     q_bhtk, k_bgsk, v_bgsk = (x.transpose(1, 2) for x in (q_bthk, k_bsgk, v_bsgk))
@@ -222,7 +239,7 @@ def _flash(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torc
     return out_nhk.view_as(q_bthk)
 
 
-IMPLEMENTATIONS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "flash": _flash}
+IMPLEMENTATIONS = {"reference": _reference, "sdpa": _sdpa, "blocked": _blocked, "flex": _flex, "flash": _flash}
 
 
 @functools.cache

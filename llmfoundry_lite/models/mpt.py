@@ -28,7 +28,7 @@ Head = Callable[[torch.Tensor, torch.Tensor], Any]
 class MPT(nn.Module):
     """The language model; weights are uninitialised until `models.initialise` or a checkpoint fills them.
 
-    `attn_impl` is reference, sdpa, flex or flash: how to compute, which is not part of what the model is.
+    `attn_impl` is reference, sdpa, blocked, flex or flash: how to compute, which is not part of what the model is.
     """
 
     def __init__(self, config: ModelConfig, attn_impl: str = "sdpa"):

@@ -44,7 +44,9 @@ def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> 
     fsdp = config.sharding
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
     mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size, config.tensor_parallel_degree)
-    attn_impl, why = choose_implementation(config.model, devices.device_type(), config.precision != "fp32")
+    attn_impl, why = choose_implementation(
+        config.model, devices.device_type(), precision.autocast or precision.parameters
+    )
     if dist.get_rank() == 0:
         print(f"attention: {attn_impl}: {why}", flush=True)
     model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)

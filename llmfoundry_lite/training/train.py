@@ -58,6 +58,7 @@ def train(config: TrainConfig) -> None:
     Raises UserError for what the user can mend; other ranks' failures surface as torch's communication errors.
     """
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
+    devices.keep_freed_memory()
     start_process_group(config)
     run = RunFolder(config)
     preemption = build_preemption(config, on_timeout=run.leave_late)

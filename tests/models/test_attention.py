@@ -40,6 +40,31 @@ def test_without_alibi_the_first_token_sees_itself_and_the_last_sees_all():
     torch.testing.assert_close(out_bthk[0, :, 0, 0], torch.tensor([1.0, 1.5, 2.0, 3.0]))
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_in_bf16_blocks_are_as_near_the_truth_as_attention_by_plain_products(alibi):
+    """Plain products, each rounded to bf16: what LLM Foundry's `torch` and transformers' eager attention do."""
+    generator = torch.Generator().manual_seed(0)
+    tensors_bthk = [torch.randn(2, 600, 4, 16, generator=generator).bfloat16() for _ in range(4)]
+    slopes_h = torch.tensor(alibi_slopes(4)) if alibi else None
+
+    def plain(q_bthk, k_bthk, v_bthk, mask):
+        bias_bhts = mask.bias_bhts if alibi else torch.full((600, 600), -math.inf, dtype=q_bthk.dtype).triu(1)
+        q, k, v = (x.transpose(1, 2) for x in (q_bthk, k_bthk, v_bthk))
+        return (((q @ k.transpose(2, 3)) / 4 + bias_bhts).softmax(-1) @ v).transpose(1, 2)
+
+    def results(compute, implementation, dtype=torch.bfloat16):
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors_bthk[:3])
+        mask = build_mask(AttentionConfig(), implementation, slopes_h, torch.arange(600)[None], 600).to(dtype)
+        out = compute(q, k, v, mask)
+        out.backward(tensors_bthk[3].to(dtype))
+        return [x.double() for x in (out, q.grad, k.grad, v.grad)]
+
+    exact = results(attend, "reference", torch.float32)
+    ours, theirs = results(attend, "blocked"), results(plain, "sdpa")
+    for true, found, peer in zip(exact, ours, theirs, strict=True):
+        assert (found - true).norm() <= 1.2 * (peer - true).norm() < 0.02 * true.norm()
+
+
 def test_slopes_of_a_power_of_two_fall_geometrically():
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(4, bias_max=4) == [2.0**-i for i in range(1, 5)]

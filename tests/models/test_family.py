@@ -12,6 +12,7 @@ import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models import blocked_attention
 from llmfoundry_lite.models.attention import choose_implementation, document_numbers
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.generate import generate
@@ -20,6 +21,7 @@ from tests.models.test_mpt_parity import random_model, random_tokens
 
 BASE = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)
 EOS = 5
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def attention(**options) -> ModelConfig:
@@ -93,6 +95,11 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
 
+@pytest.fixture(autouse=True)
+def several_blocks_in_a_sample(monkeypatch):
+    monkeypatch.setattr(blocked_attention, "BLOCK", 11)
+
+
 @pytest.mark.parametrize("with_documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", FAMILY)
 @torch.no_grad()
@@ -101,28 +108,30 @@ def test_all_implementations_compute_the_same(name, with_documents, flash_attn):
     tokens_bt = random_tokens(BASE)
     documents_bt = documents_of(tokens_bt) if with_documents else None
     expected_btv = with_implementation(model, "reference")(tokens_bt, documents_bt=documents_bt)
-    for attn_impl in ("sdpa", "flex", "flash"):
+    for attn_impl in ("sdpa", "blocked", "flex", "flash"):
         logits_btv = with_implementation(model, attn_impl)(tokens_bt, documents_bt=documents_bt)
         torch.testing.assert_close(logits_btv, expected_btv, rtol=1e-4, atol=1e-4, msg=attn_impl)
 
 
+@pytest.mark.parametrize("attn_impl", ["sdpa", "blocked"])
+@pytest.mark.parametrize("with_documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_gradients_of_sdpa_are_those_of_the_definition(name):
+def test_gradients_are_those_of_the_definition(name, with_documents, attn_impl):
     model = random_model(FAMILY[name])
     tokens_bt = random_tokens(BASE)
-    documents_bt = documents_of(tokens_bt)
+    documents_bt = documents_of(tokens_bt) if with_documents else None
     gradients = {}
-    for attn_impl in ("reference", "sdpa"):
-        other = with_implementation(model, attn_impl)
+    for implementation in ("reference", attn_impl):
+        other = with_implementation(model, implementation)
         other(tokens_bt, documents_bt=documents_bt).logsumexp(-1).sum().backward()
-        gradients[attn_impl] = {name: parameter.grad for name, parameter in other.named_parameters()}
+        gradients[implementation] = {name: parameter.grad for name, parameter in other.named_parameters()}
     for key, expected in gradients["reference"].items():
-        error = (gradients["sdpa"][key] - expected).abs().max() / expected.abs().max()
+        error = (gradients[attn_impl][key] - expected).abs().max() / expected.abs().max()
         # Nothing can be learnt about a bias of keys when nothing but its own softmax sees it: rounding remains.
         assert error < 1e-4 or expected.abs().max() < 1e-3, f"{key}: {error:.1e}"
 
 
-@pytest.mark.parametrize("attn_impl", ["reference", "sdpa", "flex", "flash"])
+@pytest.mark.parametrize("attn_impl", ["reference", "sdpa", "blocked", "flex", "flash"])
 @pytest.mark.parametrize("name", FAMILY)
 @torch.no_grad()
 def test_decoding_with_a_cache_changes_nothing(name, attn_impl, flash_attn):
@@ -223,22 +232,24 @@ def test_sampling_is_seeded_and_keeps_to_the_likely():
 
 
 @pytest.mark.parametrize(
-    ("model", "device", "half", "expected"),
+    ("model", "device", "precision", "expected"),
     [
-        (BASE, "cpu", False, "sdpa"),
-        (FAMILY["alibi"], "cpu", True, "sdpa"),
-        (BASE, "cuda", True, "sdpa"),
-        (FAMILY["alibi"], "cuda", True, "flex"),
-        (FAMILY["window"], "cuda", False, "flex"),
-        (attention(alibi=True, attn_pdrop=0.1), "cuda", True, "sdpa"),
-        (attention(attn_impl="flash"), "cpu", True, "sdpa"),
-        (attention(attn_impl="flash", alibi=True), "cuda", True, "flex"),
-        (attention(attn_impl="torch"), "cuda", True, "sdpa"),
-        (attention(attn_impl="reference"), "cpu", False, "reference"),
+        (BASE, "cpu", FP32, "sdpa"),
+        (BASE, "cpu", torch.float16, "sdpa"),
+        (FAMILY["alibi"], "cpu", BF16, "blocked"),
+        (attention(attn_pdrop=0.1), "cpu", BF16, "sdpa"),
+        (BASE, "cuda", BF16, "sdpa"),
+        (FAMILY["alibi"], "cuda", BF16, "flex"),
+        (FAMILY["window"], "cuda", FP32, "flex"),
+        (attention(alibi=True, attn_pdrop=0.1), "cuda", BF16, "sdpa"),
+        (attention(attn_impl="flash"), "cpu", BF16, "blocked"),
+        (attention(attn_impl="flash", alibi=True), "cuda", BF16, "flex"),
+        (attention(attn_impl="torch"), "cuda", BF16, "sdpa"),
+        (attention(attn_impl="reference"), "cpu", FP32, "reference"),
     ],
 )
-def test_auto_takes_the_fastest_that_can_and_says_why(model, device, half, expected):
-    chosen, why = choose_implementation(model, device, half)
+def test_auto_takes_the_fastest_that_can_and_says_why(model, device, precision, expected):
+    chosen, why = choose_implementation(model, device, precision)
     assert chosen == expected and why
     if model.attn_config.attn_impl == "flash":
         assert "flash-attn cannot be used here" in why
@@ -246,5 +257,5 @@ def test_auto_takes_the_fastest_that_can_and_says_why(model, device, half, expec
 
 def test_flex_on_a_cpu_is_refused():
     with pytest.raises(ConfigError, match="attn_impl: flex cannot be trained on a cpu; use auto or sdpa"):
-        choose_implementation(attention(attn_impl="flex"), "cpu", False)
-    assert choose_implementation(attention(attn_impl="flex"), "cuda", True)[0] == "flex"
+        choose_implementation(attention(attn_impl="flex"), "cpu", FP32)
+    assert choose_implementation(attention(attn_impl="flex"), "cuda", BF16)[0] == "flex"
