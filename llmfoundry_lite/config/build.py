@@ -12,9 +12,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmfoundry_lite.config.check import DURATIONS, describe_duration
+from llmfoundry_lite.config.check_values import DURATIONS
 from llmfoundry_lite.config.layers import Layer, source_of
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig, describe_span
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
 
 
 def _expected(key: str, hint: Any) -> str:
-    return describe_duration(key) if key in DURATIONS else _describe(hint)
+    return describe_span(DURATIONS[key]) if key in DURATIONS else _describe(hint)
 
 
 def _describe(hint: Any) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.check import check_config, check_kinds, find_surprises
+from llmfoundry_lite.config.check import check_config, find_surprises
+from llmfoundry_lite.config.check_values import check_kinds
 from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import EvalConfig, TaskConfig, TrainConfig

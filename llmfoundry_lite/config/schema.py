@@ -1,4 +1,4 @@
-"""A dataclass for every block of a training YAML, in LLM Foundry's words; values and defaults, nothing else.
+"""A dataclass for every block of a training or evaluation YAML, in LLM Foundry's words; values and defaults.
 
 `load.py` fills these from files and `key=value` arguments and checks them; everybody else only reads
 them. They are frozen: what was validated once, before any device was touched, stays true.
@@ -29,8 +29,7 @@ class Duration:
             return cls(text, "ep")
         match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([a-z]+)\s*", str(text))
         if match is None or match[2] not in units:
-            *others, last = units
-            raise ValueError(f"a number with a unit, {', '.join(others)} or {last}, such as 100{units[0]}")
+            raise ValueError(describe_span(units))
         value = float(match[1].replace("_", ""))
         if not math.isfinite(value):
             raise ValueError("a finite number")
@@ -40,6 +39,12 @@ class Duration:
 
     def __str__(self) -> str:
         return f"{self.value}{self.unit}"
+
+
+def describe_span(units: Sequence[str]) -> str:
+    """What is expected of a span in one of these units."""
+    *others, last = units
+    return f"a number with a unit, {', '.join(others)} or {last}, such as 100{units[0]}"
 
 
 def parse_seconds(time: str | int | float) -> float:

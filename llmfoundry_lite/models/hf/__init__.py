@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from llmfoundry_lite.config.check import check_model
+from llmfoundry_lite.config.check_model import check_model
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.hf import gpt2, llama, mpt

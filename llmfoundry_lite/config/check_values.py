@@ -1,0 +1,240 @@
+"""What each key may hold by itself: choices, ranges, spans. Leaves what goes together to `check.py`."""
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.schema import TIME_UNITS, Duration, TrainConfig
+from llmfoundry_lite.errors import ConfigError
+
+Refuse = typing.Callable[[str, str], typing.NoReturn]
+"""(key, what is wrong with it) -> ConfigError, with the file that has the key."""
+
+HASHES = (
+    *("md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512"),
+    *("blake2b", "blake2s", "xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"),
+)
+"""What streaming.base.hashing finds in hashlib and xxhash."""
+
+CHOICES = {
+    "model.name": ("mpt_causal_lm",),
+    "model.norm_type": ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm"),
+    "model.loss_fn": ("auto", "fused_crossentropy", "torch_crossentropy"),
+    "model.init_device": ("meta", "cpu", "mixed"),
+    "model.attn_config.attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
+    "model.attn_config.attn_impl": ("auto", "sdpa", "blocked", "flex", "flash", "reference", "torch"),
+    "model.attn_config.rope_impl": ("dail", "hf"),
+    "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk"),
+    "model.ffn_config.ffn_type": ("mptmlp", "mptglu"),
+    "model.ffn_config.ffn_act_fn.name": ("gelu", "quick_gelu", "relu", "silu"),
+    "model.ffn_config.ffn_act_fn.approximate": ("none", "tanh"),
+    "model.init_config.name": (
+        *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+        *("small_init_", "neox_init_", "baseline_", "default_"),
+    ),
+    "model.init_config.fan_mode": ("fan_in", "fan_out"),
+    "model.init_config.init_nonlinearity": ("relu", "leaky_relu", "linear", "tanh", "sigmoid", "selu"),
+    "train_loader.name": ("text", "python:"),
+    "eval_loader.name": ("text", "python:"),
+    "train_loader.dataset.validate_hash": HASHES,
+    "eval_loader.dataset.validate_hash": HASHES,
+    "optimizer.name": ("decoupled_adamw", "adamw", "lion", "decoupled_lionw", "python:"),
+    "scheduler.name": (
+        *("constant_with_warmup", "cosine_with_warmup"),
+        *("linear_decay_with_warmup", "inv_sqrt_with_warmup"),
+    ),
+    "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
+    "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+    "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
+    "precision": ("fp32", "amp_bf16", "amp_fp16"),
+    "on_non_finite": ("stop", "skip"),
+    "python_log_level": ("debug", "info", "warning", "error", "critical"),
+}
+
+POSITIVE = (
+    *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
+    *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
+    *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
+    *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
+    "tp_config.tensor_parallel_degree",
+    *("global_train_batch_size", "device_eval_batch_size"),
+    *("optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches", "preemption_grace_seconds"),
+    *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
+    *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
+    *("fsdp_config.data_parallel_shard_degree", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"),
+    *("train_loader.dataset.shuffle_block_size", "eval_loader.dataset.shuffle_block_size", "save_keep_every_batches"),
+    *("train_loader.dataset.predownload", "eval_loader.dataset.predownload"),
+    *("train_loader.dataset.download_timeout", "eval_loader.dataset.download_timeout"),
+)
+
+NON_NEGATIVE = (
+    *("seed", "optimizer.weight_decay", "model.init_config.emb_init_std", "model.init_config.init_gain"),
+    *("scheduler.alpha_i", "scheduler.alpha_f", "scheduler.alpha_f_decay", "scheduler.alpha_f_cooldown"),
+    *("train_loader.num_workers", "train_loader.timeout", "train_loader.dataset.shuffle_seed"),
+    *("eval_loader.num_workers", "eval_loader.timeout", "eval_loader.dataset.shuffle_seed"),
+    *("train_loader.dataset.download_retry", "eval_loader.dataset.download_retry"),
+)
+
+NOT_EMPTY = {
+    "load_path": "a checkpoint or a folder of them; remove the line to begin from nothing",
+    "save_folder": "a folder or a URL; remove the line for <run_folder>/checkpoints",
+    "tokenizer.name": "a local folder or a name on the Hub",
+    "loggers.tensorboard.log_dir": "a folder; remove the line for <run_folder>/tensorboard",
+}
+"""Text that stands for something, and what it stands for."""
+
+PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb_pdrop")
+
+DURATIONS = {
+    "max_duration": TIME_UNITS,
+    "eval_interval": TIME_UNITS,
+    "save_interval": TIME_UNITS,
+    "stop_after": TIME_UNITS,
+    "console_log_interval": ("ba", "ep"),
+    "scheduler.t_warmup": (*TIME_UNITS, "dur"),
+    "scheduler.t_max": (*TIME_UNITS, "dur"),
+    "scheduler.t_scale": (*TIME_UNITS, "dur"),
+    "scheduler.t_cooldown": (*TIME_UNITS, "dur"),
+}
+
+MAY_BE_ZERO = ("scheduler.t_warmup", "scheduler.t_cooldown")
+
+ALTERNATIVES = {
+    "model.name": "LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
+    "model.ffn_config.ffn_type": "mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
+    "model.norm_type": "use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
+    "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
+    "train_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
+    "eval_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
+    "precision": "expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+}
+"""Said when one of these has a value outside its list."""
+
+SYNONYMS = {
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "amp": "amp_fp16",
+    "float32": "fp32",
+    "adam": "adamw",
+    "decoupled_lion": "decoupled_lionw",
+    "mpt": "mpt_causal_lm",
+    "triton": "flash",
+}
+"""Other libraries' words for our values."""
+
+
+def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
+    """Check every key of the tables above, and that every number is finite. `refuse` raises."""
+    for key, value in _numbers(config):
+        if not math.isfinite(value):
+            refuse(key, f"{value!r} given, expected a finite number")
+    for key, expected in NOT_EMPTY.items():
+        value = _attribute(config, key)
+        if value is not None and not value.strip():
+            refuse(key, f"{value!r} given, expected {expected}")
+    for key in CHOICES:
+        value = _attribute(config, key)
+        if value is not None:
+            _check_choice(key, value, layers)
+    for key in POSITIVE:
+        value = _attribute(config, key)
+        if value is not None and not value > 0:
+            refuse(key, f"{value!r} given, expected a number above 0")
+    for key in NON_NEGATIVE:
+        value = _attribute(config, key)
+        if value is not None and value < 0:
+            refuse(key, f"{value!r} given, expected 0 or more")
+    for key in PROBABILITIES:
+        value = _attribute(config, key)
+        if not 0 <= value < 1:
+            refuse(key, f"{value!r} given, expected a probability, 0 <= p < 1")
+    for key in DURATIONS:
+        value = _attribute(config, key)
+        if value is not None and not (key == "eval_interval" and value == 0):
+            _check_duration(key, value, refuse)
+
+
+def check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """A block of a kind we do not have is refused as such, before its keys are found unknown one by one."""
+    for key in ALTERNATIVES:
+        found, value = get(values, key)
+        if found and value is not None:
+            _check_choice(key, value, layers)
+
+
+def _check_duration(key: str, value: str | int, refuse: Refuse) -> None:
+    try:
+        duration = Duration.parse(value, DURATIONS[key])
+    except ValueError as error:
+        refuse(key, f"{value!r} given, expected {error}")
+    if duration.value == 0 and key not in MAY_BE_ZERO:
+        never = ", or 0 to never evaluate" if key == "eval_interval" else ""
+        refuse(key, f"{value!r} given, expected more than 0{never}")
+
+
+def _check_choice(key: str, value: Any, layers: Sequence[Layer]) -> None:
+    choices = CHOICES[key]
+    if value in choices:
+        return
+    if "python:" in choices and str(value).startswith("python:"):
+        check_import_path(key, value, layers)
+        return
+    hint = ALTERNATIVES.get(key) or f"expected {either(choices)}"
+    nearest = _nearest_choice(str(value), choices, cutoff=0.85 if key in ALTERNATIVES else 0.75)
+    if nearest:
+        hint = f"did you mean {nearest}?" + ("" if key in ALTERNATIVES else f" ({hint})")
+    hint = hint.replace("python:", "python:package.module:Thing")
+    raise ConfigError(f"{source_of(key, layers)}: {key}: {value!r} is not known; {hint}")
+
+
+def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
+    if SYNONYMS.get(value.lower()) in choices:
+        return SYNONYMS[value.lower()]
+    begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def check_import_path(key: str, value: str, layers: Sequence[Layer]) -> None:
+    if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
+        raise ConfigError(
+            f"{source_of(key, layers)}: {key}: {value!r} given, expected an import path, python:package.module:Thing"
+        )
+
+
+def either(options: Sequence[str]) -> str:
+    *others, last = options
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """(key, number) of every number of a block; what is passed on to others' code is theirs to judge."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if dataclasses.is_dataclass(item):
+                yield from _numbers(item, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{key}[{index}]")
+    elif is_number(value):
+        yield key, value
+
+
+def _attribute(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part, None)
+    return config
