@@ -79,8 +79,8 @@ class AttentionConfig:
     attn_pdrop: float = 0.0
     """Dropout of attention probabilities, 0 to 1."""
     attn_impl: str = "auto"
-    """auto, sdpa, flex, flash (the flash-attn package where it is installed, else what auto chooses), reference; LLM
-    Foundry's torch is sdpa. How to compute, not what: a checkpoint does not depend on it."""
+    """auto, sdpa, blocked, flex, flash (the flash-attn package where it is installed, else what auto chooses),
+    reference; LLM Foundry's torch is sdpa. How to compute, not what: a checkpoint does not depend on it."""
     fused_qkv: bool = True
     """One matrix for q, k and v. Tensor parallelism needs three."""
     qk_ln: bool = False

@@ -349,37 +349,21 @@ def test_a_head_that_should_be_the_embedding_is_dropped_or_refused():
         from_hugging_face({**hf_state, "lm_head.weight": head + 1}, hf.build_hf_config(SMALL))
 
 
-def test_llm_foundry_folders_keep_biases_and_learned_positions():
-    config = replace(SMALL, attn_config=AttentionConfig(qk_ln=True), logit_scale="inv_sqrt_d_model")
-    model = random_model(config)
-    foundry = {
-        "model_type": "mpt",
-        "d_model": 48,
-        "n_heads": 4,
-        "n_layers": 3,
-        "max_seq_len": 32,
-        "vocab_size": 97,
-        "norm_eps": 1e-5,
-        "no_bias": False,
-        "logit_scale": "inv_sqrt_d_model",
-        "attn_config": {"attn_type": "multihead_attention", "attn_impl": "flash", "alibi": False, "qk_ln": True},
-        "ffn_config": {"ffn_type": "mptmlp"},
-    }
-    imported_config, state_dict = from_hugging_face(model.state_dict(), foundry)
-    assert imported_config == config
-    MPT(imported_config).load_state_dict(state_dict)
-
-
-FOUNDRY = {
+FOUNDRY_SIZES = {
     "model_type": "mpt",
     "d_model": 48,
     "n_heads": 4,
     "n_layers": 3,
     "max_seq_len": 32,
     "vocab_size": 97,
+    "norm_eps": 1e-5,
+}
+"""SMALL's, as the config.json of an LLM Foundry folder has them."""
+
+FOUNDRY = {
+    **FOUNDRY_SIZES,
     "learned_pos_emb": False,
     "norm_type": "rmsnorm",
-    "norm_eps": 1e-5,
     "no_bias": True,
     "attention_bias": False,
     "embedding_fraction": 0.5,
@@ -402,6 +386,21 @@ FOUNDRY = {
     },
     "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 80, "ffn_act_fn": {"name": "silu"}, "fc_type": "torch"},
 }
+
+
+def test_llm_foundry_folders_keep_biases_and_learned_positions():
+    config = replace(SMALL, attn_config=AttentionConfig(qk_ln=True), logit_scale="inv_sqrt_d_model")
+    model = random_model(config)
+    foundry = {
+        **FOUNDRY_SIZES,
+        "no_bias": False,
+        "logit_scale": "inv_sqrt_d_model",
+        "attn_config": {"attn_type": "multihead_attention", "attn_impl": "flash", "alibi": False, "qk_ln": True},
+        "ffn_config": {"ffn_type": "mptmlp"},
+    }
+    imported_config, state_dict = from_hugging_face(model.state_dict(), foundry)
+    assert imported_config == config
+    MPT(imported_config).load_state_dict(state_dict)
 
 
 def test_llm_foundry_folders_of_the_whole_family_are_read():
