@@ -15,7 +15,7 @@ from torch import nn
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.devices import keep_freed_memory
-from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.errors import DamagedCheckpointError, DataError, UserError
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, outline_tasks
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
@@ -32,7 +32,16 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
     found = find_models(config, tasks, device, shard)
-    all_results = [evaluate_one(config, tasks, device, *one) for one in found]
+    all_results = []
+    for subject, results, files in found:
+        try:
+            all_results.append(evaluate_one(config, tasks, device, subject, results, files))
+        except DamagedCheckpointError as error:
+            if not config.all_checkpoints:
+                raise
+            tell([f"models.{results.model}: passed over damaged checkpoint: {error}"])
+    if not all_results:
+        raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if place().rank == 0:
         print_table(all_results, Console())
         for path in write_tables(all_results, folder / config.suite):
@@ -88,7 +97,13 @@ def evaluate_one(
     results: Results,
     files: ResultFiles,
 ) -> Results:
-    model = subject.load()  # kept nowhere, so that one model alone takes memory
+    model, error = None, None
+    try:
+        model = subject.load()  # kept nowhere, so that one model alone takes memory
+    except UserError as caught:
+        error = caught
+    agree(error)
+    assert model is not None
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     progress = ProgressLine(results.model)
     evaluate(
@@ -117,6 +132,8 @@ def expand_models(config: EvalConfig) -> dict[str, str]:
     models = {}
     for name, where in config.models.items():
         found, notes = find_all_checkpoints(where)
+        if not found and "://" not in where and not Path(where).exists():
+            raise DataError(f"models: {where} does not exist; expected a run or a folder of checkpoints")
         if not found:
             raise DataError(f"models: {where} holds no checkpoint to be seen{''.join(f'; {note}' for note in notes)}")
         tell([f"models.{name}: {note}" for note in notes])

@@ -271,6 +271,7 @@ def _record(task: Prepared, numbered: tuple[int, Item], scores: dict[int, Score]
 
 def _generation_record(task: Prepared, item: Item, text: str) -> Record:
     record: Record = {"task": task.name, "index": item.index, "text": text, "answers": list(item.answers)}
+    record["num_trimmed"] = item.requests[0].num_trimmed
     if item.category is not None:
         record["category"] = item.category
     return {**record, "acc": int(is_right(task.config, text, item.answers))}

@@ -164,6 +164,12 @@ def _find_folder(
     where: str, folder: Path, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
 ) -> Subject:
     found = load_tokenizer(tokenizer or folder)
+    own = _own_tokenizer(folder) if tokenizer else None
+    if own is not None and own.fingerprint != found.fingerprint:
+        raise DataError(
+            f"models: {where} has another tokenizer of its own ({own.fingerprint}) than {tokenizer} "
+            f"({found.fingerprint}); leave tokenizer=… out"
+        )
     return Subject(
         source=where,
         save_id=_identify(folder),
@@ -172,6 +178,13 @@ def _find_folder(
         tokenizer=found,
         fingerprint=found.fingerprint,
     )
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer | None:
+    try:
+        return load_tokenizer(folder)
+    except DataError:  # there is none, or none that can be read: why another is named
+        return None
 
 
 def _load_folder(where: str, folder: Path, precision: str, device: torch.device, shard: Shard | None) -> Any:

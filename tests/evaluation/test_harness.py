@@ -289,7 +289,7 @@ def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here)
 
 
 @pytest.mark.multiprocess
-def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here):
+def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here, capsys):
     write_data(here / "data")
     blocks = {
         "tokenizer": {"name": "tokenizer"},
@@ -335,6 +335,9 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     with pytest.raises(CheckpointError, match=r"ba4/shard-00000.safetensors") as error:
         load_subject("runs/tiny", device=CPU)
     assert "\n" not in str(error.value)
+    scripts.eval.main(["--all-checkpoints", "runs/tiny", "icl_tasks=[choice]", "suite=damaged"])
+    assert "models.tiny-ba4: passed over damaged checkpoint: " in capsys.readouterr().err
+    assert [path.stem for path in (here / "results/damaged").glob("*.json")] == ["tiny-ba2"]
     shard.unlink()
     subject = load_subject("runs/tiny", device=CPU)
     assert subject.source.endswith("ba2")
@@ -352,6 +355,14 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         with pytest.raises(DataError) as error:
             load_subject(where, device=CPU)
         assert str(error.value) == message
+    with pytest.raises(DataError, match="models: nowhere does not exist; expected a run or a folder of checkpoints"):
+        scripts.eval.main(["--all-checkpoints", "nowhere"])
+    train_tokenizer(["something else"] * 3, 280).save("other")
+    with pytest.raises(DataError, match=r"models: model has another tokenizer of its own \(sha256:\w+\) than other \("):
+        load_subject("model", tokenizer="other", device=CPU)
+    for path in (here / "model").glob("tokenizer*"):
+        path.unlink()
+    assert load_subject("model", tokenizer="tokenizer", device=CPU).source == "model"
     (here / "icl.yaml").write_text("icl_tasks: [choice]\n")
     with pytest.raises(ConfigError, match="models: none given; name one"):
         load_eval_config(["icl.yaml"])
@@ -559,6 +570,11 @@ def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, 
     told = capsys.readouterr().out
     assert "1 skipped (an answer without tokens); 2 asked" in told
     assert "1 with a context cut to fit the model, of 2 items" in told
+    write = {"label": "w", "icl_task_type": "generation_task_with_answers", "dataset_uri": "w.jsonl"}
+    (here / "w.jsonl").write_text(json.dumps({"context": TEXT * 9, "answer": "a cat"}))
+    (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [write]}))
+    scripts.eval.main(["icl.yaml"])
+    assert "w/0-shot: 1 with a context cut to fit the model, of 1 items" in " ".join(capsys.readouterr().out.split())
 
 
 def test_standard_errors():
