@@ -48,11 +48,16 @@ def keep_freed_memory() -> None:
     glibc maps each large tensor anew, and its first touch costs a page fault for every 4 KiB: a sixth of a step of the
     124M model in bf16. A process holds on to its peak instead, which a step needs again at once.
     """
-    if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, -1)
+    if not torch.cuda.is_available() and platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def return_freed_memory() -> None:
+    """What is resident is in use, for a while."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4

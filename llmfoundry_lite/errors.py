@@ -34,6 +34,10 @@ class NonFiniteError(UserError):
     """The loss or the gradient of a batch is not finite, and the policy says stop."""
 
 
+class OutOfMemoryError(UserError):
+    """A step needs more memory than the device has."""
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be written, read, or fitted to this run."""
 

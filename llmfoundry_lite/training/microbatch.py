@@ -6,10 +6,9 @@ from its own measurements that its device has the room. What a step takes grows 
 two measurements tell the rest. The gradient does not depend on the choice; its digits do, as with any microbatch.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import torch
@@ -18,10 +17,8 @@ from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.exchange import max_of
-from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch import place
-from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import local
 
@@ -107,34 +104,6 @@ def _does_not_fit(seq_len: int, needs: str, had: int, advise: Callable[[], str])
     )
 
 
-def advise_less_memory(config: TrainConfig, world_size: int, local_world_size: int, device_type: str) -> str:
-    """The three settings that by the estimate of `plan.memory` save the most, the best first, with what they save."""
-    config = dataclasses.replace(config, device_train_microbatch_size=1)
-    now = estimate_training_memory(config, world_size, local_world_size)
-    changes: dict[str, dict[str, Any]] = {
-        "fsdp_config.sharding_strategy: FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
-        "fsdp_config.activation_checkpointing: true": {"activation_checkpointing": True},
-        "fsdp_config.reduce_every_microbatch: true": {"reduce_every_microbatch": True},
-        "fsdp_config.mixed_precision: PURE": {"mixed_precision": "PURE"},
-    }
-    options = {
-        text: dataclasses.replace(config, fsdp_config=dataclasses.replace(config.sharding, **change))
-        for text, change in changes.items()
-    }
-    options["precision: amp_bf16"] = dataclasses.replace(config, precision="amp_bf16")
-    saved = {
-        text: now.total_bytes - estimate_training_memory(option, world_size, local_world_size).total_bytes
-        for text, option in options.items()
-    }
-    twice = estimate_training_memory(config, 2 * world_size, local_world_size).total_bytes
-    saved["twice as many devices"] = now.total_bytes - twice
-    if device_type == "cuda" and not config.sharding.offload_optimizer:
-        saved["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
-    best = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])[:3]
-    words = [f"{text} (saves about {saved[text] / GIB:.2f} GiB)" for text in best]
-    return f"; what helps most: {', '.join(words)}" if words else ""
-
-
 def _measure(model: LanguageModel, num_samples: int, seq_len: int, meter: Meter, accumulates: bool) -> int:
     is_cuda = devices.device_type() == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -198,6 +167,7 @@ class ResidentMeter:
         self.num_local_ranks = num_local_ranks or place().local_world_size
 
     def reset(self) -> None:
+        devices.return_freed_memory()
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak becomes what is resident now, says proc(5)
 

@@ -19,6 +19,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.exchange import tell_all
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch import (
     Preempted,
@@ -47,7 +48,8 @@ from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
-from llmfoundry_lite.training.microbatch import advise_less_memory, choose_microbatch_size
+from llmfoundry_lite.training.memory import advise_less_memory, as_out_of_memory
+from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.trainer import GroupedTrainer
 
@@ -79,10 +81,12 @@ def train(config: TrainConfig) -> None:
             export(config, trainer, run.folder / "huggingface")
     except BaseException as error:
         preempted = as_preempted(error, preemption)
-        text = describe(preempted or error).splitlines()[-1].removeprefix("error: ")
-        run.fail("preempted" if preempted else "failed", text)
-        if preempted is None:
+        told = preempted or (trainer and explain_memory(error, config, trainer)) or error
+        run.fail("preempted" if preempted else "failed", describe(told).splitlines()[-1].removeprefix("error: "))
+        if told is error:
             raise
+        if preempted is None:
+            raise told from error
         preemption.consume_stop_file()
         if preempted.is_orderly and trainer is not None:
             trainer.close()
@@ -102,6 +106,11 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
     if reason and is_lost_peer(error):
         return Preempted(f"preempted by {reason} while another rank was leaving; the last save stands")
     return None
+
+
+def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer) -> OutOfMemoryError | None:
+    size = trainer.state.device_train_microbatch_size
+    return as_out_of_memory(error, config, batch_of(trainer), size if isinstance(size, int) else 1)
 
 
 def start_process_group(config: TrainConfig) -> None:

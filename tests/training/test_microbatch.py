@@ -12,7 +12,8 @@ from torch import nn
 from llmfoundry_lite.config.load import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import microbatch
-from llmfoundry_lite.training.microbatch import ResidentMeter, advise_less_memory, choose_microbatch_size
+from llmfoundry_lite.training.memory import advise_less_memory
+from llmfoundry_lite.training.microbatch import ResidentMeter, choose_microbatch_size
 from tests.helpers.launch import ROOT, launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
