@@ -9,13 +9,15 @@ import torch
 
 import scripts.eval
 from llmfoundry_lite.config.load import load_eval_config, load_tasks
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, mean_and_error
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
 from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.scoring import Score
+from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.launch import launch, train
@@ -298,6 +300,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         "eval_interval": "2ba",
         "save_interval": "2ba",
         "max_duration": "4ba",
+        "export_at_end": True,
     }
     path = write_config(here / "tiny.yaml", tiny_config(here / "data", **blocks))
     train([path], here, 2).check()
@@ -309,6 +312,12 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         subject.model, subject.tokenizer, load_tasks(["choice"], "evals"), Results(model="", suite="", source="")
     )
     assert results.average == records[-1]["eval/icl/average"]
+    exported = load_subject("runs/tiny/huggingface", device=CPU)
+    same = evaluate(
+        exported.model, exported.tokenizer, load_tasks(["choice"], "evals"), Results(model="", suite="", source="")
+    )
+    for name, record in results.tasks.items():
+        assert {**same.tasks[name], "seconds": 0} == {**record, "seconds": 0}
 
     (here / "icl.yaml").write_text("icl_tasks: [choice]\nmodels: {tiny: runs/tiny}\nsuite: curve\n")
     scripts.eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
@@ -575,6 +584,52 @@ def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, 
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [write]}))
     scripts.eval.main(["icl.yaml"])
     assert "w/0-shot: 1 with a context cut to fit the model, of 1 items" in " ".join(capsys.readouterr().out.split())
+
+
+def ask_by_hand(kind, rows, nats, greedy=()):
+    """Results and items of a task whose requests' summed log-probabilities are given."""
+
+    class Known:
+        shares_prefixes, max_seq_len, vocab_size = True, 64, 384
+
+    class Words:
+        eos_token_id, beginning = 0, []
+
+        def encode(self, text):
+            return [1 + sum(map(ord, word)) % 300 for word in text.split()]
+
+    found = {i: Score(value, i in greedy) for i, value in enumerate(nats)}
+    config = TaskConfig(label="t", icl_task_type=kind, dataset_uri="")
+    task = prepare(config, rows, 0, Words(), max_seq_len=64, tokenization="separate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "score", lambda *_: [found])
+        return harness.run_task(Known(), Words(), task, 64, lambda *_: None, (0, 1))
+
+
+def test_three_scores_by_hand():
+    """Two words of 5 letters and a space, three of 2 letters: what is best depends on what the sum is divided by."""
+    rows = [{"query": "q", "choices": ["a", "bbbbbb cccccc", "d e f"], "gold": 2}] * 2
+    record, items = ask_by_hand("multiple_choice", rows, [-3.0, -4.0, -4.5, -1.0, -2.0, -3.0])
+    # -3, -4, -4.5; over 1, 2 and 3 tokens -3, -2, -1.5; over 1, 13 and 5 characters -3, -0.31, -0.9.
+    assert items[0]["chosen"] == {"acc_per_token": 2, "acc": 0, "acc_norm": 1}
+    # -1, -2, -3: the same for each token, where the first counts; over characters -1, -0.15, -0.6.
+    assert items[1]["chosen"] == {"acc_per_token": 0, "acc": 0, "acc_norm": 1}
+    assert [item["tie"]["acc_per_token"] for item in items] == [False, True]
+    assert (record["acc_per_token"], record["acc"], record["acc_norm"], record["num_ties"]) == (0.5, 0, 0, 1)
+    assert record["acc_per_token_stderr"] == pytest.approx(0.5) and record["chance"] == pytest.approx(1 / 3)
+
+
+def test_a_schema_by_hand():
+    rows = [{"context_options": ["a b", "c"], "continuation": "d e", "gold": 0}] * 2
+    record, items = ask_by_hand("schema", rows, [-2.0, -3.0, -2.0, -1.0])
+    assert [item["chosen"]["acc"] for item in items] == [0, 1] and record["acc_per_token"] == 0.5
+
+
+def test_language_modelling_by_hand():
+    """Right is what is the likeliest token by token; perplexity is of a whole answer, as in lm-evaluation-harness."""
+    rows = [{"context": "a", "continuation": "b c"}, {"context": "a", "continuation": "d"}]
+    record, _ = ask_by_hand("language_modeling", rows, [-2.0, -1.0], greedy={1})
+    assert record["acc"] == 0.5 and record["perplexity"] == pytest.approx(math.exp(1.5))
 
 
 def test_standard_errors():

@@ -31,17 +31,18 @@ MODELS = {
     "RoPE, shared heads": (with_attention(rope=True, attn_type="grouped_query_attention", kv_n_heads=2), "sdpa"),
     "a window": (with_attention(alibi=True, sliding_window_size=5), "sdpa"),
     "untied": (replace(SMALL, tie_word_embeddings=False), "sdpa"),
-    "reference": (with_attention(alibi=True), "reference"),
-    "flex": (with_attention(alibi=True), "flex"),
 }
+for implementation in ("reference", "blocked", "flex"):
+    for name in ("learned positions", "ALiBi", "RoPE, shared heads"):
+        MODELS[f"{name}, {implementation}"] = (MODELS[name][0], implementation)
 
 
-def build(config=SMALL, attn_impl="sdpa"):
+def build(config=SMALL, attn_impl="sdpa", device=CPU):
     torch.manual_seed(0)
     model = MPT(config, attn_impl).eval().requires_grad_(False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return TreeModel(model, CPU)
+    return TreeModel(model.to(device), device)
 
 
 def request(context, continuation):
@@ -84,6 +85,19 @@ def all_scores(model, groups, max_batch_tokens=256, world_size=1):
     return found
 
 
+def decisions(groups, scores):
+    """Of each group: the choice by sum, per token and per character (here two to a token, and one to the last)."""
+    found, number = [], 0
+    for group in groups:
+        sums = [scores[number + i].log_probability for i in range(len(group))]
+        number += len(group)
+        sizes = [len(r.continuation) for r in group]
+        rated = (sums, [x / n for x, n in zip(sums, sizes, strict=True)])
+        rated += ([x / (2 * n - 1) for x, n in zip(sums, sizes, strict=True)],)
+        found.append([values.index(max(values)) for values in rated])
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shared", [0, 40])
 def test_scores_are_those_of_one_forward_pass_for_each_choice(name, shared):
@@ -91,13 +105,28 @@ def test_scores_are_those_of_one_forward_pass_for_each_choice(name, shared):
     found, expected = all_scores(model, groups), one_by_one(model, groups)
     assert found.keys() == expected.keys()
     for number, value in expected.items():
-        assert found[number].log_probability == pytest.approx(value.log_probability, abs=1e-5 * len(groups[0]))
+        assert found[number].log_probability == pytest.approx(value.log_probability, abs=1e-5, rel=0)
         assert found[number].is_greedy == value.is_greedy
+    assert decisions(groups, found) == decisions(groups, expected)
     # Plain rows too, as of a task without choices: those an implementation computes in its own way.
     alone = all_scores(model, [group[:1] for group in groups], max_batch_tokens=1)
     numbers = itertools.accumulate([0, *(len(group) for group in groups[:-1])])
     for i, number in enumerate(numbers):
-        assert alone[i].log_probability == pytest.approx(expected[number].log_probability, abs=3e-5)
+        assert alone[i].log_probability == pytest.approx(expected[number].log_probability, abs=1e-5, rel=0)
+        assert alone[i].is_greedy == expected[number].is_greedy
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("implementation", ["sdpa", "flex"])
+@pytest.mark.parametrize("name", ["learned positions", "ALiBi", "RoPE, shared heads"])
+def test_scores_on_a_gpu_are_those_of_one_forward_pass_for_each_choice_on_a_cpu(name, implementation):
+    config = replace(MODELS[name][0], d_model=256)  # heads as wide as kernels like them
+    groups = questions(23, shared=40)
+    expected = one_by_one(build(config), groups)
+    found = all_scores(build(config, implementation, torch.device("cuda")), groups)
+    for number, value in expected.items():
+        assert found[number].log_probability == pytest.approx(value.log_probability, abs=1e-3, rel=1e-4)
 
 
 def test_results_do_not_depend_on_how_many_ranks_share_the_work():
@@ -121,6 +150,7 @@ def test_equal_choices_score_equally_to_the_last_bit():
 
 
 def test_nothing_is_computed_twice():
+    """LLM Foundry and lm-evaluation-harness read the context again for every choice."""
     context = list(range(10))
     row = Row()
     for number, continuation in enumerate(([20, 21, 22], [20, 21, 23], [30])):
@@ -161,6 +191,7 @@ def test_a_fixed_beginning_is_shared_by_many_items():
 
 
 def test_batches_are_little_more_than_their_tokens():
+    """LLM Foundry pads every item to the model's length."""
     batches = pack(questions(200, seed=3), 512)
     used = sum(len(row) for batch in batches for row in batch.rows)
     computed = sum(batch.width * len(batch.rows) for batch in batches)

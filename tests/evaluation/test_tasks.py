@@ -121,10 +121,19 @@ FIRST = {
         ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
         ["Ann saw Bob, for Ann|\nhid.", "Ann saw Bob, for Bob|\nhid."],
     ),
+    ("schema", ""): (
+        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
+        # What `Annhid` swallows of the context stays with it.
+        ["Ann saw Bob, for Ann|.", "Ann saw Bob, for Bob|."],
+    ),
     ("language_modeling", " "): (["One two| three"], ["One two| three"]),
     ("language_modeling", "\nAnswer: "): (["One two\nAnswer:| three"], ["One two\nAnswer:| three"]),
     ("language_modeling", "\n"): (["One two| three"], ["One two|\nthree"]),
+    # Of `One twothree` nothing is beyond the context: skipped, and the second row is the first that is asked.
+    ("language_modeling", ""): (["One two| three"], ["Red, amber,|green"]),
     ("generation_task_with_answers", " "): (["2 + 2?|"], ["2 + 2?|"]),
+    ("generation_task_with_answers", "\n"): (["2 + 2?|"], ["2 + 2?|"]),
+    ("generation_task_with_answers", ""): (["2 + 2?|"], ["2 + 2?|"]),
     ("generation_task_with_answers", "\nAnswer: "): (["2 + 2?\nAnswer:|"], ["2 + 2?\nAnswer:|"]),
 }
 
@@ -206,6 +215,52 @@ def test_two_examples_before_a_question(kind, plain, full, tokenization):
         ((*_, last),) = texts_of(task(kind, **settings), shots=2, tokenization=tokenization)
         gold = last if kind != "multiple_choice" else texts_of(task(kind, **settings), shots=2)[0][1]
         assert gold == expected
+
+
+NEXT = {
+    # (type, between examples, before the answer) -> the second row after the first, apart and jointly if that differs
+    ("multiple_choice", "\n", " "): ["Is ice cold? yes\nIs fire cold?| yes"],
+    ("multiple_choice", "\n\n", " "): ["Is ice cold? yes\n\nIs fire cold?| yes"],
+    ("multiple_choice", "\n", "\nAnswer: "): ["Is ice cold?\nAnswer: yes\nIs fire cold?\nAnswer:| yes"],
+    ("multiple_choice", "\n\n", "\nAnswer: "): ["Is ice cold?\nAnswer: yes\n\nIs fire cold?\nAnswer:| yes"],
+    ("multiple_choice", "\n", "\n"): [
+        "Is ice cold?\nyes\nIs fire cold?| yes",
+        "Is ice cold?\nyes\nIs fire cold?|\nyes",
+    ],
+    ("multiple_choice", "\n\n", ""): ["Is ice cold?yes\n\nIs fire cold?| yes", "Is ice cold?yes\n\nIs fire cold?|yes"],
+    ("schema", "\n", " "): ["Ann saw Bob, for Bob hid.\nAnn fed Bob, for Ann| cooks."],
+    ("schema", "\n\n", " "): ["Ann saw Bob, for Bob hid.\n\nAnn fed Bob, for Ann| cooks."],
+    ("schema", "\n", "\nAnswer: "): ["Ann saw Bob, for Bob\nAnswer: hid.\nAnn fed Bob, for Ann\nAnswer:| cooks."],
+    ("schema", "\n\n", "\nAnswer: "): ["Ann saw Bob, for Bob\nAnswer: hid.\n\nAnn fed Bob, for Ann\nAnswer:| cooks."],
+    ("schema", "\n", "\n"): [
+        "Ann saw Bob, for Bob\nhid.\nAnn fed Bob, for Ann| cooks.",
+        "Ann saw Bob, for Bob\nhid.\nAnn fed Bob, for Ann|\ncooks.",
+    ],
+    ("schema", "\n\n", ""): [
+        "Ann saw Bob, for Bobhid.\n\nAnn fed Bob, for Ann| cooks.",
+        "Ann saw Bob, for Bobhid.\n\nAnn fed Bob, for Ann|.",
+    ],
+    ("language_modeling", "\n", " "): ["One two three\nRed, amber,| green"],
+    ("language_modeling", "\n\n", " "): ["One two three\n\nRed, amber,| green"],
+    ("language_modeling", "\n", "\nAnswer: "): ["One two\nAnswer: three\nRed, amber,\nAnswer:| green"],
+    ("language_modeling", "\n\n", "\nAnswer: "): ["One two\nAnswer: three\n\nRed, amber,\nAnswer:| green"],
+    ("language_modeling", "\n", "\n"): ["One two\nthree\nRed, amber,| green", "One two\nthree\nRed, amber,|\ngreen"],
+    ("language_modeling", "\n\n", ""): ["One twothree\n\nRed, amber,| green", "One twothree\n\nRed, amber,|green"],
+    ("generation_task_with_answers", "\n", " "): ["2 + 2? Two twos.4\n3 + 3?|"],
+    ("generation_task_with_answers", "\n\n", " "): ["2 + 2? Two twos.4\n\n3 + 3?|"],
+    ("generation_task_with_answers", "\n", "\nAnswer: "): ["2 + 2?\nAnswer: Two twos.4\n3 + 3?\nAnswer:|"],
+    ("generation_task_with_answers", "\n\n", "\nAnswer: "): ["2 + 2?\nAnswer: Two twos.4\n\n3 + 3?\nAnswer:|"],
+    ("generation_task_with_answers", "\n", "\n"): ["2 + 2?\nTwo twos.4\n3 + 3?|"],
+    ("generation_task_with_answers", "\n\n", ""): ["2 + 2?Two twos.4\n\n3 + 3?|"],
+}
+
+
+@pytest.mark.parametrize(("kind", "between", "before"), NEXT)
+def test_a_question_after_an_example(kind, between, before):
+    config = task(kind, example_delimiter=between, continuation_delimiter=before, **FIXED)
+    apart, jointly = NEXT[kind, between, before][0], NEXT[kind, between, before][-1]
+    assert texts_of(config, shots=1)[0][0] == apart
+    assert texts_of(config, shots=1, tokenization="joint")[0][0] == jointly
 
 
 def test_a_prompt_alone_is_followed_by_the_delimiter():
