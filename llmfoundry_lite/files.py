@@ -22,8 +22,13 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 def sync_folder(folder: Path) -> None:
     """Bring the files of a folder, and the folder itself, to disk before it is renamed."""
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

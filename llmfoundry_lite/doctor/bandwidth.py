@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from llmfoundry_lite.devices import device_type
-from llmfoundry_lite.doctor.finding import GIB, MIB, Finding, Machine, Status
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status
 from llmfoundry_lite.doctor.places import all_devices, measure_seconds
-from llmfoundry_lite.hardware import Accelerator, find_accelerator
+from llmfoundry_lite.hardware import GIB, MIB, Accelerator, find_accelerator
 
 LOWEST_SHARE_OF_MEMORY = 0.6
 """Of the datasheet's bandwidth; plain copies reach 0.75 to 0.9."""

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_type, vendor
 from llmfoundry_lite.doctor.alone import PRELOAD, describe_end, forkserver, last_words, reason, start
-from llmfoundry_lite.doctor.finding import MIB, Finding, Machine, Status, shorten
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.places import measure_seconds
+from llmfoundry_lite.hardware import MIB
 
 Sabotage = Callable[[int], None]
 """Called with the rank when its process group stands; tests break something there."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmfoundry_lite.devices import device_name
-from llmfoundry_lite.doctor.finding import GIB, Finding, Machine, Status
-from llmfoundry_lite.hardware import find_accelerator
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+from llmfoundry_lite.hardware import GIB, find_accelerator
 
 
 class Device(NamedTuple):

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llmfoundry_lite.doctor.finding import GIB, MIB, Finding, Machine, Status
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+from llmfoundry_lite.hardware import GIB, MIB
 
 CHECKPOINT_BYTES = 12e9
 """Of 1 G parameters."""

@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-GIB = 1 << 30
-MIB = 1 << 20
 INSTALL = "make install, or pip install --no-deps -r requirements-without-torch.txt where the image brings torch"
 
 

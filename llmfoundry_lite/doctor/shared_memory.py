@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from llmfoundry_lite.data import shared_memory
-from llmfoundry_lite.doctor.finding import GIB, Finding, Machine, Status
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+from llmfoundry_lite.hardware import GIB
 
 ENOUGH_BYTES = GIB
 """Containers get 64 MiB unless told otherwise, with which loader workers and NCCL end in bus errors."""

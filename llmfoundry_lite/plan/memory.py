@@ -10,11 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
+from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_parameters
 
 FP32_BYTES = 4
-MIB = 1 << 20
-GIB = 1 << 30
 LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
 OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}

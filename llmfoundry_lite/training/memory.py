@@ -10,10 +10,9 @@ import torch
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OutOfMemoryError
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.plan.memory import estimate_training_memory
-
-GIB = 1 << 30
 
 
 def as_out_of_memory(

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.exchange import max_of
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import local
 
 MARGIN = 0.95
 """Of the limit may be planned for: allocators fragment, and other ranks' buffers come and go."""
-GIB = 1 << 30
 
 
 class Meter(Protocol):

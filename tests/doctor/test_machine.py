@@ -16,8 +16,9 @@ from llmfoundry_lite.data import shared_memory as blocks_of_runs
 from llmfoundry_lite.doctor import devices, limits, shared_memory, versions
 from llmfoundry_lite.doctor.devices import Device
 from llmfoundry_lite.doctor.examine import CHECKS, as_dict, examine, exit_code, print_table
-from llmfoundry_lite.doctor.finding import GIB, Finding, Machine, Status
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status
 from llmfoundry_lite.doctor.versions import Build
+from llmfoundry_lite.hardware import GIB
 from tests.doctor.broken_checks import answer, crash, hang, segfault
 from tests.doctor.test_faults import QUICK, by_name
 

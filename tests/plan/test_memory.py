@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plan.memory import GIB, MemoryEstimate, estimate_memory
+from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 GROUPED = {"attn_type": "multiquery_attention"}

@@ -6,7 +6,6 @@ the tensors mean is the layouts'.
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llmfoundry_lite.errors import ExportError
+from llmfoundry_lite.files import sync, sync_folder
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -38,12 +38,11 @@ def published(folder: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         draft.mkdir(parents=True)
         yield draft
-        for path in (*draft.iterdir(), draft):
-            _flush(path)
+        sync_folder(draft)
         if folder.exists():
             folder.rename(replaced)
         draft.rename(folder)
-        _flush(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
@@ -158,11 +157,3 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
