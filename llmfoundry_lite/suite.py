@@ -33,7 +33,8 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     folder = Path(config.results_folder)
     found = find_models(config, tasks, device, shard)
     all_results = []
-    for subject, results, files in found:
+    while found:
+        subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
             all_results.append(evaluate_one(config, tasks, device, subject, results, files))
         except DamagedCheckpointError as error:
@@ -55,7 +56,7 @@ def find_models(
     config: EvalConfig, tasks: Sequence[TaskConfig], device: torch.device, shard: Shard | None
 ) -> list[tuple[Subject, Results, ResultFiles]]:
     """Everything that can be refused without reading weights is, on all ranks."""
-    asked, found, error = [], [], None
+    asked, found, tokenizers, error = [], [], {}, None
     try:
         asked = outline_tasks(tasks, config.tokenization, config.limit)
     except UserError as caught:
@@ -70,6 +71,8 @@ def find_models(
             subject = find_subject(
                 where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
             )
+            like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
+            subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
             tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
             results = Results(
                 model=name,
@@ -195,7 +198,7 @@ class ProgressLine:
 
     def __init__(self, model: str):
         self.model = model
-        self.task, self.started = "", 0.0
+        self.task, self.started, self.is_done = "", 0.0, False
         self.is_terminal = sys.stderr.isatty()
         self.is_main = place().rank == 0
 
@@ -203,7 +206,10 @@ class ProgressLine:
         if not self.is_main:
             return
         if task != self.task:
-            self.task, self.started = task, time.monotonic()
+            self.task, self.started, self.is_done = task, time.monotonic(), False
+        if self.is_done:  # with several ranks the last items are told of twice
+            return
+        self.is_done = done == total
         seconds = time.monotonic() - self.started
         text = f"{self.model} · {task} · {done}/{total}"
         if done == total:

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -348,7 +349,9 @@ class ResultFiles:
         self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
         self.known: Record = {}
-        self.lines: dict[str, list[str]] = {}
+        self.num_lines: Counter[str] = Counter()
+        self.lines: dict[str, list[str]] | None = None
+        """Read when there is something to write: a learning curve has many of these objects."""
         if not self.is_main:
             return
         there = next(place for place in self.path.absolute().parents if place.exists())
@@ -360,10 +363,18 @@ class ResultFiles:
             except DataError as error:
                 if not redo:
                     raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from None
-        if self.known and self.items_path.exists():
-            for line in self.items_path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # a torn line belongs to a task that is done again
-                    self.lines.setdefault(json.loads(line)["task"], []).append(line)
+        self.num_lines = Counter(task for task, _ in self._read_lines())
+
+    def _read_lines(self) -> Iterator[tuple[str, str]]:
+        """(task, line) of the items that are here and of a result."""
+        if not self.known or not self.items_path.exists():
+            return
+        with self.items_path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(
+                    ValueError, KeyError, TypeError
+                ):  # a torn line belongs to a task that is done again
+                    yield json.loads(line)["task"], line.rstrip("\n")
 
     def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
         """Raises DataError, naming what is there and what is asked, where a finished task would be lost."""
@@ -394,7 +405,7 @@ class ResultFiles:
         return ""
 
     def _is_whole(self, name: str) -> bool:
-        return len(self.lines.get(name, [])) == self.known["tasks"][name]["n"]
+        return self.num_lines[name] == self.known["tasks"][name]["n"]
 
     def find(self, task: Prepared, results: Results) -> Record | None:
         """The finished result of this very task on this very model, if it is here."""
@@ -410,6 +421,10 @@ class ResultFiles:
     def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
         if not self.is_main:
             return
+        if self.lines is None:
+            self.lines = {}
+            for task, line in self._read_lines():
+                self.lines.setdefault(task, []).append(line)
         self.lines[name] = [json.dumps(item) for item in items]
         tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
         self.path.parent.mkdir(parents=True, exist_ok=True)

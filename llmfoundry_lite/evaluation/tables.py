@@ -75,7 +75,9 @@ def print_blocks(
     for number, block in enumerate(_blocks(headers, [cells for _, cells in rows], console.width - first)):
         if number:
             console.print()
-        table = lean_table(title if number == 0 else None)
+        else:
+            console.print(Text(title, style="italic"))  # not the table's, to whose width it would be folded
+        table = lean_table(None)
         table.add_column("model", max_width=first, overflow="fold")
         for i in block:
             table.add_column(Text(headers[i]), justify="right")
