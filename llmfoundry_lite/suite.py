@@ -211,11 +211,13 @@ class ProgressLine:
             return
         self.is_done = done == total
         seconds = time.monotonic() - self.started
-        text = f"{self.model} · {task} · {done}/{total}"
+        filled = 20 * done // max(total, 1)
+        bar = f" {'━' * filled}{'─' * (20 - filled)}" if self.is_terminal else " ·"
+        text = f"{self.model} · {task}{bar} {done:,}/{total:,}"
         if done == total:
             text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
         elif done:
-            text += f" · ETA {seconds * (total - done) / done:.0f} s"
+            text += f" · ETA {datetime.timedelta(seconds=round(seconds * (total - done) / done))}"
         if self.is_terminal:
             print(f"\r\033[K{text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
         elif done == total:
