@@ -7,7 +7,6 @@ Owns the commands, their options, and what a failure looks like: one line on sta
 answers at once.
 """
 
-import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -127,20 +126,23 @@ def bench_train(
         bool, typer.Option("--growth", help="Instead: how a step grows with parameters, sequence and batch.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="Of --growth: fp32 or bf16.")] = "bf16",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the result to this folder, as JSON and Markdown.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer's side.")] = None,
 ) -> None:
     """A training step through the Trainer beside LLM Foundry's, a bare loop and the matrix products it is made of."""
-    from llmfoundry_lite.bench.train import run, run_growth
+    from llmfoundry_lite.bench import growth as bench_growth
+    from llmfoundry_lite.bench import train
 
     if growth:
-        report = run_growth(dtype, num_steps, num_rounds)
+        report = bench_growth.run_growth(dtype, num_steps, num_rounds)
     else:
-        report = run(
+        report = train.run(
             *(shape, seq_len, batch_size, num_steps, num_rounds), peer_python=peer_python, overrides=overrides or ()
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    if out is not None:
+        (bench_growth if growth else train).write_report(report, out)
 
 
 @bench.command("prepare")

@@ -1,14 +1,15 @@
 """A training step through our Trainer path beside what it is made of and beside its peers.
 
-llmfoundry-lite bench train --seq-len 512 --batch-size 4 --peer-python foundry/bin/python
-llmfoundry-lite bench train --growth
+llmfoundry-lite bench train --seq-len 512 --batch-size 4 --peer-python foundry/bin/python --out results
 
 Every measurement is a process of its own, and the processes take turns, so that a machine that is slow for a while
 is slow for all of them. Reported is the median step. What the steps are held against is the rate of matrix products
 of the model's own shapes, forward and backward, measured in the same turns.
 """
 
+import datetime
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from llmfoundry_lite.bench import train_peer
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.devices import device_name, device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,6 +55,8 @@ SIDES = {
 }
 """In the order of the table. LLM Foundry's and the plain model's bf16 is autocast."""
 
+HEADINGS = ["step", "seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"]
+
 
 def run(
     shape: str,
@@ -66,7 +71,7 @@ def run(
     """Measure all sides, print a table, return it as a dictionary. `overrides` (key=value) go to the Trainer's side."""
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
-    console = Console()
+    console, load_average = Console(), os.getloadavg()[0]
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
     sides = [f"{side} {dtype}" for dtype in DTYPES for side in SIDES if side != "foundry" or peer_python]
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -74,11 +79,14 @@ def run(
         for side in sides:
             console.print(f"round {round_number + 1}/{num_rounds}: {side}")
             task = {"side": side, "overrides": list(overrides), **settings}
-            results[side].append(_measure_in_a_process(task, peer_python))
+            results[side].append(measure_in_a_process(task, peer_python))
     model = ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
     flops = count_flops_per_token(model, seq_len) * batch_size * seq_len
     report: dict[str, Any] = {
         **settings,
+        "num_rounds": num_rounds,
+        "date": datetime.date.today().isoformat(),
+        "load_average": load_average,
         "device": device_name(),
         "torch": torch.__version__,
         "num_threads": torch.get_num_threads(),
@@ -122,78 +130,66 @@ def compare(report: dict[str, Any]) -> list[tuple[str, float, str]]:
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
-    title = f"{report['num_parameters']:,} parameters, {report['batch_size']} x {report['seq_len']} tokens"
-    table = Table(title=f"{title}, {report['device']}, {report['num_threads']} threads")
-    table.add_column("step")
-    for heading in ("seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"):
+    table = Table(title=title_of(report))
+    table.add_column(HEADINGS[0])
+    for heading in HEADINGS[1:]:
         table.add_column(heading, justify="right")
+    for row in rows_of(report):
+        table.add_row(*row)
+    console.print(table)
+    for line in ratios_of(report):
+        console.print(line, highlight=False)
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """train-SHAPE-LENGTH.json (everything) and .md (the table), named for what was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"train-{report['shape']}-{report['seq_len']}"
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = [
+        "# A training step, beside its peers and its own matrix products",
+        "",
+        f"`llmfoundry-lite bench train`, {report['date']}, torch {report['torch']}: {title_of(report)}; the median of "
+        f"{report['num_rounds']} x {report['num_steps']} steps; load average before it {report['load_average']:.1f}.",
+        "",
+        *markdown_table([HEADINGS, *rows_of(report)]),
+        "",
+        *(f"- {line}" for line in ratios_of(report)),
+    ]
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def title_of(report: dict[str, Any]) -> str:
+    tokens = f"{report['num_parameters']:,} parameters, {report['batch_size']} x {report['seq_len']} tokens"
+    return f"{tokens}, {report['device']}, {report['num_threads']} threads"
+
+
+def rows_of(report: dict[str, Any]) -> list[list[str]]:
+    rows = []
     for side, result in report["sides"].items():
         name, dtype = side.split()
-        tokens, is_products = result["tokens_per_sec"], result["tokens_per_sec"] is None
-        table.add_row(
-            f"{SIDES[name]}, {dtype}",
-            f"{result['step_seconds']:.3f}",
-            "" if is_products else f"{tokens:,.0f}",
-            f"{result['flops_per_sec'] / 1e9:,.0f}",
-            "" if is_products else f"{result['peak_bytes'] / (1 << 30):.2f}",
+        tokens = result["tokens_per_sec"]
+        is_products = tokens is None
+        rows.append(
+            [
+                f"{SIDES[name]}, {dtype}",
+                f"{result['step_seconds']:.3f}",
+                "" if is_products else f"{tokens:,.0f}",
+                f"{result['flops_per_sec'] / 1e9:,.0f}",
+                "" if is_products else f"{result['peak_bytes'] / GIB:.2f}",
+            ]
         )
-    console.print(table)
-    for what, value, aim in compare(report):
-        console.print(f"{what}: {value:.2f}{f' ({aim})' if aim else ''}", highlight=False)
+    return rows
 
 
-# ----------------------------------------------------------------------------------------------------- growth
-
-
-GROWTH: dict[str, list[tuple[str, int, int]]] = {
-    "parameters": [("10m", 512, 4), ("40m", 512, 4), ("124m", 512, 4), ("350m", 512, 4)],
-    "sequence": [("40m", 256, 4), ("40m", 512, 4), ("40m", 1024, 4), ("40m", 2048, 4)],
-    "batch": [("40m", 512, 1), ("40m", 512, 2), ("40m", 512, 4), ("40m", 512, 8)],
-}
-"""What grows -> (shape, tokens in a sample, samples)."""
-
-
-def run_growth(dtype: str, num_steps: int, num_rounds: int) -> dict[str, Any]:
-    """Step time against parameters, sequence and batch beside the line of model FLOPs; print a table, return it.
-
-    The line goes through the first point of each kind: what the others would take if time were model FLOPs alone.
-    """
-    console = Console()
-    seconds: dict[tuple[str, int, int], list[float]] = {point: [] for points in GROWTH.values() for point in points}
-    for round_number in range(num_rounds):
-        for point in seconds:
-            console.print(f"round {round_number + 1}/{num_rounds}: {point[0]}, {point[2]} x {point[1]} tokens, {dtype}")
-            shape, seq_len, batch_size = point
-            task = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
-            seconds[point] += _measure_in_a_process({"side": f"trainer {dtype}", **task}, None)["step_seconds"]
-    table = Table(title=f"seconds of a step through the Trainer, {dtype}, {device_name()}")
-    for heading in ("grows", "model", "tokens", "seconds", "by model FLOPs", "measured / line"):
-        table.add_column(heading, justify="left" if heading in ("grows", "model") else "right")
-    rows = []
-    for kind, points in GROWTH.items():
-        first_seconds, first_flops = statistics.median(seconds[points[0]]), _step_flops(*points[0])
-        for shape, seq_len, batch_size in points:
-            measured = statistics.median(seconds[shape, seq_len, batch_size])
-            line = first_seconds * _step_flops(shape, seq_len, batch_size) / first_flops
-            rows.append({"grows": kind, "shape": shape, "seq_len": seq_len, "batch_size": batch_size})
-            rows[-1] |= {"seconds": measured, "line_seconds": line}
-            table.add_row(
-                *(kind, shape, f"{batch_size} x {seq_len}"),
-                *(f"{measured:.3f}", f"{line:.3f}", f"{measured / line:.2f}"),
-            )
-    console.print(table)
-    return {"dtype": dtype, "device": device_name(), "torch": torch.__version__, "rows": rows}
-
-
-def _step_flops(shape: str, seq_len: int, batch_size: int) -> int:
-    model = ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
-    return count_flops_per_token(model, seq_len) * batch_size * seq_len
+def ratios_of(report: dict[str, Any]) -> list[str]:
+    return [f"{what}: {value:.2f}{f' ({aim})' if aim else ''}" for what, value, aim in compare(report)]
 
 
 # ---------------------------------------------------------------------------------------------- one side, one process
 
 
-def _measure_in_a_process(settings: dict[str, Any], peer_python: str | None) -> dict[str, Any]:
+def measure_in_a_process(settings: dict[str, Any], peer_python: str | None) -> dict[str, Any]:
     if settings["side"].startswith("foundry"):
         assert peer_python is not None
         dtype = settings["side"].split()[1]
