@@ -104,6 +104,9 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
     records = [result.facts["tasks"][task] for result in (first, other)]
     if limit := (records[0].get("settings") or {}).get("limit"):
         notes.append(f"only its first {limit:,} items (limit): a try, not a result")
+    beginnings = [record.get("beginning", []) for record in records]
+    if beginnings[0] != beginnings[1] and not has_other_tokenizer(first, other):
+        notes.append(f"prompts begin with tokens {beginnings[0]} for {first.name}, {beginnings[1]} for {other.name}")
     trimmed = [record.get("num_trimmed", 0) for record in records]
     if trimmed[0] != trimmed[1]:
         notes.append(f"contexts cut to fit: {trimmed[0]:,} of {first.name}, {trimmed[1]:,} of {other.name}")

@@ -278,7 +278,7 @@ def test_different_tokenizers_are_compared_by_text(tmp_path):
 def test_what_a_reader_must_know_is_said(tmp_path):
     limited = settings(limit=10)
     first = {"t/0-shot": choice(TEN, settings=limited, num_trimmed=3)}
-    record, items = choice(TEN, settings=limited)
+    record, items = choice(TEN, settings=limited, beginning=[1])
     other = {"t/0-shot": ({**record, "n": 9, "acc_per_token": 4 / 9}, items[:9])}
     a = write_result(tmp_path, "base", first, num_tokens_trained=2000, num_parameters=10, save_id="s")
     facts = {"num_tokens_trained": 1000, "num_parameters": 20, "precision": "bf16", "save_id": "s"}
@@ -290,6 +290,7 @@ def test_what_a_reader_must_know_is_said(tmp_path):
         "precision differs: base fp32, ours bf16",
         "base and ours are the same checkpoint",
         "t/0-shot: only its first 10 items (limit): a try, not a result",
+        "t/0-shot: prompts begin with tokens [] for base, [1] for ours",
         "t/0-shot: contexts cut to fit: 3 of base, 0 of ours",
         "t/0-shot: 1 items that only one could be asked are left out",
     ]
