@@ -5,6 +5,7 @@ evaluation that was killed does not do a finished task again, and no finished ta
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -350,20 +351,23 @@ class ResultFiles:
         self.is_main = rank_and_size(None)[0] == 0
         self.known: Record = {}
         self.num_lines: Counter[str] = Counter()
-        self.lines: dict[str, list[str]] | None = None
-        """Read when there is something to write: a learning curve has many of these objects."""
         if not self.is_main:
             return
         there = next(place for place in self.path.absolute().parents if place.exists())
         if not (there.is_dir() and os.access(there, os.W_OK)):  # known now, not after the first task
             raise DataError(f"results_folder: {there} is no folder that can be written to")
-        if self.path.exists():
-            try:
-                self.known = read_facts(self.path)
-            except DataError as error:
-                if not redo:
-                    raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from None
+        self.known = self._read_known()
         self.num_lines = Counter(task for task, _ in self._read_lines())
+
+    def _read_known(self) -> Record:
+        if not self.path.exists():
+            return {}
+        try:
+            return read_facts(self.path)
+        except DataError as error:
+            if self.redo:
+                return {}
+            raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from None
 
     def _read_lines(self) -> Iterator[tuple[str, str]]:
         """(task, line) of the items that are here and of a result."""
@@ -371,9 +375,8 @@ class ResultFiles:
             return
         with self.items_path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                with contextlib.suppress(
-                    ValueError, KeyError, TypeError
-                ):  # a torn line belongs to a task that is done again
+                # A torn line belongs to a task that is done again.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     yield json.loads(line)["task"], line.rstrip("\n")
 
     def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
@@ -421,17 +424,31 @@ class ResultFiles:
     def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
         if not self.is_main:
             return
-        if self.lines is None:
-            self.lines = {}
-            for task, line in self._read_lines():
-                self.lines.setdefault(task, []).append(line)
-        self.lines[name] = [json.dumps(item) for item in items]
-        tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (line for task in tasks for line in self.lines.get(task, []))
-        # Items first: a task counts as finished when the JSON has it.
-        write_atomically(self.items_path, "".join(line + "\n" for line in lines))
-        write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
+        with _alone_in(self.path.parent):
+            self.known = self._read_known()  # other launches may have finished other tasks meanwhile
+            if not self.redo and self.known and (other := self._other_model(results)):
+                raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
+            tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
+            lines: dict[str, list[str]] = {task: [] for task in tasks}
+            for task, line in self._read_lines():
+                lines.get(task, []).append(line)
+            lines[name] = [json.dumps(item) for item in items]
+            # Items first: a task counts as finished when the JSON has it.
+            write_atomically(self.items_path, "".join(line + "\n" for task in lines.values() for line in task))
+            write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One launch at a time, where the file system can lock."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
 
 
 def _differences(record: Record, task: Outline) -> list[str]:

@@ -131,6 +131,22 @@ def test_what_is_finished_and_not_asked_for_now_stays(here):
     assert list(run(["choice"], redo=True).tasks) == ["choice/0-shot", "choice/2-shot", "next/0-shot", "next/2-shot"]
 
 
+def test_launches_side_by_side_keep_each_others_tasks(here):
+    subject = load_subject("model", device=CPU)
+    both_begin = [ResultFiles(harness.Path("results"), "suite", "ours") for _ in range(2)]
+    for name, files in zip(("choice", "next"), both_begin, strict=True):
+        results = Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint)
+        evaluate(subject.model, subject.tokenizer, load_tasks([name], "evals"), results, files)
+    (loaded,) = load_results([here / "results/suite/ours.json"])
+    counts = {"next/0-shot": 12, "next/2-shot": 12, "choice/0-shot": 20, "choice/2-shot": 20}
+    assert {name: len(items) for name, items in loaded.items.items()} == counts
+    other = Results(model="ours", suite="suite", source="other", tokenizer=subject.fingerprint)
+    with pytest.raises(
+        DataError, match=r"ours.json was written by another launch meanwhile, and is of model, and other"
+    ):
+        files.add(other, "choice/0-shot", [])
+
+
 def change_the_data(here):
     (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SENTENCES[:-1]))
     return {}
