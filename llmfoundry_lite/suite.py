@@ -14,7 +14,6 @@ from torch import nn
 
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
-from llmfoundry_lite.devices import keep_freed_memory
 from llmfoundry_lite.errors import DamagedCheckpointError, DataError, UserError
 from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, outline_tasks
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
@@ -27,7 +26,6 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks."""
-    keep_freed_memory()
     device = start_process_group(config)
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
