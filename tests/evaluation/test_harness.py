@@ -486,7 +486,7 @@ REPOSITORY = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model"),
     *("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "training_args.bin", "README.md"),
     *("onnx/model.onnx", "onnx/model.safetensors", "onnx/config.json", "tf_model.h5", "flax_model.msgpack"),
-    *("model-q4.gguf", "consolidated.safetensors", "model.fp16.safetensors", "rust_model.ot", "optimizer.pt"),
+    *("model-q4.gguf", "consolidated.safetensors", "model.fp16.safetensors", "model.tflite", "optimizer.pt"),
 ]
 
 
