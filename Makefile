@@ -45,7 +45,7 @@ test-long: install
 
 gpu-check: install
 	pytest -m gpu
-	llmfoundry-lite bench train --seq-len 2048 --batch-size 8 --num-steps 10 --num-rounds 1
+	llmfoundry-lite bench mfu --minutes 5 --out runs/gpu-check
 
 lint: install
 	ruff format --check $(SOURCES)

@@ -145,6 +145,24 @@ def bench_train(
         (bench_growth if growth else train).write_report(report, out)
 
 
+@bench.command("mfu")
+def bench_mfu(
+    shapes: Annotated[str, typer.Option(help="Of tiny, 10m, 40m, 124m, 350m, 1b, 3b, 7b.")] = "124m,350m,1b,3b,7b",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
+    num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    out: Annotated[Path | None, typer.Option(help="Also write mfu.json and mfu.md to this folder.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
+) -> None:
+    """Model FLOPs utilisation of one device in bf16: shapes, attention, compiled or not, beside a plain step."""
+    from llmfoundry_lite.bench.mfu import run, write_report
+
+    report = run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or ())
+    if out is not None:
+        write_report(report, out)
+
+
 @bench.command("prepare")
 def bench_prepare(
     peer_command: Annotated[

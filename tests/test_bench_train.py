@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from llmfoundry_lite.bench import growth, train
+from llmfoundry_lite.bench import growth, mfu, train
 from llmfoundry_lite.cli import app
 
 
@@ -43,6 +43,25 @@ def test_off_the_line_it_is_told_what_the_products_have_to_do_with_it(monkeypatc
     line = (first["flops"] / 1e12 + 1) * times
     by_products, by_rest = last["flops"] / 1e12 / line, (1 - times) / line
     assert growth.explain(last) == f"{by_products:+.0%} the products' own rate, {by_rest:+.0%} all else"
+
+
+def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch, tmp_path):
+    def measure(task, _):
+        if task["side"].startswith("plain"):
+            raise RuntimeError("plain failed:\nCUDA out of memory.")
+        seconds = flops_of(task) / (1e13 if task["side"].startswith("trainer") else 2e13)
+        flops = {"flops": flops_of(task)} if task["side"].startswith("matmul") else {}
+        return {"step_seconds": [seconds], "peak_bytes": 1 << 30, "microbatch_size": 2, **flops}
+
+    monkeypatch.setattr(mfu, "measure_in_a_process", measure)
+    report = mfu.run(["tiny", "10m"], 64, 8, 1, minutes=1)
+    cells = mfu.cells_of(report)
+    assert [row[0] for row in cells] == ["tiny"] * (len(cells) // 2) + ["10m"] * (len(cells) // 2)
+    assert {row[mfu.HEADINGS.index("of its products")] for row in cells} == {"", "50.0%"}
+    assert f"{mfu.PLAIN}: CUDA out of memory." in [row[1] for row in cells]
+    mfu.write_report(report, tmp_path)
+    assert "| tiny | matrix products |" in (tmp_path / "mfu.md").read_text()
+    assert mfu.run(["tiny"], 64, 8, 1, minutes=0)["left_out"] == [f"tiny, {name}" for name in mfu.variants()]
 
 
 @pytest.mark.slow

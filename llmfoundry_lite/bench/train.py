@@ -10,6 +10,7 @@ of the model's own shapes, forward and backward, measured in the same turns.
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -200,7 +201,10 @@ def measure_in_a_process(settings: dict[str, Any], peer_python: str | None) -> d
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{settings['side']} failed:\n{result.stdout}\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
+    measured = json.loads(result.stdout.splitlines()[-1])
+    if found := re.search(r"^device_train_microbatch_size: auto is (\d+)", result.stdout, re.MULTILINE):
+        measured["microbatch_size"] = int(found[1])
+    return measured
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +298,9 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
 
 def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
     """Seconds of each step of the plainest model and loss one would write by hand, bf16 under autocast."""
-    model = BareGPT(seq_len=settings["seq_len"], **SHAPES[settings["shape"]]).to(device_type())
+    model: nn.Module = BareGPT(seq_len=settings["seq_len"], **SHAPES[settings["shape"]]).to(device_type())
+    if settings.get("compiled"):
+        model.compile()
 
     def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type(), torch.bfloat16, enabled=dtype == "bf16"):
