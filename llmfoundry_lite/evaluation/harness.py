@@ -384,16 +384,22 @@ class ResultFiles:
         if not self.known or self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        if other := self._other_model(results):
-            count = len(self.known["tasks"])
+        finished = self._finished()
+        if finished and (other := self._other_model(results)):
+            count = len(finished)
             tasks = f"{count} finished task{'' if count == 1 else 's'}"
             raise DataError(f"{self.path} holds {tasks} of {other}; {remedy.format('them' if count > 1 else 'it')}")
         for task in asked:
             record = self.known["tasks"].get(task.name)
-            if record is not None and self._is_whole(task.name) and (differs := _differences(record, task)):
+            if task.name in finished and self._is_whole(task.name) and (differs := _differences(record, task)):
                 raise DataError(
                     f"{self.path} holds {task.name} with {'; '.join(differs)} asked for now; {remedy.format('it')}"
                 )
+
+    def _finished(self) -> set[str]:
+        """Tasks that must not be lost. One with a `limit` is a try: whoever asks again would not have it kept."""
+        tasks = self.known.get("tasks", {}).items()
+        return {name for name, record in tasks if (record.get("settings") or {}).get("limit") is None}
 
     def _other_model(self, results: Results) -> str:
         """What the file is of, beside what is evaluated now, if that is another model."""
@@ -427,7 +433,7 @@ class ResultFiles:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(self.path.parent):
             self.known = self._read_known()  # other launches may have finished other tasks meanwhile
-            if not self.redo and self.known and (other := self._other_model(results)):
+            if not self.redo and self._finished() and (other := self._other_model(results)):
                 raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
             tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
             lines: dict[str, list[str]] = {task: [] for task in tasks}

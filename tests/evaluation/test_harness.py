@@ -180,15 +180,25 @@ def test_a_finished_task_is_replaced_only_when_that_is_said(here, change, reason
 
 def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loaded(here, monkeypatch):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
-    scripts.eval.main(["icl.yaml", "limit=3"])
+    scripts.eval.main(["icl.yaml"])
     monkeypatch.setattr(models, "import_model", lambda folder: pytest.fail("weights are read"))
-    with pytest.raises(DataError, match=r"icl/ours.json holds choice/0-shot with limit 3, not None as asked for now"):
-        scripts.eval.main(["icl.yaml", "models.another=model"])
+    with pytest.raises(DataError, match=r"icl/ours.json holds choice/0-shot with limit None, not 3 as asked for now"):
+        scripts.eval.main(["icl.yaml", "models.another=model", "limit=3"])
     with pytest.raises(DataError, match=r"icl/ours.json holds 2 finished tasks of model with precision fp32, not bf16"):
-        scripts.eval.main(["icl.yaml", "limit=3", "precision=bf16"])
+        scripts.eval.main(["icl.yaml", "precision=bf16"])
     (here / "model/README.md").write_text("other files")
     with pytest.raises(DataError, match=r"icl/ours.json holds 2 .* of model with save files:\w+, not files:\w+ as now"):
-        scripts.eval.main(["icl.yaml", "limit=3"])
+        scripts.eval.main(["icl.yaml"])
+
+
+def test_a_try_of_a_few_items_gives_way(here):
+    (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
+    found = []
+    for options in (["limit=3"], ["limit=4"], ["limit=4", "precision=bf16"], []):
+        scripts.eval.main(["icl.yaml", *options])
+        known = json.loads((here / "results/icl/ours.json").read_text())
+        found.append((known["precision"], known["tasks"]["choice/0-shot"]["settings"]["limit"]))
+    assert found == [("fp32", 3), ("fp32", 4), ("bf16", 4), ("fp32", None)]
 
 
 def test_other_weights_in_the_same_folder_are_another_model(here):
