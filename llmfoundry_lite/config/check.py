@@ -95,6 +95,13 @@ def check_world_size(config: TrainConfig, world_size: int) -> None:
             f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
             f"start with a number of {devices} that divides it ({', '.join(divisors)}) or change the batch size"
         )
+    shard_degree = config.sharding.data_parallel_shard_degree
+    if shard_degree is not None and num_ranks % shard_degree:
+        divisors = either([str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0])
+        raise ConfigError(
+            f"fsdp_config.data_parallel_shard_degree: {shard_degree} does not divide the {num_ranks} {devices} of this "
+            f"launch; use {divisors}"
+        )
     if isinstance(microbatch, int) and microbatch > batch // num_ranks:
         raise ConfigError(
             f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "

@@ -496,6 +496,16 @@ def test_a_batch_that_cannot_be_shared_names_the_worlds_that_can():
     )
 
 
+def test_a_copy_of_the_model_is_shared_by_a_number_of_devices_that_divides_them():
+    hybrid = "fsdp_config={sharding_strategy: HYBRID_SHARD, data_parallel_shard_degree: 4}"
+    check_world_size(load(hybrid).config, 4)
+    with pytest.raises(ConfigError) as error:
+        check_world_size(load(hybrid).config, 2)
+    assert str(error.value) == (
+        "fsdp_config.data_parallel_shard_degree: 4 does not divide the 2 devices of this launch; use 1 or 2"
+    )
+
+
 def test_a_microbatch_larger_than_the_devices_share_names_the_largest():
     config = load("device_train_microbatch_size=4").config
     check_world_size(config, 2)
