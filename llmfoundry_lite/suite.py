@@ -46,7 +46,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         for path in write_tables(all_results, folder / config.suite):
             print(path)
         if config.all_checkpoints:
-            print(plot_learning_curves(all_results, list(config.models), folder / config.suite / "learning.png"))
+            print(plot_learning_curves(all_results, folder / config.suite / "learning.png"))
     return all_results
 
 
@@ -177,15 +177,14 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
     return shard
 
 
-def plot_learning_curves(all_results: Sequence[Results], names: Sequence[str], path: Path) -> Path:
+def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
     """The main metric of every task against the batch of the checkpoint, one panel for each task."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for results in all_results:
-        name = next(name for name in names if results.model.startswith(f"{name}-ba"))
-        batch = int(results.model.removeprefix(f"{name}-ba"))
+        name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
         for task, record in results.tasks.items():
             metric = record["metric"]
-            point = (batch, record[metric], record.get(f"{metric}_stderr", 0.0))
+            point = (int(batch), record[metric], record.get(f"{metric}_stderr", 0.0))
             curves.setdefault(f"{task}, {metric}", {}).setdefault(name, []).append(point)
     plot_curves(curves, path, x_label="batch")
     return path

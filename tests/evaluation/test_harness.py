@@ -3,11 +3,13 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import scripts.eval
+from llmfoundry_lite import suite
 from llmfoundry_lite.config.load import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -380,6 +382,17 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     (here / "runs/tiny/checkpoints/ba2/shard-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="models: runs/tiny has no intact checkpoint: passed over damaged"):
         load_subject("runs/tiny", device=CPU)
+
+
+def test_a_learning_curve_is_of_the_run_whose_whole_name_it_has(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(suite, "plot_curves", lambda curves, path, x_label: drawn.append(curves))
+    record = {"metric": "acc", "acc": 0.5, "acc_stderr": 0.1}
+    models = [Results(model=name, suite="", source="") for name in ("mpt-ba10", "mpt-base-ba10", "mpt-base-ba20")]
+    for results in models:
+        results.tasks["next/0-shot"] = record
+    suite.plot_learning_curves(models, Path("learning.png"))
+    assert drawn == [{"next/0-shot, acc": {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}}]
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(here):
