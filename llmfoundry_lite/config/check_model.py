@@ -21,7 +21,13 @@ def check_model(model: ModelConfig, refuse: Refuse) -> None:
         refuse(
             "model.expansion_ratio",
             f"{model.expansion_ratio} x d_model, {model.d_model}, is no whole number; "
-            f"the nearest that gives one is {round(ffn_dim) / model.d_model}",
+            f"the nearest that gives one is {max(1, round(ffn_dim)) / model.d_model}",
+        )
+    activation = model.ffn_config.ffn_act_fn
+    if activation.approximate != "none" and activation.name != "gelu":
+        refuse(
+            "model.ffn_config.ffn_act_fn.approximate",
+            f"{activation.approximate} given, but name is {activation.name}, and only gelu is approximated; remove it",
         )
     if isinstance(model.logit_scale, str) and model.logit_scale != "inv_sqrt_d_model":
         refuse("model.logit_scale", f"{model.logit_scale!r} given, expected a number or inv_sqrt_d_model")
@@ -33,7 +39,7 @@ def check_model(model: ModelConfig, refuse: Refuse) -> None:
     if init.name == "baseline_" and init.init_std is None:
         refuse("model.init_config.init_std", "missing; baseline_ draws weights from N(0, init_std)")
     divide = init.init_div_is_residual
-    is_text = isinstance(divide, str) and not divide.replace(".", "", 1).isdigit()
+    is_text = isinstance(divide, str) and not divide.replace(".", "", 1).isdecimal()
     if is_text or (not isinstance(divide, bool) and not float(divide) > 0):
         refuse("model.init_config.init_div_is_residual", f"{divide!r} given, expected true, false or a number above 0")
     for key in ("emb_init_std", "emb_init_uniform_lim"):
@@ -43,10 +49,10 @@ def check_model(model: ModelConfig, refuse: Refuse) -> None:
             )
     limit = init.emb_init_uniform_lim
     is_pair = isinstance(limit, list) and len(limit) == 2 and all(map(is_number, limit)) and limit[0] <= limit[1]
-    if not (limit is None or is_number(limit) or is_pair):
+    if not (limit is None or (is_number(limit) and limit >= 0) or is_pair):
         refuse(
             "model.init_config.emb_init_uniform_lim",
-            f"{limit!r} given, expected a number, or the lower and the upper limit in a list",
+            f"{limit!r} given, expected a number of 0 or more, or the lower and the upper limit in a list",
         )
 
 

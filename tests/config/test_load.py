@@ -143,6 +143,11 @@ WRONG = {
     # keys that do not fit each other
     "model.n_heads=5": "5 does not divide d_model, 64; the nearest that does is 4",
     "model.expansion_ratio=2.51": "2.51 x d_model, 64, is no whole number; the nearest that gives one is 2.515625",
+    "model.expansion_ratio=0.001": "0.001 x d_model, 64, is no whole number; the nearest that gives one is 0.015625",
+    "model.init_config.init_div_is_residual=²": "'²' given, expected true, false or a number above 0",
+    "model.init_config.emb_init_uniform_lim=-1": (
+        "-1 given, expected a number of 0 or more, or the lower and the upper limit in a list"
+    ),
     "model.logit_scale=big": "'big' given, expected a number or inv_sqrt_d_model",
     "max_seq_len=256": "256 is more than model.max_seq_len, 128",
     "tokenizer.kwargs.model_max_length=64": "64 is less than max_seq_len, 128",
@@ -230,6 +235,11 @@ def test_impossible_combinations_of_attention_options_are_refused(argument):
         (
             ["optimizer.betas=[0.9,x]"],
             "command line: optimizer.betas[1]: 'x' given, expected a number",
+        ),
+        (
+            ["model.ffn_config.ffn_act_fn={name: relu, approximate: tanh}"],
+            "command line: model.ffn_config.ffn_act_fn.approximate: tanh given, but name is relu, and only gelu is "
+            "approximated; remove it",
         ),
         (
             ["model.init_config.name=baseline_"],
