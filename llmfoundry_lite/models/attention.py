@@ -25,6 +25,10 @@ from llmfoundry_lite.models.blocked_attention import blocked_attention
 # ------------------------------------------------------------------------------------------- which implementation
 
 
+FLASH_HEAD_DIM = 256
+"""The widest head that flash-attn's kernels have, by its README."""
+
+
 def choose_implementation(model: ModelConfig, device_type: str, precision: torch.dtype) -> tuple[str, str]:
     """(implementation, why) for training this model there: what `attn_impl` names, or for auto the fastest that can.
     `precision` is that of matrix products.
@@ -34,7 +38,12 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
     """
     options, wish = model.attn_config, model.attn_config.attn_impl
     in_half = precision in (torch.bfloat16, torch.float16)
-    has_flash = device_type == "cuda" and in_half and importlib.util.find_spec("flash_attn") is not None
+    has_flash = (
+        device_type == "cuda"
+        and in_half
+        and model.head_dim <= FLASH_HEAD_DIM
+        and importlib.util.find_spec("flash_attn") is not None
+    )
     if wish == "torch":
         return "sdpa", "LLM Foundry's torch"
     if wish == "flash" and has_flash:

@@ -255,6 +255,13 @@ def test_auto_takes_the_fastest_that_can_and_says_why(model, device, precision, 
         assert "flash-attn cannot be used here" in why
 
 
+@pytest.mark.parametrize(("d_model", "expected"), [(256, "flash"), (288, "sdpa")])
+def test_heads_that_are_too_wide_for_flash_attn_are_not_given_to_it(monkeypatch, d_model, expected):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn" or None)
+    model = replace(attention(attn_impl="flash"), d_model=d_model, n_heads=1)
+    assert choose_implementation(model, "cuda", BF16)[0] == expected
+
+
 def test_flex_on_a_cpu_is_refused():
     with pytest.raises(ConfigError, match="attn_impl: flex cannot be trained on a cpu; use auto or sdpa"):
         choose_implementation(attention(attn_impl="flex"), "cpu", FP32)
