@@ -118,7 +118,7 @@ NICKNAMES = {
 def _unknown_key(key: str, path: str, fields: Mapping[str, Any], layers: Sequence[Layer]) -> ConfigError:
     full = f"{path}.{key}" if path else key
     word = NICKNAMES.get(key, key)
-    everywhere = _schema_keys(TrainConfig)
+    everywhere = [other for other in _schema_keys(TrainConfig) if other != full]  # a training's word in an evaluation
     elsewhere = [other for other in everywhere if _last(other) == word]
     near = difflib.get_close_matches(word, fields, n=1, cutoff=0.6)
     far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)

@@ -1,6 +1,6 @@
 """LLM Foundry's words that we know and do without: ignored with a note, or refused with what to use instead."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.layers import Layer, get, pop, source_of
@@ -78,6 +78,20 @@ LEFT_OUT = {
 }
 """Refused by name, with what to use instead, unless the value says what we do anyway."""
 
+EVAL_LEFT_OUT = {
+    "seed": "nothing is random but the choice of examples, which is a task's: fewshot_random_seed",
+    "device_eval_batch_size": "use device_batch_tokens",
+    "icl_subset_num_batches": "use limit, which counts items",
+    "icl_tasks_str": "write the tasks under icl_tasks",
+    "eval_gauntlet": "the table ends with the average of the tasks asked for",
+    "eval_gauntlet_str": "the table ends with the average of the tasks asked for",
+    "eval_loader": "write a task with icl_task_type: perplexity",
+    "fsdp_config": "use fsdp: true",
+    "run_name": "use suite",
+    "loggers": "results are files in results_folder",
+}
+"""The same in an evaluation's YAML."""
+
 HARMLESS_VALUES = {
     "model.fc_type": ("torch", {"name": "torch"}),
     "model.attn_config.nope": (False,),
@@ -104,8 +118,10 @@ def drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) ->
     return notes
 
 
-def refuse_left_out_keys(values: dict[str, Any], layers: Sequence[Layer]) -> None:
-    for key, instead in LEFT_OUT.items():
+def refuse_left_out_keys(
+    values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
+) -> None:
+    for key, instead in left_out.items():
         found, value = get(values, key)
         if not found:
             continue

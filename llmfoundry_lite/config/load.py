@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_config, find_surprises
 from llmfoundry_lite.config.check_values import check_kinds
-from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
+from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, drop_keys_without_effect, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import EvalConfig, TaskConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
@@ -95,6 +95,12 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers) if layers else {}
+    refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
+    if isinstance(values.get("models"), list):
+        raise ConfigError(
+            f"{source_of('models', layers)}: models: a list given, as in LLM Foundry; expected a name for each, "
+            "such as models: {ours: runs/mpt-1b, base: hf:NAME}"
+        )
     has_file = any(is_yaml(argument) for argument in arguments)
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
@@ -228,6 +234,12 @@ def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
         raise ConfigError(f"{where}: metric: {task.metric} needs choices, and a {task.icl_task_type} task has none")
     if not task.num_fewshot or min(task.num_fewshot) < 0:
         raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, expected one number or more, 0 or above")
+    if task.icl_task_type == "perplexity" and task.num_fewshot != [0]:
+        raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it")
+    if task.max_new_tokens is not None and task.max_new_tokens < 1:
+        raise ConfigError(f"{where}: max_new_tokens: {task.max_new_tokens} given, expected a number above 0")
+    if "" in task.early_stopping_criteria:
+        raise ConfigError(f"{where}: early_stopping_criteria: an empty text given, at which every answer would end")
     return task
 
 

@@ -9,7 +9,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from llmfoundry_lite.config.load import load_tasks
+from llmfoundry_lite.config.load import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -719,6 +719,8 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
         ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm"),
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate, joint"),
+        ("max_new_tokens: 0", "max_new_tokens: 0 given, expected a number above 0"),
+        ("early_stopping_criteria: ['']", "early_stopping_criteria: an empty text given, at which every answer would"),
     ],
 )
 def test_a_wrong_key_or_value_of_a_task_is_one_line(tmp_path, line, message):
@@ -731,6 +733,29 @@ def test_a_wrong_key_or_value_of_a_task_is_one_line(tmp_path, line, message):
         load_tasks([str(path)], "evals")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_text_has_no_examples_to_show(tmp_path):
+    with pytest.raises(ConfigError, match=r"t: num_fewshot: \[5\] given, and a text has no examples; remove it"):
+        load_tasks([{"label": "t", "dataset_uri": "t", "icl_task_type": "perplexity", "num_fewshot": 5}], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seed: 1", "seed: LLM Foundry's option is left out here; nothing is random but the choice of examples"),
+        ("device_eval_batch_size: 4", "LLM Foundry's option is left out here; use device_batch_tokens"),
+        ("eval_gauntlet: g.yaml", "eval_gauntlet: LLM Foundry's option is left out here; the table ends with"),
+        ("metadata: {}", "metadata: unknown key; valid keys here: models, icl_tasks"),
+        ("models: [{model_name: a}]", "models: a list given, as in LLM Foundry; expected a name for each, such as"),
+    ],
+)
+def test_a_key_of_an_evaluation_elsewhere_is_answered_with_ours(tmp_path, line, message):
+    path = tmp_path / "icl.yaml"
+    path.write_text("\n".join(["icl_tasks: [arc]", *(["models: {a: b}"] if "models" not in line else []), line]))
+    with pytest.raises(ConfigError) as caught:
+        load_eval_config([str(path)])
+    assert message in str(caught.value)
 
 
 def test_a_named_task_may_be_changed_in_place(tmp_path):
