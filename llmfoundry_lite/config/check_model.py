@@ -1,7 +1,7 @@
 """What of a model cannot be built, or makes no sense together, whoever asks for it: a YAML or an imported folder."""
 
 from llmfoundry_lite.config.check_values import Refuse, either, is_number
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, ModelConfig
 
 
 def check_model(model: ModelConfig, refuse: Refuse) -> None:
@@ -91,3 +91,9 @@ def _check_attention(model: ModelConfig, refuse: Refuse) -> None:
         )
     if options.attn_impl in ("blocked", "flex") and options.attn_pdrop:
         refuse("model.attn_config.attn_impl", f"{options.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0")
+    if options.attn_impl == "flex" and model.head_dim < FLEX_HEAD_DIM:
+        refuse(
+            "model.attn_config.attn_impl",
+            f"flex needs heads of {FLEX_HEAD_DIM} dimensions or more, and d_model / n_heads is {model.head_dim}; "
+            "use auto or sdpa",
+        )

@@ -70,6 +70,10 @@ class RopeScaling:
     factor: float = 1.0
 
 
+FLEX_HEAD_DIM = 16
+"""FlexAttention's kernels need heads as wide as that (Triton's smallest product)."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionConfig:
     attn_type: str = "multihead_attention"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.blocked_attention import blocked_attention
 
@@ -63,6 +63,8 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
         return "flash", "flash-attn is installed and in it a bias costs no memory"
     if options.attn_pdrop:
         return "sdpa", f"{reason}flex has no dropout"
+    if model.head_dim < FLEX_HEAD_DIM:
+        return "sdpa", f"{reason}flex has no kernel for heads of fewer than {FLEX_HEAD_DIM} dimensions"
     return "flex", f"{reason}a bias or a mask costs no memory in it"
 
 

@@ -215,6 +215,9 @@ IMPOSSIBLE_ATTENTION = {
     "model.attn_config={attn_impl: flex, attn_pdrop: 0.1}": (
         "attn_impl: flex has no attn_pdrop; use sdpa, or attn_pdrop: 0"
     ),
+    "model={n_heads: 8, attn_config: {attn_impl: flex}}": (
+        "attn_impl: flex needs heads of 16 dimensions or more, and d_model / n_heads is 8; use auto or sdpa"
+    ),
 }
 """Options that do not go together -> which one is named, and what is said of it."""
 
