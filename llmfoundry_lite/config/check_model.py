@@ -49,7 +49,8 @@ def check_model(model: ModelConfig, refuse: Refuse) -> None:
             )
     limit = init.emb_init_uniform_lim
     is_pair = isinstance(limit, list) and len(limit) == 2 and all(map(is_number, limit)) and limit[0] <= limit[1]
-    if not (limit is None or (is_number(limit) and limit >= 0) or is_pair):
+    is_width = not isinstance(limit, list) and is_number(limit) and limit >= 0
+    if not (limit is None or is_width or is_pair):
         refuse(
             "model.init_config.emb_init_uniform_lim",
             f"{limit!r} given, expected a number of 0 or more, or the lower and the upper limit in a list",
