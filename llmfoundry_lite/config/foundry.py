@@ -41,6 +41,13 @@ WITHOUT_EFFECT = {
 
 IN_CONTEXT = "write the tasks under icl_tasks, or evaluate checkpoints with scripts/eval.py"
 
+NO_EXPERTS = "there is no mixture of experts; use ffn_type: mptmlp or mptglu"
+
+EXPERTS = (
+    *("moe_num_experts", "moe_top_k", "moe_loss_weight", "moe_world_size", "moe_jitter_eps"),
+    *("moe_normalize_expert_weights", "moe_weight_parallelism", "uniform_expert_assignment"),
+)
+
 LEFT_OUT = {
     "save_weights_only": "use `llmfoundry-lite checkpoint export`",
     "icl_tasks_str": IN_CONTEXT,
@@ -56,8 +63,13 @@ LEFT_OUT = {
     "train_subset_num_batches": "use max_duration",
     "only_hf_checkpoint": "use export_at_end",
     "only_composer_checkpoint": "use export_at_end",
+    **{f"model.ffn_config.{key}": NO_EXPERTS for key in EXPERTS},
     "model.block_overrides": "every block has the same shape here",
     "model.fc_type": "layers are torch's; remove it",
+    "model.attn_config.fc_type": "layers are torch's; remove it",
+    "model.ffn_config.fc_type": "layers are torch's; remove it",
+    "model.activation_checkpointing_target": "use fsdp_config.activation_checkpointing: true or selective",
+    "model.peft_config": "every weight is trained; remove it",
     "model.attn_config.rope_dail_config": "positions are always turned in fp32, and there is no xpos; remove it",
     "model.attn_config.nope": "use learned_pos_emb: false",
     "model.attn_config.kv_dim": "k and v are as wide as d_model; remove it",
@@ -66,6 +78,11 @@ LEFT_OUT = {
     "model.head_dim": "it is d_model / n_heads; remove it",
     "model.attention_bias": "use no_bias",
     "model.final_logit_softcapping": "use logit_scale",
+    "fsdp_config.cpu_offload": "use fsdp_config.offload_optimizer",
+    "fsdp_config.data_parallel_replicate_degree": "use fsdp_config.data_parallel_shard_degree with HYBRID_SHARD",
+    "fsdp_config.keep_low_precision_grads": "use fsdp_config.mixed_precision",
+    "fsdp_config.te_checkpoint_wrapper": "there are no TransformerEngine layers; remove it",
+    "fsdp_config.te_shard_fp8_weight": "there are no TransformerEngine layers; remove it",
     "eval_loaders": "use eval_loader",
     "algorithms.alibi": "use model.attn_config.alibi: true",
     "algorithms.gated_linear_units": "use model.ffn_config.ffn_type: mptglu",
@@ -94,6 +111,12 @@ EVAL_LEFT_OUT = {
 
 HARMLESS_VALUES = {
     "model.fc_type": ("torch", {"name": "torch"}),
+    "model.attn_config.fc_type": ("torch", {"name": "torch"}),
+    "model.ffn_config.fc_type": ("torch", {"name": "torch"}),
+    "fsdp_config.cpu_offload": (False,),
+    "fsdp_config.keep_low_precision_grads": (False,),
+    "fsdp_config.te_checkpoint_wrapper": (False,),
+    "fsdp_config.te_shard_fp8_weight": (False,),
     "model.attn_config.nope": (False,),
     "model.attn_config.rope_dail_config": (
         {"type": "original"},
