@@ -284,5 +284,5 @@ def _checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what matrix units computed, recompute what memory bandwidth did: norms, activations, rotations."""
     name = operation.__name__.partition(".")[0]
-    is_product = name in ("mm", "addmm", "bmm") or "attention" in name
+    is_product = name in ("mm", "addmm", "bmm", "product") or "attention" in name
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE

@@ -35,6 +35,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.models.products import multiply
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
@@ -232,7 +233,7 @@ def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
         flops += count * 3 * 2 * num_tokens * rows * columns
         for step in range(-2, settings["num_steps"]):
             started = time.perf_counter()
-            _, _, last = x @ weight.T, gradient @ weight, gradient.T @ x
+            _, _, last = multiply(x, weight), multiply(gradient, weight.T), multiply(gradient.T, x.T)
             last.flatten()[0].item()
             if step >= 0:
                 seconds[step] += count * (time.perf_counter() - started)

@@ -14,6 +14,7 @@ import torch
 
 from llmfoundry_lite.evaluation.packing import Batch, pack
 from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.models.products import multiply
 
 CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
 """Of fp32 logits at a time: on a CPU, what stays in its cache."""
@@ -133,7 +134,7 @@ def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted:
     width = max(256, room_bytes // (4 * hidden_ud.size(0)))
     with torch.autocast(hidden_ud.device.type, enabled=False):
         parts_wd = unembedding_vd.split(width)
-        return score_logits((hidden_ud @ part_wd.float().T for part_wd in parts_wd), wanted)
+        return score_logits((multiply(hidden_ud, part_wd.float()) for part_wd in parts_wd), wanted)
 
 
 def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:

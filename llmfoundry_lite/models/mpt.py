@@ -20,6 +20,7 @@ from torch import nn
 
 from llmfoundry_lite.config.schema import FFNActivation, ModelConfig
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, attend, build_mask, build_rotation, rotate
+from llmfoundry_lite.models.products import Linear, linear
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
 """(hidden_btd, unembedding_vd) -> whatever is wanted of them: logits, a loss, log-probabilities."""
@@ -36,7 +37,7 @@ class MPT(nn.Module):
         self.config = config
         self.transformer = Transformer(config, attn_impl)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         scale = config.logit_scale
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
 
@@ -61,7 +62,7 @@ class MPT(nn.Module):
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
         output = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
-        return (head or F.linear)(hidden_btd, output.weight)
+        return (head or linear)(hidden_btd, output.weight)
 
 
 class Transformer(nn.Module):
@@ -135,12 +136,12 @@ class Attention(nn.Module):
         options, d, bias = config.attn_config, config.d_model, not config.no_bias
         self.head_dim, self.kv_dim = config.head_dim, config.num_kv_heads * config.head_dim
         if options.fused_qkv:
-            self.Wqkv = nn.Linear(d, d + 2 * self.kv_dim, bias=bias)
+            self.Wqkv = Linear(d, d + 2 * self.kv_dim, bias=bias)
         else:
-            self.Wq = nn.Linear(d, d, bias=bias)
-            self.Wk = nn.Linear(d, self.kv_dim, bias=bias)
-            self.Wv = nn.Linear(d, self.kv_dim, bias=bias)
-        self.out_proj = nn.Linear(d, d, bias=bias)
+            self.Wq = Linear(d, d, bias=bias)
+            self.Wk = Linear(d, self.kv_dim, bias=bias)
+            self.Wv = Linear(d, self.kv_dim, bias=bias)
+        self.out_proj = Linear(d, d, bias=bias)
         if options.qk_ln:
             self.q_ln, self.k_ln = Norm(config, d), Norm(config, self.kv_dim)
         elif options.qk_gn:
@@ -175,8 +176,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
-        self.down_proj = nn.Linear(config.ffn_dim, config.d_model, bias=not config.no_bias)
+        self.up_proj = Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
+        self.down_proj = Linear(config.ffn_dim, config.d_model, bias=not config.no_bias)
         self.activate = activation(config.ffn_config.ffn_act_fn)
 
     def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
@@ -188,7 +189,7 @@ class GatedFeedForward(FeedForward):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.gate_proj = nn.Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
+        self.gate_proj = Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
 
     def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activate(self.gate_proj(x_btd)) * self.up_proj(x_btd))

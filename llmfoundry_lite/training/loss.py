@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from llmfoundry_lite.models.products import multiply
+
 IGNORED = -100
 """The label of a token that has no loss."""
 
@@ -50,7 +52,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden_cd, labels_c = hidden_nd[part], labels_n[part]
             counted_c1 = (labels_c != IGNORED)[:, None]
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
-            log_p_cv = torch.log_softmax(hidden_cd @ unembedding_vd.T, dim=-1, dtype=torch.float32)
+            log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
             total -= (log_p_cv[rows_c, columns_c] * counted_c1[:, 0]).sum()
             if grad_hidden_nd is None:
                 continue
@@ -59,13 +61,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_cv = log_p_cv.exp_()
             grad_cv[rows_c, columns_c] -= 1.0
             grad_cv = grad_cv.to(hidden_nd.dtype)
-            torch.mm(grad_cv, unembedding_vd, out=grad_hidden_nd[part])
-            grad_hidden_nd[part] *= counted_c1
+            grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
             hidden_cd = hidden_cd * counted_c1
             if grad_unembedding_vd is None:
                 grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32)
             for grad_cr, sum_rd in zip(grad_cv.split(ROWS, dim=1), grad_unembedding_vd.split(ROWS), strict=True):
-                sum_rd += grad_cr.T @ hidden_cd
+                sum_rd += multiply(grad_cr.T, hidden_cd.T)
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
         return total
 

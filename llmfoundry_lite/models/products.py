@@ -1,0 +1,86 @@
+"""Matrix products in fp32 on AMD's processors.
+
+MKL, which PyTorch's CPU build asks, keeps to AVX2 on processors that are not Intel's: with AVX-512 oneDNN's kernels, in
+the same build and as exact, are twice as fast. Everywhere else, and for what is small, this is F.linear.
+
+Legend: n rows, i inputs, o outputs.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+SMALLEST = 1 << 22
+"""Products of fewer multiplications are over before oneDNN has begun."""
+
+
+class Linear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: torch.Tensor, weight_oi: torch.Tensor, bias_o: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., i] -> x weight^T + bias, [..., o]: F.linear by the faster library."""
+    if not _gains(x, weight_oi):
+        return F.linear(x, weight_oi, bias_o)
+    y = product(x.flatten(0, -2), weight_oi).unflatten(0, x.shape[:-1])
+    return y if bias_o is None else y + bias_o
+
+
+def multiply(a_ni: torch.Tensor, b_oi: torch.Tensor) -> torch.Tensor:
+    """a b^T by the faster library, for products outside of layers."""
+    return product(a_ni, b_oi) if _gains(a_ni, b_oi) else a_ni @ b_oi.T
+
+
+def _gains(x: torch.Tensor, weight_oi: torch.Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight_oi.dtype == torch.float32
+        and x.numel() * weight_oi.size(0) >= SMALLEST
+        and not torch.is_autocast_enabled("cpu")
+        and not isinstance(weight_oi, DTensor)
+        and mkl_is_slow()
+    )
+
+
+@functools.cache
+def mkl_is_slow() -> bool:
+    """By the processor's maker, not by the clock: equal machines must choose alike."""
+    try:
+        cpu = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "AuthenticAMD" in cpu and " avx512f " in cpu and torch.backends.mkl.is_available() and _has_onednn()
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@torch.library.custom_op("llmfoundry_lite::product", mutates_args=())
+def product(a_ni: torch.Tensor, b_oi: torch.Tensor) -> torch.Tensor:
+    """a b^T in fp32 by oneDNN, [n, o]."""
+    return torch.ops.mkldnn._linear_pointwise(a_ni, b_oi, None, "none", [], "")
+
+
+@product.register_fake
+def _(a_ni, b_oi):
+    return a_ni.new_empty(a_ni.size(0), b_oi.size(0))
+
+
+def _keep_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_no):
+    a_ni, b_oi = ctx.saved_tensors
+    grad_a_ni = multiply(grad_no, b_oi.T) if ctx.needs_input_grad[0] else None
+    grad_b_oi = multiply(grad_no.T, a_ni.T) if ctx.needs_input_grad[1] else None
+    return grad_a_ni, grad_b_oi
+
+
+product.register_autograd(_backward, setup_context=_keep_for_backward)
