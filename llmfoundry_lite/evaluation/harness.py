@@ -128,7 +128,11 @@ def evaluate(
         record, items = run_task(model, tokenizer, task, max_batch_tokens, on_progress, share or rank_and_size(None))
         results.tasks[task.name] = record
         if files is not None:
-            files.add(results, task.name, items)
+            try:
+                files.add(results, task.name, items)
+            except UserError as caught:
+                error = caught
+            agree(error)  # rank 0 alone writes, and the others would wait for it at the next task
     if files is not None:
         results.tasks |= {
             name: record for name, record in tell_all(files.kept(results)).items() if name not in results.tasks
@@ -428,21 +432,32 @@ class ResultFiles:
         return {} if not self.known or self._other_model(results) else self.known["tasks"]
 
     def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
+        """Raises DataError where it cannot be written, or another launch has meanwhile finished what would be lost."""
         if not self.is_main:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(self.path.parent):
-            self.known = self._read_known()  # other launches may have finished other tasks meanwhile
-            if not self.redo and self._finished() and (other := self._other_model(results)):
-                raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
-            tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
-            lines: dict[str, list[str]] = {task: [] for task in tasks}
-            for task, line in self._read_lines():
-                lines.get(task, []).append(line)
-            lines[name] = [json.dumps(item) for item in items]
-            # Items first: a task counts as finished when the JSON has it.
-            write_atomically(self.items_path, "".join(line + "\n" for task in lines.values() for line in task))
-            write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone_in(self.path.parent):
+                self.known = self._read_known()  # other launches may have finished other tasks meanwhile
+                self._write(results, name, items)
+        except OSError as error:
+            raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
+
+    def _write(self, results: Results, name: str, items: Sequence[Record]) -> None:
+        if not self.redo and self._finished() and (other := self._other_model(results)):
+            raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
+        tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
+        lines: dict[str, list[str]] = {task: [] for task in tasks}
+        for task, line in self._read_lines():
+            lines.get(task, []).append(line)
+        if not self.redo and name in self._finished():
+            there = self.known["tasks"][name]
+            if len(lines[name]) == there["n"] and there["fingerprint"] != results.tasks[name]["fingerprint"]:
+                raise DataError(f"{self.path}: another launch finished {name} meanwhile, with other settings or data")
+        lines[name] = [json.dumps(item) for item in items]
+        # Items first: a task counts as finished when the JSON has it.
+        write_atomically(self.items_path, "".join(line + "\n" for task in lines.values() for line in task))
+        write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Tasks in, results out: files, resuming, ranks, and the models that can be evaluated."""
 
+import errno
 import json
 import math
 import sys
@@ -147,6 +148,27 @@ def test_launches_side_by_side_keep_each_others_tasks(here):
         DataError, match=r"ours.json was written by another launch meanwhile, and is of model, and other"
     ):
         files.add(other, "choice/0-shot", [])
+
+
+def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
+    path = here / "results/suite/ours.json"
+    subject, asked = load_subject("model", device=CPU), load_tasks(["next"], "evals")
+    results = [Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint) for _ in range(2)]
+    begun = ResultFiles(harness.Path("results"), "suite", "ours")
+    evaluate(subject.model, subject.tokenizer, asked, results[0], ResultFiles(harness.Path("results"), "suite", "ours"))
+    before = path.read_text()
+    with pytest.raises(DataError, match=r"ours.json: another launch finished next/0-shot meanwhile, with other sett"):
+        evaluate(subject.model, subject.tokenizer, asked, results[1], begun, limit=3)
+    assert path.read_text() == before
+
+
+def test_a_results_folder_that_fills_up_is_one_line(here, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(harness, "write_atomically", full)
+    with pytest.raises(DataError, match=r"results_folder: .*suite/ours.json cannot be written: No space left"):
+        run(["next"])
 
 
 def change_the_data(here):
