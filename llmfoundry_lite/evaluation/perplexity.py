@@ -9,7 +9,7 @@ from typing import NamedTuple
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, Request
+from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, Request, is_broken_text
 
 
 class Document(NamedTuple):
@@ -109,4 +109,6 @@ def _texts(path: Path, label: str) -> Iterator[str]:
             ) from None
         if not isinstance(text, str):
             raise DataError(f"{label}: {path}, line {number}: text is {text!r}, expected a text")
+        if is_broken_text(line):
+            raise DataError(f"{label}: {path}, line {number} has half a character, such as \\ud83d alone")
         yield text

@@ -135,8 +135,21 @@ def _read_jsonl(path: Path, label: str) -> list[dict[str, Any]]:
             raise DataError(f"{label}: {path}, line {number} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{label}: {path}, line {number} is not a JSON object")
+        if is_broken_text(line):
+            raise DataError(f"{label}: {path}, line {number} has half a character, such as \\ud83d alone")
         rows.append(row)
     return rows
+
+
+def is_broken_text(line: str) -> bool:
+    """JSON can escape half of a surrogate pair, which no tokenizer takes."""
+    if "\\ud" not in line.lower():
+        return False
+    try:
+        json.dumps(json.loads(line), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:

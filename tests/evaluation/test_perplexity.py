@@ -169,6 +169,7 @@ def test_results_of_two_tokenizers_are_about_the_same_text(tmp_path, tokenizer) 
             "line 2: KeyError('text'); expected a JSON object with the column",
         ),
         ("a.jsonl", '{"text": 3}\n', "line 1: text is 3, expected a text"),
+        ("a.jsonl", '{"text": "a \\ud83d"}\n', "line 1 has half a character, such as"),
         ("val/index.json", '{"shards": []}', "is no MDS split of tokens"),
     ],
 )

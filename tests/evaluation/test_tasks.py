@@ -598,6 +598,11 @@ GOOD = json.dumps(QUESTIONS[0]) + "\n"
             ", line 1: aliases is 'b', expected texts",
         ),
         ("[1]", "multiple_choice", ", line 1 is not a JSON object"),
+        (
+            GOOD.replace('"query": "', '"query": "\\ud83d\\ude00 \\uD83D'),
+            "multiple_choice",
+            ", line 1 has half a character, such as \\ud83d alone",
+        ),
         (GOOD + "{", "multiple_choice", ", line 2 is not JSON: Expecting property name enclosed in double quotes: "),
     ],
 )
