@@ -119,7 +119,14 @@ def build_parallel_model(
     compile_config: dict[str, Any] | None = None,
     attn_impl: str = "sdpa",
 ) -> MPT:
-    """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share."""
+    """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share.
+
+    Raises ConfigError for a compiler that torch does not know.
+    """
+    backend = (compile_config or {}).get("backend", "inductor")
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        common = ", ".join(torch.compiler.list_backends())
+        raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
     with torch.device("meta"):
         model = MPT(config, attn_impl)
     shard_model(model, fsdp, precision, mesh, compile_config)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model
 from llmfoundry_lite.training.gradients import GradientStep
@@ -82,6 +83,12 @@ def test_selective_checkpointing_recomputes_no_matrix_product_and_a_full_one_all
         assert loss == plain[0]
         assert all(torch.equal(gradients[name], plain[1][name]) for name in gradients)
     assert plain[2] == selective[2] < full[2]
+
+
+def test_a_compiler_nobody_knows_is_refused_before_anything_is_built(one_rank):
+    mesh = build_mesh(FSDPConfig(), "cpu", 1, 1)
+    with pytest.raises(ConfigError, match=r"^compile_config.backend: 'foo' given, expected one of .*inductor"):
+        build_parallel_model(SMALL, FSDPConfig(), PRECISIONS["fp32", "PURE"], mesh, 1, {"backend": "foo"})
 
 
 class Calls(TorchDispatchMode):

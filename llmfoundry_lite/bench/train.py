@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -77,11 +78,15 @@ def run(
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
     sides = [f"{side} {dtype}" for dtype in DTYPES for side in SIDES if side != "foundry" or peer_python]
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    failed: dict[str, str] = {}
     for round_number in range(num_rounds):
         for side in sides:
             console.print(f"round {round_number + 1}/{num_rounds}: {side}")
             task = {"side": side, "overrides": list(overrides), **settings}
-            results[side].append(measure_in_a_process(task, peer_python))
+            try:
+                results[side].append(measure_in_a_process(task, peer_python))
+            except RuntimeError as error:
+                failed[side] = str(error).strip().splitlines()[-1]
     model = ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
     flops = count_flops_per_token(model, seq_len) * batch_size * seq_len
     report: dict[str, Any] = {
@@ -95,8 +100,11 @@ def run(
         "num_parameters": count_parameters(model),
         "model_flops_per_step": flops,
         "sides": {},
+        "failed": failed,
     }
     for side, rounds in results.items():
+        if not rounds:
+            continue
         seconds = statistics.median([value for result in rounds for value in result["step_seconds"]])
         done = rounds[0].get("flops", flops)
         report["sides"][side] = {
@@ -185,7 +193,8 @@ def rows_of(report: dict[str, Any]) -> list[list[str]]:
 
 
 def ratios_of(report: dict[str, Any]) -> list[str]:
-    return [f"{what}: {value:.2f}{f' ({aim})' if aim else ''}" for what, value, aim in compare(report)]
+    lines = [f"{what}: {value:.2f}{f' ({aim})' if aim else ''}" for what, value, aim in compare(report)]
+    return [*lines, *(f"not measured: {reason}" for reason in report["failed"].values())]
 
 
 # ---------------------------------------------------------------------------------------------- one side, one process
@@ -200,6 +209,8 @@ def measure_in_a_process(settings: dict[str, Any], peer_python: str | None) -> d
     else:
         command = [sys.executable, "-m", "llmfoundry_lite.bench.train", json.dumps(settings)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == -signal.SIGKILL:
+        raise RuntimeError(f"{settings['side']}: killed, for want of memory as a rule")
     if result.returncode != 0:
         raise RuntimeError(f"{settings['side']} failed:\n{result.stdout}\n{result.stderr}")
     measured = json.loads(result.stdout.splitlines()[-1])

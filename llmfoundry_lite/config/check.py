@@ -14,6 +14,9 @@ from llmfoundry_lite.config.layers import Layer, get, source_of
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
+COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
 LONGEST_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
@@ -68,6 +71,13 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
             refuse(key, f"{fsdp.activation_checkpointing!r} given, expected true, false or selective")
         if fsdp.activation_checkpointing_reentrant:
             refuse("fsdp_config.activation_checkpointing_reentrant", "selective has no reentrant form; remove it")
+    if fsdp and fsdp.activation_cpu_offload and not fsdp.activation_checkpointing:
+        refuse(
+            "fsdp_config.activation_cpu_offload",
+            "offloads what activation_checkpointing keeps; add activation_checkpointing: true, or remove it",
+        )
+    if config.compile_config is not None:
+        _check_compilation(config.compile_config, refuse)
     if config.tensor_parallel_degree > 1:
         _check_tensor_parallel(config, refuse)
     for path in config.callbacks.extra:
@@ -133,6 +143,15 @@ def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | 
         return None
     value, rest = divmod(int(span.value) * num_tokens[span.unit], num_tokens[unit])
     return None if rest else Duration(value, unit)
+
+
+def _check_compilation(options: dict[str, typing.Any], refuse: Refuse) -> None:
+    """A backend may be anybody's package; what else torch.compile takes is known."""
+    for key, value in options.items():
+        if key not in COMPILE_OPTIONS:
+            refuse(f"compile_config.{key}", f"torch.compile has no such argument; it has {', '.join(COMPILE_OPTIONS)}")
+        if key == "mode" and value not in (None, *COMPILE_MODES):
+            refuse("compile_config.mode", f"{value!r} given, expected one of {', '.join(COMPILE_MODES)}")
 
 
 def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:

@@ -203,11 +203,9 @@ def _sdpa(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch
 
 def _blocked(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
     assert not dropout_p, "refused when the configuration is checked"
-    repeats = q_bthk.size(2) // k_bsgk.size(2)
-    k_bshk, v_bshk = (x if repeats == 1 else x.repeat_interleave(repeats, dim=2) for x in (k_bsgk, v_bsgk))
     bias_bhts = None if mask.bias_bhts is None else mask.bias_bhts.to(q_bthk.dtype)
     scale = softmax_scale or 1.0 / math.sqrt(q_bthk.size(-1))
-    return blocked_attention(q_bthk, k_bshk, v_bshk, bias_bhts, scale, mask.window)
+    return blocked_attention(q_bthk, k_bsgk, v_bsgk, bias_bhts, scale, mask.window)
 
 
 def _flex(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:

@@ -4,7 +4,7 @@ On CPUs in bf16, where products run at several times the rate of PyTorch's fused
 backward pass, computes none beyond a block's last key, and holds those of one sample and one block at a time. Scores
 are rounded to the dtype of the inputs, as wherever attention is written with products (LLM Foundry's `torch`).
 
-Legend: b batch, t queries, s keys (as many), h heads, k head dimension.
+Legend: b batch, t queries, s keys (as many), h heads, g heads of keys and values, k head dimension.
 """
 
 import math
@@ -19,8 +19,8 @@ BLOCK = 256
 @torch.library.custom_op("llmfoundry_lite::blocked_attention", mutates_args=())
 def blocked_attention(
     q_bthk: torch.Tensor,
-    k_bshk: torch.Tensor,
-    v_bshk: torch.Tensor,
+    k_bsgk: torch.Tensor,
+    v_bsgk: torch.Tensor,
     bias_bhts: torch.Tensor | None,
     scale: float,
     window: int,
@@ -30,10 +30,10 @@ def blocked_attention(
     `bias_bhts` (b and h may be 1) has -inf where nothing is seen; without it each query sees itself and what is
     before. No query may see further back than `window` keys; below 0, no limit.
     """
-    out_bthk = torch.empty_like(v_bshk, memory_format=torch.contiguous_format)
+    out_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
     later_ts = _later(q_bthk)
     for b in range(q_bthk.size(0)):
-        q_htk, k_hsk, v_hsk = (_heads_first(x[b]) for x in (q_bthk, k_bshk, v_bshk))
+        q_htk, k_hsk, v_hsk = (_heads_first(x[b], q_bthk.size(2)) for x in (q_bthk, k_bsgk, v_bsgk))
         for queries, keys in _blocks(q_htk.size(1), window):
             weights_hts = _weights(
                 q_htk[:, queries], k_hsk[:, keys], _bias(bias_bhts, later_ts, b, queries, keys), scale
@@ -46,17 +46,19 @@ def blocked_attention(
 def blocked_attention_backward(
     grad_bthk: torch.Tensor,
     q_bthk: torch.Tensor,
-    k_bshk: torch.Tensor,
-    v_bshk: torch.Tensor,
+    k_bsgk: torch.Tensor,
+    v_bsgk: torch.Tensor,
     bias_bhts: torch.Tensor | None,
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v; those of keys and values are summed over blocks in fp32."""
-    grads_bthk = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_bthk, k_bshk, v_bshk)]
+    grads_bthk = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_bthk, k_bsgk, v_bsgk)]
     later_ts = _later(q_bthk)
     for b in range(q_bthk.size(0)):
-        grad_htk, q_htk, k_hsk, v_hsk = (_heads_first(x[b]) for x in (grad_bthk, q_bthk, k_bshk, v_bshk))
+        grad_htk, q_htk, k_hsk, v_hsk = (
+            _heads_first(x[b], q_bthk.size(2)) for x in (grad_bthk, q_bthk, k_bsgk, v_bsgk)
+        )
         grad_k_hsk, grad_v_hsk = (torch.zeros_like(x, dtype=torch.float32) for x in (k_hsk, v_hsk))
         for queries, keys in _blocks(q_htk.size(1), window):
             q_part_htk, grad_part_htk, k_part_hsk = q_htk[:, queries], grad_htk[:, queries], k_hsk[:, keys]
@@ -66,14 +68,19 @@ def blocked_attention_backward(
             grad_scores_hts = torch._softmax_backward_data(grad_weights_hts, weights_hts, -1, weights_hts.dtype)
             grads_bthk[0][b, queries] = (torch.bmm(grad_scores_hts, k_part_hsk) * scale).transpose(0, 1)
             grad_k_hsk[:, keys] += torch.bmm(grad_scores_hts.transpose(1, 2), q_part_htk)
-        grads_bthk[1][b] = (grad_k_hsk * scale).transpose(0, 1)
-        grads_bthk[2][b] = grad_v_hsk.transpose(0, 1)
+        grads_bthk[1][b] = _shared(grad_k_hsk * scale, k_bsgk.size(2))
+        grads_bthk[2][b] = _shared(grad_v_hsk, v_bsgk.size(2))
     return grads_bthk[0], grads_bthk[1], grads_bthk[2]
 
 
-def _heads_first(x_thk: torch.Tensor) -> torch.Tensor:
-    """Contiguous, which products are quicker with than the copy takes."""
-    return x_thk.transpose(0, 1).contiguous()
+def _heads_first(x_tgk: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[h, t, k], each head's own. Contiguous, which products are quicker with than the copy takes."""
+    return x_tgk.transpose(0, 1).repeat_interleave(num_heads // x_tgk.size(1), dim=0)
+
+
+def _shared(x_hsk: torch.Tensor, num_shared: int) -> torch.Tensor:
+    """[s, g, k]: the sum over the heads that share one."""
+    return x_hsk.unflatten(0, (num_shared, -1)).sum(dim=1).transpose(0, 1)
 
 
 def _blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
@@ -102,13 +109,13 @@ def _weights(q_htk: torch.Tensor, k_hsk: torch.Tensor, bias_hts: torch.Tensor, s
 
 
 @blocked_attention.register_fake
-def _(q_bthk, k_bshk, v_bshk, bias_bhts, scale, window):
-    return torch.empty_like(v_bshk, memory_format=torch.contiguous_format)
+def _(q_bthk, k_bsgk, v_bsgk, bias_bhts, scale, window):
+    return torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
 
 
 @blocked_attention_backward.register_fake
-def _(grad_bthk, q_bthk, k_bshk, v_bshk, bias_bhts, scale, window):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_bthk, k_bshk, v_bshk))
+def _(grad_bthk, q_bthk, k_bsgk, v_bsgk, bias_bhts, scale, window):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_bthk, k_bsgk, v_bsgk))
 
 
 def _keep_for_backward(ctx, inputs, output):

@@ -6,7 +6,6 @@ the same build and as exact, are twice as fast. Everywhere else, and for what is
 Legend: n rows, i inputs, o outputs.
 """
 
-import functools
 from pathlib import Path
 
 import torch
@@ -43,22 +42,24 @@ def _gains(x: torch.Tensor, weight_oi: torch.Tensor) -> bool:
         and x.numel() * weight_oi.size(0) >= SMALLEST
         and not torch.is_autocast_enabled("cpu")
         and not isinstance(weight_oi, DTensor)
-        and mkl_is_slow()
+        and MKL_IS_SLOW
     )
 
 
-@functools.cache
-def mkl_is_slow() -> bool:
-    """By the processor's maker, not by the clock: equal machines must choose alike."""
+def _mkl_is_slow() -> bool:
     try:
         cpu = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    return "AuthenticAMD" in cpu and " avx512f " in cpu and torch.backends.mkl.is_available() and _has_onednn()
+    return "AuthenticAMD" in cpu and " avx512f " in cpu and torch.backends.mkl.is_available() and has_onednn()
 
 
-def _has_onednn() -> bool:
+def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+MKL_IS_SLOW = _mkl_is_slow()
+"""By the processor's maker, not by the clock: equal machines must choose alike. A constant, for compilers' sake."""
 
 
 @torch.library.custom_op("llmfoundry_lite::product", mutates_args=())

@@ -10,18 +10,21 @@ import torch
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OutOfMemoryError
-from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.plan.memory import estimate_training_memory
 
 
-def as_out_of_memory(
-    error: BaseException, config: TrainConfig, batch: int, microbatch_size: int
-) -> OutOfMemoryError | None:
-    """The user's error, if `error` is torch's or Python's word for memory that could not be had; else None."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is torch's, numpy's or Python's word for memory that could not be had."""
     is_cpu_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    if not (is_cpu_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)):
-        return None
+    return is_cpu_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def explain_out_of_memory(
+    error: BaseException, config: TrainConfig, when: str, microbatch_size: int
+) -> OutOfMemoryError:
+    """`when`: what was being done."""
     here = place()
     estimated = estimate_training_memory(
         dataclasses.replace(config, device_train_microbatch_size=microbatch_size),
@@ -33,18 +36,23 @@ def as_out_of_memory(
         config, here.world_size, here.local_world_size, devices.device_type(), microbatch_size=microbatch_size
     )
     return OutOfMemoryError(
-        f"out of memory on rank {here.rank} in batch {batch}: {_asked_for(str(error))} asked for with "
+        f"out of memory on rank {here.rank} {when}: {_asked_for(str(error))} asked for with "
         f"{used / GIB:.2f} of {had / GIB:.2f} GiB in use; by the estimate {microbatch_size} x {config.max_seq_len} "
         f"tokens at a time take {estimated.total_bytes / GIB:.2f} GiB{advice}"
     )
 
 
 def _asked_for(text: str) -> str:
-    """By torch: "Tried to allocate 2.00 GiB." on an accelerator, "you tried to allocate 8192 bytes." on a CPU."""
-    found = re.search(r"ried to allocate ([\d.]+) ([A-Za-z]+)", text)
+    """Torch "tried to allocate 2.00 GiB" on an accelerator, "8192 bytes" on a CPU; numpy was "unable to" have 2 GiB."""
+    found = re.search(r"(?:ried|nable) to allocate ([\d.]+) ([A-Za-z]+)", text)
     if found is None:
-        return "more"
-    return f"{int(found[1]) / GIB:,.2f} GiB more" if found[2] == "bytes" else f"{found[1]} {found[2]} more"
+        return "more was"
+    if found[2] != "bytes":
+        return f"{found[1]} {found[2]} more were"
+    asked_bytes = int(found[1])
+    return (
+        f"{asked_bytes / GIB:,.2f} GiB more were" if asked_bytes >= GIB else f"{asked_bytes / MIB:,.2f} MiB more were"
+    )
 
 
 def _used_and_had() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.memory import is_out_of_memory
 from llmfoundry_lite.training.optimizers import local
 
 MARGIN = 0.95
@@ -64,7 +65,9 @@ def choose_microbatch_size(
     def measure(num_samples: int) -> int:
         try:
             return _measure(model, num_samples, seq_len, meter, accumulates and device_batch_size > 1)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if num_samples == 1:
                 needs = f"more than the {meter.peak_bytes() / GIB:.2f} GiB that it got"
                 raise ConfigError(_does_not_fit(seq_len, needs, had, advise)) from None

@@ -48,7 +48,7 @@ from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
-from llmfoundry_lite.training.memory import advise_less_memory, as_out_of_memory
+from llmfoundry_lite.training.memory import advise_less_memory, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.trainer import GroupedTrainer
@@ -81,7 +81,7 @@ def train(config: TrainConfig) -> None:
             export(config, trainer, run.folder / "huggingface")
     except BaseException as error:
         preempted = as_preempted(error, preemption)
-        told = preempted or (trainer and explain_memory(error, config, trainer)) or error
+        told = preempted or explain_memory(error, config, trainer) or error
         run.fail("preempted" if preempted else "failed", describe(told).splitlines()[-1].removeprefix("error: "))
         if told is error:
             raise
@@ -108,9 +108,14 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
     return None
 
 
-def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer) -> OutOfMemoryError | None:
-    size = trainer.state.device_train_microbatch_size
-    return as_out_of_memory(error, config, batch_of(trainer), size if isinstance(size, int) else 1)
+def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer | None) -> OutOfMemoryError | None:
+    if not is_out_of_memory(error):
+        return None
+    size = config.microbatch_size or config.global_train_batch_size // config.num_data_ranks(place().world_size)
+    if trainer and isinstance(trainer.state.device_train_microbatch_size, int):
+        size = trainer.state.device_train_microbatch_size
+    when = f"in batch {batch_of(trainer) + 1}" if trainer else "while the run was built"
+    return explain_out_of_memory(error, config, when, size)
 
 
 def start_process_group(config: TrainConfig) -> None:

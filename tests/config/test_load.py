@@ -236,6 +236,21 @@ def test_impossible_combinations_of_attention_options_are_refused(argument):
     ("arguments", "message"),
     [
         (
+            ["compile_config={speed: max}"],
+            "command line: compile_config.speed: torch.compile has no such argument; it has fullgraph, dynamic, "
+            "backend, mode, options, disable",
+        ),
+        (
+            ["compile_config={mode: fast}"],
+            "command line: compile_config.mode: 'fast' given, expected one of default, reduce-overhead, max-autotune, "
+            "max-autotune-no-cudagraphs",
+        ),
+        (
+            ["fsdp_config={activation_cpu_offload: true}"],
+            "command line: fsdp_config.activation_cpu_offload: offloads what activation_checkpointing keeps; add "
+            "activation_checkpointing: true, or remove it",
+        ),
+        (
             ["callbacks.scheduled_gc.batch_interval=9"],
             "command line: callbacks.scheduled_gc: unknown key; one of your own is named by its "
             "import path, python:package.module:Class",

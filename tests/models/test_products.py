@@ -13,13 +13,13 @@ from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
 from tests.models.test_family import FAMILY
 from tests.models.test_mpt_parity import random_model
 
-pytestmark = pytest.mark.skipif(not products._has_onednn(), reason="a torch without oneDNN")
+pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="a torch without oneDNN")
 SMALL = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)
 
 
 @pytest.fixture
 def by_onednn(monkeypatch):
-    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(products, "MKL_IS_SLOW", True)
     monkeypatch.setattr(products, "SMALLEST", 0)
 
 
@@ -47,7 +47,7 @@ def test_a_model_its_loss_and_all_gradients(name, by_onednn, monkeypatch):
     head = partial(cross_entropy_sum, labels_bt=next_token_labels(tokens_bt))
     found = []
     for is_slow in (False, True):
-        monkeypatch.setattr(products, "mkl_is_slow", lambda is_slow=is_slow: is_slow)
+        monkeypatch.setattr(products, "MKL_IS_SLOW", is_slow)
         loss = model(tokens_bt, head=head)
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for expected, ours in zip(*found, strict=True):

@@ -2,12 +2,14 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 
+import psutil
 import torch
 from composer import Callback
 
-from tests.helpers.launch import train
+from tests.helpers.launch import _train, launch, train
 from tests.helpers.tiny import tiny_config, write_config
 
 
@@ -26,7 +28,7 @@ def test_running_out_of_memory_says_what_was_needed_what_there_was_and_what_woul
     assert result.exit_codes[1] == 2
     line = next(line for line in result.outputs[1].splitlines() if line.startswith("error: "))
     assert re.fullmatch(
-        r"error: out of memory on rank 1 in batch 2: 131,072.00 GiB more asked for with [\d.]+ of [\d.]+ GiB in "
+        r"error: out of memory on rank 1 in batch 3: 131,072.00 GiB more were asked for with [\d.]+ of [\d.]+ GiB in "
         r"use; by the estimate 2 x \d+ tokens at a time take [\d.]+ GiB; what helps most: (\S+: \S+ \(saves about "
         r"[\d.]+ GiB\)(, )?|twice as many devices \(saves about [\d.]+ GiB\)(, )?){3}",
         line,
@@ -34,3 +36,19 @@ def test_running_out_of_memory_says_what_was_needed_what_there_was_and_what_woul
     assert "Traceback" not in result.outputs[1]
     status = json.loads(Path(tmp_path, "runs/greedy/status.json").read_text())
     assert status["status"] == "failed"
+
+
+def train_with_2_gib_more(arguments):
+    limit = psutil.Process().memory_info().vms + (2 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _train(arguments)
+
+
+def test_memory_that_does_not_suffice_for_the_model_is_told_too(tmp_path, data):
+    config = tiny_config(data, model__d_model=8192, model__n_heads=64, model__n_layers=16)
+    path = write_config(tmp_path / "large.yaml", config)
+    result = launch(train_with_2_gib_more, ([path],), tmp_path)
+    assert result.exit_codes == [2], result.output
+    pattern = r"^error: out of memory on rank 0 while the run was built: [\d.]+ [GM]iB more were asked for .*8 x 32 tokens .*what helps most: "
+    assert re.search(pattern, result.output, re.MULTILINE), result.output
+    assert "Traceback" not in result.output
