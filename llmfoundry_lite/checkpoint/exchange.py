@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmfoundry_lite import errors
 from llmfoundry_lite.checkpoint.codec import write_json
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import CheckpointError, UserError
 
 Group = dist.ProcessGroup | None
 """None is the default group, or a process alone."""
@@ -88,8 +89,10 @@ def agree(error: Exception | None, group: Group = None) -> None:
         assert error is not None
         raise error
     name, text = reports[first]
-    kind = DamagedCheckpointError if name == DamagedCheckpointError.__name__ else CheckpointError
-    raise kind(text if name in (kind.__name__, CheckpointError.__name__) else f"rank {first}: {name}: {text}")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        raise kind(text)  # the same sentence everywhere, so that it is printed once
+    raise CheckpointError(f"rank {first}: {name}: {text}")
 
 
 def _device(group: Group) -> torch.device:

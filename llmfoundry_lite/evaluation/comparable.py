@@ -10,7 +10,7 @@ import numpy as np
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.paired import Floats
-from llmfoundry_lite.evaluation.reading import BITS, Loaded, by_document, text_row
+from llmfoundry_lite.evaluation.reading import BITS, Loaded, by_document, cut_at, text_row
 
 
 def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
@@ -102,7 +102,7 @@ def notes_on(first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence
 def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
     notes = []
     records = [result.facts["tasks"][task] for result in (first, other)]
-    if limit := (records[0].get("settings") or {}).get("limit"):
+    if limit := cut_at(records[0]):
         notes.append(f"only its first {limit:,} items (limit): a try, not a result")
     beginnings = [record.get("beginning", []) for record in records]
     if beginnings[0] != beginnings[1] and not has_other_tokenizer(first, other):

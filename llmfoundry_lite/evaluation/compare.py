@@ -188,7 +188,7 @@ def _pair_task(task: str, first: Loaded, other: Loaded, metric: str) -> Paired:
         ties=n - wins - losses,
         p=statistics.mcnemar_p(wins, losses),
         test="McNemar",
-        needed=statistics.items_needed((wins + losses) / n),
+        needed=statistics.items_needed((wins + losses) / n) if wins + losses else None,
         detectable=_detectable(float(difference.std()) / math.sqrt(n)),
     )
 
@@ -234,7 +234,7 @@ def _pair_texts(task: str, first: Loaded, other: Loaded) -> Paired:
         ties=int((rates == 0).sum()),
         p=p,
         test="sign flips",
-        needed=statistics.documents_needed(deviation) if n > 1 else None,
+        needed=statistics.documents_needed(deviation) if n > 1 and deviation else None,
         detectable=_detectable(deviation / math.sqrt(n)),
     )
 

@@ -21,7 +21,7 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.reading import bits_per_byte_error, read_facts
+from llmfoundry_lite.evaluation.reading import bits_per_byte_error, cut_at, read_facts
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
@@ -403,7 +403,7 @@ class ResultFiles:
     def _finished(self) -> set[str]:
         """Tasks that must not be lost. One with a `limit` is a try: whoever asks again would not have it kept."""
         tasks = self.known.get("tasks", {}).items()
-        return {name for name, record in tasks if (record.get("settings") or {}).get("limit") is None}
+        return {name for name, record in tasks if cut_at(record) is None}
 
     def _other_model(self, results: Results) -> str:
         """What the file is of, beside what is evaluated now, if that is another model."""

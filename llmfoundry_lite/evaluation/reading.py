@@ -30,6 +30,14 @@ class Loaded:
     """Of each task, in the file's order."""
 
 
+def cut_at(record: Record) -> int | None:
+    """The `limit` that ended this task before its data did: what is found then is a try, not a result."""
+    limit = (record.get("settings") or {}).get("limit")
+    num_seen = record["n"] + sum((record.get("skipped") or {}).values())
+    is_text = record.get("type") == "perplexity"  # whose limit is of windows
+    return None if limit is None or (num_seen < limit and not is_text) else limit
+
+
 def load_results(paths: Sequence[Path]) -> list[Loaded]:
     """Raises DataError for a file that is no result, or whose items are missing, torn or another evaluation's."""
     for i, path in enumerate(paths):

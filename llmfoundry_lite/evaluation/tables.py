@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from llmfoundry_lite.evaluation.reading import ACCURACIES, Record
+from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at
 
 if TYPE_CHECKING:  # comparing needs no torch
     from llmfoundry_lite.evaluation.harness import Results
@@ -140,7 +140,7 @@ def _oddities(record: Record) -> Iterator[str]:
             yield f"{text.format(f'{count:,}')}, {n}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
-    if limit := (record.get("settings") or {}).get("limit"):
+    if limit := cut_at(record):
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
 

@@ -215,6 +215,14 @@ def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loa
         scripts.eval.main(["icl.yaml"])
 
 
+def test_a_limit_beyond_the_data_limits_nothing(here):
+    (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}, "limit": 99}))
+    scripts.eval.main(["icl.yaml"])
+    assert "a try" not in (here / "results/icl/table.md").read_text()
+    with pytest.raises(DataError, match="with limit 99, not 3 as asked for now"):
+        scripts.eval.main(["icl.yaml", "limit=3"])
+
+
 def test_a_try_of_a_few_items_gives_way(here):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
     found = []

@@ -49,6 +49,9 @@ def test_memory_that_does_not_suffice_for_the_model_is_told_too(tmp_path, data):
     path = write_config(tmp_path / "large.yaml", config)
     result = launch(train_with_2_gib_more, ([path],), tmp_path)
     assert result.exit_codes == [2], result.output
-    pattern = r"^error: out of memory on rank 0 while the run was built: [\d.]+ [GM]iB more were asked for .*8 x 32 tokens .*what helps most: "
+    pattern = (
+        r"^error: out of memory on rank 0 while the run was built: [\d.]+ [GM]iB more were asked for .* 8 x 32 "
+        r"tokens .*what helps most: "
+    )
     assert re.search(pattern, result.output, re.MULTILINE), result.output
     assert "Traceback" not in result.output
