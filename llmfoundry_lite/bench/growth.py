@@ -142,6 +142,9 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         "",
         *markdown_table([HEADINGS, *cells_of(report)]),
         "",
+        "The line goes through the first, smallest point, which bears most of what does not grow with FLOPs (the "
+        "optimizer's passes over all parameters, the embedding's gradient, the loop itself): larger points lie below.",
+        "",
         f"![the figure]({name}.png)",
     ]
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
