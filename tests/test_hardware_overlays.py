@@ -194,14 +194,14 @@ def test_a_run_carried_on_under_another_overlay_says_what_is_different_and_sees_
     assert (
         "carrying on from runs/tiny/checkpoints/ba3 (devices 1 -> 2, sharding FULL_SHARD -> HYBRID_SHARD, "
         "shard degree none -> 1, microbatch 8 -> 1, precision amp_bf16 DEFAULT -> amp_bf16 PURE, "
-        "attention sdpa -> reference, HERE yes -> none, THERE none -> 1)"
+        "attention blocked -> reference, HERE yes -> none, THERE none -> 1)"
     ) in output
     first, second = open_checkpoint(tmp_path / "runs/tiny/checkpoints/ba6").manifest.segments
     assert (first.first_batch, first.last_batch, second.first_batch, second.last_batch) == (1, 3, 4, 6)
     assert (first.sharding, second.sharding) == ("FULL_SHARD", "HYBRID_SHARD")
     assert (first.precision, second.precision) == ("amp_bf16 DEFAULT", "amp_bf16 PURE")
     assert (first.shard_degree, second.shard_degree) == (None, 1)
-    assert (first.attention, second.attention) == ("sdpa", "reference")
+    assert (first.attention, second.attention) == ("blocked", "reference")
     assert (first.environment, second.environment) == ({"HERE": "yes"}, {"THERE": "1"})
     assert second.torch == torch.__version__
     whole, moved = read_metrics(tmp_path / "runs/whole"), read_metrics(tmp_path / "runs/tiny")

@@ -174,7 +174,7 @@ WRONG = {
     "model.ffn_config.moe_num_experts=8": (
         "LLM Foundry's option is left out here; there is no mixture of experts; use ffn_type: mptmlp or mptglu"
     ),
-    "model.ffn_config.fc_type=torch": "LLM Foundry's option is left out here; layers are torch's; remove it",
+    "model.ffn_config.fc_type=fp8": "LLM Foundry's option is left out here; layers are torch's; remove it",
     "fsdp_config.cpu_offload=true": "LLM Foundry's option is left out here; use fsdp_config.offload_optimizer",
     "train_loader.name=finetuning": (
         "'finetuning' is not known; fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`"
