@@ -54,6 +54,16 @@ def test_a_model_its_loss_and_all_gradients(name, by_onednn, monkeypatch):
         assert (ours - expected).norm() <= 1e-5 * expected.norm().clamp(min=1)
 
 
+def test_the_digits_do_not_depend_on_where_numbers_lie_in_memory(by_onednn):
+    """Or a run could not be repeated to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    a_ni, b_oi = torch.randn(130, 96, generator=generator), torch.randn(200, 96, generator=generator)
+    expected = products.multiply(a_ni, b_oi)
+    for offset in range(1, 17):
+        elsewhere_ni = torch.empty(a_ni.numel() + offset)[offset:].view_as(a_ni).copy_(a_ni)
+        assert torch.equal(products.multiply(elsewhere_ni, b_oi), expected)
+
+
 def test_other_types_and_devices_and_autocast_are_left_alone(by_onednn, monkeypatch):
     monkeypatch.setattr(products, "product", lambda *_: pytest.fail("oneDNN was asked"))
     x, weight = torch.ones(4, 8), torch.ones(16, 8)
