@@ -66,6 +66,12 @@ def test_the_same_answers_are_the_same():
     assert parity.is_same(found)
 
 
+def test_long_answers_may_differ_by_a_millionth():
+    ours, close, far = ([[-2000.0, -2100.0]], [[-2000.001, -2100.0]], [[-2000.003, -2100.0]])
+    assert parity.is_same(parity.compare(side([1], ours), side([1], close), "multiple_choice"))
+    assert not parity.is_same(parity.compare(side([1], ours), side([1], far), "multiple_choice"))
+
+
 @pytest.mark.parametrize(
     ("theirs", "differ", "rounding"),
     [
