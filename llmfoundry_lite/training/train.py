@@ -83,7 +83,7 @@ def train(config: TrainConfig) -> None:
         preempted = as_preempted(error, preemption)
         told = preempted or explain_memory(error, config, trainer) or error
         run.fail("preempted" if preempted else "failed", describe(told).splitlines()[-1].removeprefix("error: "))
-        if told is error:
+        if preempted is None and told is error:
             raise
         if preempted is None:
             raise told from error
