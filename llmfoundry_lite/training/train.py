@@ -83,9 +83,9 @@ def train(config: TrainConfig) -> None:
         preempted = as_preempted(error, preemption)
         told = preempted or explain_memory(error, config, trainer) or error
         run.fail("preempted" if preempted else "failed", describe(told).splitlines()[-1].removeprefix("error: "))
-        if preempted is None and told is error:
-            raise
         if preempted is None:
+            if told is error:
+                raise
             raise told from error
         preemption.consume_stop_file()
         if preempted.is_orderly and trainer is not None:
