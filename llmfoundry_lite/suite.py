@@ -15,8 +15,9 @@ from torch import nn
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import DamagedCheckpointError, DataError, UserError
-from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, outline_tasks
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline_tasks
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.plots import plot_curves

@@ -34,9 +34,10 @@ from llmfoundry_lite.bench.switch import describe_machine
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import Subject, load_subject
 from llmfoundry_lite.evaluation.packing import Row
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
 from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example

@@ -26,8 +26,9 @@ from llmfoundry_lite.bench.eval import peer_of
 from llmfoundry_lite.config.load import load_tasks
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.evaluation.tasks import read_rows
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at
 
 if TYPE_CHECKING:  # comparing needs no torch
-    from llmfoundry_lite.evaluation.harness import Results
+    from llmfoundry_lite.evaluation.results import Results
 
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",

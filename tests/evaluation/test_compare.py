@@ -13,9 +13,10 @@ from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.verdicts import panels
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.results import choice, text, write_result

@@ -16,9 +16,11 @@ from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models
-from llmfoundry_lite.evaluation.harness import ResultFiles, Results, evaluate, mean_and_error
+from llmfoundry_lite.evaluation import results as results_module
+from llmfoundry_lite.evaluation.harness import evaluate, mean_and_error
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
 from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.hf import export_model
@@ -65,7 +67,7 @@ def tasks():
 
 def run(names=("choice", "next"), *, redo=False, source="model", **options):
     subject = load_subject("model", device=CPU)
-    files = ResultFiles(harness.Path("results"), "suite", "ours", redo=redo)
+    files = ResultFiles(Path("results"), "suite", "ours", redo=redo)
     results = Results(model="ours", suite="suite", source=source, tokenizer=subject.fingerprint)
     return evaluate(subject.model, subject.tokenizer, load_tasks(names, "evals"), results, files, **options)
 
@@ -136,7 +138,7 @@ def test_what_is_finished_and_not_asked_for_now_stays(here):
 
 def test_launches_side_by_side_keep_each_others_tasks(here):
     subject = load_subject("model", device=CPU)
-    both_begin = [ResultFiles(harness.Path("results"), "suite", "ours") for _ in range(2)]
+    both_begin = [ResultFiles(Path("results"), "suite", "ours") for _ in range(2)]
     for name, files in zip(("choice", "next"), both_begin, strict=True):
         results = Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint)
         evaluate(subject.model, subject.tokenizer, load_tasks([name], "evals"), results, files)
@@ -154,8 +156,8 @@ def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
     path = here / "results/suite/ours.json"
     subject, asked = load_subject("model", device=CPU), load_tasks(["next"], "evals")
     results = [Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint) for _ in range(2)]
-    begun = ResultFiles(harness.Path("results"), "suite", "ours")
-    evaluate(subject.model, subject.tokenizer, asked, results[0], ResultFiles(harness.Path("results"), "suite", "ours"))
+    begun = ResultFiles(Path("results"), "suite", "ours")
+    evaluate(subject.model, subject.tokenizer, asked, results[0], ResultFiles(Path("results"), "suite", "ours"))
     before = path.read_text()
     with pytest.raises(DataError, match=r"ours.json: another launch finished next/0-shot meanwhile, with other sett"):
         evaluate(subject.model, subject.tokenizer, asked, results[1], begun, limit=3)
@@ -166,7 +168,7 @@ def test_a_results_folder_that_fills_up_is_one_line(here, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(harness, "write_atomically", full)
+    monkeypatch.setattr(results_module, "write_atomically", full)
     with pytest.raises(DataError, match=r"results_folder: .*suite/ours.json cannot be written: No space left"):
         run(["next"])
 
@@ -505,7 +507,7 @@ def save_neox(folder):
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(vocab_size=384, max_position_embeddings=64, **sizes)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
-    for path in harness.Path("tokenizer").iterdir():
+    for path in Path("tokenizer").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
 
@@ -607,7 +609,7 @@ def test_a_file_that_is_no_result_is_not_overwritten_unasked(here):
 
 def test_a_results_folder_that_is_a_file_is_refused(here):
     with pytest.raises(DataError, match=r"results_folder: .*choice.jsonl is no folder that can be written to"):
-        ResultFiles(harness.Path("choice.jsonl"), "suite", "ours")
+        ResultFiles(Path("choice.jsonl"), "suite", "ours")
 
 
 GOOD = {"query": "a cat", "choices": ["sat", "ran"], "gold": 1}

@@ -12,10 +12,11 @@ from streaming import MDSWriter
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.harness import Results, evaluate
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.reading import bits_per_byte, bits_per_byte_error, by_document
+from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from llmfoundry_lite.evaluation.harness import Results
+from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import average_error, notes, print_table, write_tables
 from tests.helpers.results import choice, text
 
