@@ -13,7 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
-from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import (
+    Candidate,
+    Checkpoint,
+    CheckpointStore,
+    is_checkpoint,
+    kind_of,
+    open_checkpoint,
+)
 from llmfoundry_lite.errors import CheckpointError
 
 checkpoint = typer.Typer(
@@ -87,7 +94,7 @@ def list_checkpoints(where: Where) -> None:
     rows, damaged = [], []
     for candidate in candidates:
         if candidate.checkpoint is None:
-            damaged.append(f"{candidate.name} is damaged: {candidate.error}")
+            damaged.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
             continue
         manifest = candidate.checkpoint.manifest
         stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
@@ -320,8 +327,8 @@ class WatchedPlace:
         self._place, self._on_read = place, on_read
         self.url, self.is_local = place.url, place.is_local
 
-    def source(self, name: str) -> "WatchedSource":
-        return WatchedSource(self._place.source(name), self._on_read)
+    def source(self, name: str, *, is_anew: bool = False) -> "WatchedSource":
+        return WatchedSource(self._place.source(name, is_anew=is_anew), self._on_read)
 
 
 class WatchedSource:

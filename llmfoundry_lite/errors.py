@@ -42,5 +42,22 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, read, or fitted to this run."""
 
 
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what was written: bytes changed, files missing. Older ones may still be whole."""
+class UnsoundCheckpointError(CheckpointError):
+    """A file of a checkpoint cannot be had as it was written. One of the three below."""
+
+    def __init__(self, text: str, file: str = ""):
+        super().__init__(text)
+        self.file = file
+        """Its name in the manifest; empty for the manifest itself."""
+
+
+class DamagedCheckpointError(UnsoundCheckpointError):
+    """A file is there, and its bytes were not those written, twice. Older checkpoints may still be whole."""
+
+
+class IncompleteCheckpointError(UnsoundCheckpointError):
+    """A file is not there. Another machine may have it, or an older checkpoint all of its own."""
+
+
+class UnreadableCheckpointError(UnsoundCheckpointError):
+    """The system refuses to read a file, again and again. A mount, a server or a permission can be mended."""

@@ -13,8 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
+from llmfoundry_lite.checkpoint.store import kind_of
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
-from llmfoundry_lite.errors import DamagedCheckpointError, DataError, UserError
+from llmfoundry_lite.errors import DamagedCheckpointError, DataError, IncompleteCheckpointError, UserError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline_tasks
@@ -36,10 +37,10 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
             all_results.append(evaluate_one(config, tasks, device, subject, results, files))
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, IncompleteCheckpointError) as error:
             if not config.all_checkpoints:
                 raise
-            tell([f"models.{results.model}: passed over damaged checkpoint: {error}"])
+            tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if place().rank == 0:

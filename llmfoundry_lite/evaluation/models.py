@@ -18,7 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from llmfoundry_lite.checkpoint import restore
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Search, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    Search,
+    is_checkpoint,
+    kind_of,
+    open_checkpoint,
+)
 from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
@@ -57,19 +64,19 @@ class Subject:
 
 
 def find_checkpoint(where: str) -> Search:
-    """The checkpoint at `where`, or the newest intact one of a run or folder, with a line for each damaged one that is
-    newer. Raises DamagedCheckpointError when none is intact."""
+    """The checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one that is
+    damaged or incomplete. Raises DamagedCheckpointError when none is intact."""
     notes: list[str] = []
     for url in _places_of(where):
         if is_checkpoint(url):
-            return Search(open_checkpoint(url), [])
+            return Search(open_checkpoint(url), [], [])
         found = CheckpointStore(url).newest_intact(check_structure)
         if found.checkpoint is not None:
             return found
         notes += found.notes
     if notes:
         raise DamagedCheckpointError(f"models: {where} has no intact checkpoint: {notes[0]}")
-    return Search(None, [])
+    return Search(None, [], [])
 
 
 def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
@@ -77,7 +84,11 @@ def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
     stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
     checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
-    notes = [f"passed over damaged checkpoint: {candidate.error}" for candidate in candidates if candidate.error]
+    notes = [
+        f"passed over {kind_of(candidate.error)} checkpoint: {candidate.error}"
+        for candidate in candidates
+        if candidate.error
+    ]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch), notes
 
 
@@ -116,7 +127,7 @@ def find_subject(
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():
         return _find_folder(where, Path(where), tokenizer, precision, device, shard)
-    checkpoint, notes = find_checkpoint(where)
+    checkpoint, notes, _ = find_checkpoint(where)
     if checkpoint is None:
         raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest

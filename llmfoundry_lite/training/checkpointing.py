@@ -101,6 +101,8 @@ class Checkpointing(Callback):
             try:
                 candidates = self.store.candidates()
                 num_found = len(candidates)
+                if not candidates:
+                    self.store.check_is_new()
                 if candidates and not self.config.autoresume:
                     raise CheckpointError(
                         f"{self.store.root.url} already holds {candidates[0].name} of this run; carry on with "

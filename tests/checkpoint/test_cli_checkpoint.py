@@ -98,7 +98,7 @@ def test_inspect_says_what_it_passed_over(folder, capsys):
     (folder / "checkpoints" / "ba3" / "shard-00000.safetensors").unlink()
     code, out, err = run(capsys, "inspect", folder)
     assert code == 0 and "ba2" in out.splitlines()[0]
-    assert err.startswith("passed over damaged checkpoint: ") and "missing" in err
+    assert err.startswith("passed over incomplete checkpoint: ") and "missing" in err
 
 
 def test_prune_keeps_what_it_has_hashed(folder, capsys):

@@ -67,11 +67,11 @@ def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.Monkey
     for name in ("ls", "info", "open", "pipe_file"):
         monkeypatch.setattr(MemoryFileSystem, name, fail)
     store = CheckpointStore("memory://bucket/run")
-    for attempt in (store.candidates, store.acquire, lambda: store.remove("ba1")):
+    for attempt in (store.candidates, store.acquire, lambda: store.remove("ba1", "e1-ba1-0")):
         with pytest.raises(CheckpointError, match=r"^memory://bucket/run.*: Unable to locate credentials$"):
             attempt()
     with pytest.raises(OSError, match=r"Unable to locate credentials$"):
-        open_place("memory://bucket/run").sink("shard")
+        open_place("memory://bucket/run").sink("shard", 1)
 
 
 def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
