@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.cli_checkpoint import checkpoint
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, UserError
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, UserError, printable
 
 EXIT_INTERRUPTED = 130
 """What shells report for a program ended by Ctrl-C."""
@@ -357,7 +357,7 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(arguments, prog_name="llmfoundry-lite", standalone_mode=False)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except typer.TyperException as error:  # a command line that does not parse
         context = getattr(error, "ctx", None)
@@ -365,7 +365,8 @@ def run(arguments: list[str]) -> int:
             print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands
             return EXIT_USER
         hint = f"; see {context.command_path} --help" if context is not None else ""
-        print(f"error: {' '.join(error.format_message().split()).rstrip('.')}{hint}", file=sys.stderr)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(f"error: {printable(message)}{hint}", file=sys.stderr)
         return EXIT_USER
     except typer.Abort:
         return EXIT_INTERRUPTED

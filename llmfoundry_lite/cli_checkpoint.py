@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -21,7 +21,7 @@ from llmfoundry_lite.checkpoint.store import (
     kind_of,
     open_checkpoint,
 )
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
     help="Portable checkpoints: what is in them, are they whole, what can be made of them.",
@@ -50,7 +50,7 @@ def find(where: str) -> Checkpoint:
     if search.checkpoint is None:
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is intact ({'; '.join(search.notes)})")
     for note in search.notes:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
     return search.checkpoint
 
 
@@ -99,11 +99,11 @@ def list_checkpoints(where: Where) -> None:
         manifest = candidate.checkpoint.manifest
         stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
         rows.append((candidate.name, f"{stamp.batch:,}", f"{stamp.token:,}", megabytes(manifest.num_bytes), written))
-    print(store.root.url)
+    say(store.root.url)
     if rows:
         print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
     for line in damaged:
-        print(line)
+        say(line)
 
 
 @checkpoint.command("inspect")
@@ -129,15 +129,16 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if isinstance(origin, dict):
         lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
         del lines["position"]
-    print(found.where)
+    say(found.where)
     print_lines(lines)
     if manifest.segments:
-        print("\nwhere it ran")
+        say()
+        say("where it ran")
         columns = ("batches", "device", "ranks", "sharding", "precision", "tokens/s")
         print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
         print_lines({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
     if tensors:
-        print()
+        say()
         rows = [
             (name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.slices)))
             for name, tensor in manifest.tensors.items()
@@ -161,7 +162,7 @@ def verify(where: Where) -> None:
     found = find_newest(where)
     verify_visibly(found)
     manifest = found.manifest
-    print(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
+    say(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
 
 
 @checkpoint.command("diff")
@@ -181,12 +182,13 @@ def diff_checkpoints(a: Where, b: Where) -> None:
         elif num_different:
             rows.append((name, f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
     scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
-    print(f"a  {first.where}\nb  {second.where}")
+    say(f"a  {first.where}")
+    say(f"b  {second.where}")
     if rows:
         print_table(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:
         print_table(("number", "a", "b"), scalars)
-    print(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
+    say(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
 
 
 @checkpoint.command("export")
@@ -212,7 +214,7 @@ def export(
         dtype=dtype,
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
     )
-    print(f"exported {found.where} to {out}" + ("" if tokenizer.is_dir() else ", without a tokenizer"))
+    say(f"exported {found.where} to {out}" + ("" if tokenizer.is_dir() else ", without a tokenizer"))
 
 
 def model_config(config: dict[str, Any]) -> Any:
@@ -250,7 +252,7 @@ def import_weights(
         if (manifest.fingerprints)
         else ["none"]
     )
-    print(f"imported {source} as {imported.checkpoint.where}")
+    say(f"imported {source} as {imported.checkpoint.where}")
     print_lines(
         {
             "from": imported.kind,
@@ -261,7 +263,7 @@ def import_weights(
         }
     )
     for note in imported.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
 
 
 @checkpoint.command("consolidate")
@@ -277,7 +279,7 @@ def consolidate_checkpoint(
 
     with status(f"writing {out}"):
         path = consolidate(found.where, out, everything=everything)
-    print(f"wrote {path}")
+    say(f"wrote {path}")
 
 
 @checkpoint.command("prune")
@@ -294,10 +296,15 @@ def prune(
     doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=verify_visibly, dry_run=dry_run)
     kept = [candidate.name for candidate in reversed(candidates) if candidate.name not in doomed]
     verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
+    say(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
 
 
 # ------------------------------------------------------------------------------------------- how answers look
+
+
+def say(text: str = "", file: TextIO | None = None) -> None:
+    """Every line of an answer, which may quote what others have written."""
+    print(printable(text), file=file)
 
 
 def verify_visibly(found: Checkpoint) -> None:
@@ -311,7 +318,7 @@ def verify_visibly(found: Checkpoint) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
     with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
-        task = progress.add_task(found.name, total=num_bytes)
+        task = progress.add_task(printable(found.name), total=num_bytes)
 
         def show(count: int) -> None:  # headers are read twice
             progress.update(task, completed=min(progress.tasks[task].completed + count, num_bytes))
@@ -351,21 +358,21 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
     for i, heading in enumerate(columns):
         table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        table.add_row(*(printable(cell).replace("[", r"\[") for cell in row))
     console.print(table)
 
 
 def print_lines(lines: dict[str, str | None]) -> None:
     for name, value in lines.items():
         if value is not None:
-            print(f"  {name:<14}{value}")
+            say(f"  {name:<14}{value}")
 
 
 def status(text: str) -> Any:
     """A spinner on a terminal, until the work is done."""
     from rich.console import Console
 
-    return Console(stderr=True).status(text)
+    return Console(stderr=True).status(printable(text).replace("[", r"\["))
 
 
 def megabytes(num_bytes: int) -> str:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, ConfigError, UserError
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, ConfigError, UserError, printable
 
 # Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -111,7 +111,7 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
         main(sys.argv[1:])
     except Preempted as error:
         if place().rank == 0:
-            print(error, file=sys.stderr, flush=True)
+            print(describe(error), file=sys.stderr, flush=True)
         if not error.is_orderly:
             _leave(error.exit_code)
         sys.exit(error.exit_code)
@@ -173,15 +173,15 @@ def announced_preemption() -> str:
 def describe(error: BaseException) -> str:
     """One line where the reader is a user, everything where the reader must find a bug."""
     if isinstance(error, Interrupted | Preempted):
-        return str(error)
+        return printable(str(error))
     if isinstance(error, UserError):
-        return f"error: {error}"
+        return f"error: {printable(str(error))}"
     if is_lost_peer(error):
         return (
             "error: lost contact with another rank, which has died or lost its network; "
-            f"its own output has the reason ({str(error).splitlines()[0]})"
+            f"its own output has the reason ({printable(str(error).splitlines()[0])})"
         )
-    return "".join(traceback.format_exception(error)).rstrip()
+    return printable("".join(traceback.format_exception(error)).rstrip(), keep="\n\t")
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ checkpoint mentions need not be installed, and none of them is ever imported or 
 """
 
 import collections
+import dataclasses
 import enum
 import io
 import os
@@ -16,7 +17,7 @@ import re
 import types
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 import torch._utils
@@ -83,6 +84,14 @@ class StandIn:
     __setstate__ = __setitem__ = append = extend = add = __init__
 
 
+RECORDS = (
+    *(dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
+    *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp.StorageMeta),
+    *(dcp_files._StorageInfo, older_dcp.TensorProperties),
+)
+"""Dataclasses that a sharded checkpoint's metadata consists of: an instance of these may be given its fields."""
+
+
 def _allowed() -> dict[tuple[str, str], Any]:
     things = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -95,12 +104,10 @@ def _allowed() -> dict[tuple[str, str], Any]:
     for name, value in vars(torch).items():
         if isinstance(value, torch.dtype):
             things["torch", name] = value
-    classes = (
-        *(dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
-        *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING),
-        *(dcp_files._StorageInfo, older_dcp.TensorProperties, older_dcp.MEM_FORMAT_ENCODING),
-    )
-    things |= {(cls.__module__, cls.__qualname__): cls for cls in classes}
+    things |= {
+        (cls.__module__, cls.__qualname__): cls
+        for cls in (*RECORDS, dcp._MEM_FORMAT_ENCODING, older_dcp.MEM_FORMAT_ENCODING)
+    }
     # How Python 3.11's first releases write a member of an enumeration.
     things["builtins", "getattr"] = _member
     return things
@@ -114,11 +121,39 @@ def _member(owner: Any, name: str) -> Any:
 ALLOWED = _allowed()
 
 
-class TensorsOnly(pickle.Unpickler):
-    """Never imports: a name is looked up in ALLOWED or stands for nothing."""
+class TensorsOnly(pickle._Unpickler):
+    """Never imports: a name is looked up in ALLOWED or stands for nothing.
+
+    Sets no attributes but the fields of torch's records. In Python, because the unpickler in C lets nobody say what
+    may be set.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         return ALLOWED.get((module, name), StandIn)
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) in (StandIn, collections.OrderedDict):  # of a state_dict its `_metadata`, which no one reads
+            return
+        if type(target) not in RECORDS:
+            raise pickle.UnpicklingError(f"it sets attributes of {_name_of(target)}, which no checkpoint needs")
+        if hasattr(target, "__setstate__"):
+            target.__setstate__(state)
+        elif isinstance(state, dict):
+            fields = {field.name for field in dataclasses.fields(target)}
+            vars(target).update({name: value for name, value in state.items() if name in fields})
+        else:
+            raise pickle.UnpicklingError(f"the state of {_name_of(target)} is no dict of its fields")
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _name_of(target: Any) -> str:
+    kind = target if isinstance(target, type | types.FunctionType) else type(target)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _load_tensors_only(file: BinaryIO, **options: Any) -> Any:

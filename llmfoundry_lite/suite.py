@@ -15,7 +15,7 @@ from torch import nn
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.store import kind_of
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
-from llmfoundry_lite.errors import DamagedCheckpointError, DataError, IncompleteCheckpointError, UserError
+from llmfoundry_lite.errors import DamagedCheckpointError, DataError, IncompleteCheckpointError, UserError, printable
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline_tasks
@@ -147,7 +147,7 @@ def expand_models(config: EvalConfig) -> dict[str, str]:
 def tell(lines: Sequence[str]) -> None:
     if place().rank == 0:
         for line in lines:
-            print(line, file=sys.stderr)
+            print(printable(line), file=sys.stderr)
 
 
 def start_process_group(config: EvalConfig) -> torch.device:
@@ -217,6 +217,7 @@ class ProgressLine:
             text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
         elif done:
             text += f" · ETA {datetime.timedelta(seconds=round(seconds * (total - done) / done))}"
+        text = printable(text)
         if self.is_terminal:
             print(f"\r\033[K{text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
         elif done == total:

@@ -1,5 +1,6 @@
 """Weights from elsewhere become a checkpoint like any other; pickles are read only when trusted, and never run."""
 
+import io
 import pickle
 import re
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint.metadata as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
@@ -302,6 +304,53 @@ def test_a_member_of_an_enumeration_may_be_named_as_python_3_11_2_names_it_and_n
     assert isinstance(read(Getattr(MemoryFormat, member.name)), MemoryFormat)
     assert isinstance(read(Getattr(Path, "touch")), StandIn)
     assert isinstance(read(Getattr(torch.Size, "numel")), StandIn)
+
+
+def named(module, name):
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def with_attribute(target, name, value):
+    """A pickle of `target` after `setattr(target, name, value)`, as BUILD does it to whatever is on the stack."""
+    return b"\x80\x04" + target + b"(N}\x8c" + bytes([len(name)]) + name.encode() + value + b"stb."
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+INSTANCE = named(DCP, "BytesStorageMetadata") + b")\x81"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (named("torch._utils", "_rebuild_tensor_v2"), "__defaults__"),
+        (named(DCP, "Metadata"), "__eq__"),
+        (named(DCP, "MetadataIndex"), "__hash__"),
+        (named("torch", "float32"), "itemsize"),
+        (named("os", "system"), "__call__"),
+        (INSTANCE, "__class__"),
+    ],
+    ids=["function", "class", "frozen class", "dtype", "stand-in", "instance"],
+)
+def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, name):
+    def attributes():
+        owners = (torch._utils._rebuild_tensor_v2, dcp.Metadata, dcp.MetadataIndex, StandIn)
+        return [getattr(owner, name, None) for owner in owners]
+
+    before = attributes()
+    (tmp_path / "old.pt").write_bytes(with_attribute(target, name, named("torch", "Size")))
+    message = refusal(tmp_path / "old.pt", tmp_path / "out", trust_pickle=True)
+    assert re.search(
+        "old.pt: cannot be read: (it sets attributes of |the state of .* is no dict of its fields)", message
+    )
+    assert attributes() == before
+
+
+def test_a_record_is_given_its_fields_and_no_others():
+    index = dcp.MetadataIndex("w", torch.Size([1]))
+    vars(index)["__reduce__"] = "more"
+    found = TensorsOnly(io.BytesIO(pickle.dumps(index))).load()
+    assert found == dcp.MetadataIndex("w", torch.Size([1])) and vars(found).keys() == {"fqn", "offset", "index"}
 
 
 PEERS = ["bench/checkpoint_sides.py"]

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at
 
 if TYPE_CHECKING:  # comparing needs no torch
@@ -63,13 +64,15 @@ def print_table(all_results: Sequence["Results"], console: Console) -> None:
 def print_note(console: Console, note: str) -> None:
     """Indented, in as many lines as it takes."""
     style = "yellow" if note.startswith("warning") else "dim"
-    console.print(Padding(Text(note, style=style), (0, 0, 0, 2)))
+    console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
 
 
 def print_blocks(
     console: Console, title: str, headers: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
 ) -> None:
     """A table whose columns go on below where the console is too narrow; the first column is there each time."""
+    title, headers = printable(title), [printable(header, keep="\n") for header in headers]
+    rows = [(printable(name, keep="\n"), [printable(cell, keep="\n") for cell in cells]) for name, cells in rows]
     first = max(len(line) for name in ("model", *(name for name, _ in rows)) for line in name.split("\n"))
     first = min(first, max(12, console.width // 3))
     for number, block in enumerate(_blocks(headers, [cells for _, cells in rows], console.width - first)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.compare import SEED, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record
@@ -18,13 +19,15 @@ Point = tuple[float, float, float, bool]
 
 def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     for pair in pairs:
-        _print_pairs(console, f"{pair.other} against {pair.first}", pair, [*pair.tasks, *filter(None, [pair.mean])])
+        _print_pairs(
+            console, printable(f"{pair.other} against {pair.first}"), pair, [*pair.tasks, *filter(None, [pair.mean])]
+        )
         console.print()
         if pair.more:
             _print_pairs(console, "by the other metrics", pair, pair.more)
             console.print()
         if pair.sentence:
-            console.print(Text(pair.sentence, style="bold"))
+            console.print(Text(printable(pair.sentence), style="bold"))
         for note in pair.notes:
             print_note(console, note)
         console.print()
@@ -34,7 +37,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
 def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
     table = lean_table(title)
     table.add_column("task", overflow="fold")
-    for header in ("items\n(needed)", *(_short(name) for name in (pair.first, pair.other))):
+    for header in ("items\n(needed)", *(_short(printable(name)) for name in (pair.first, pair.other))):
         table.add_column(Text(header), justify="right", overflow="fold")
     table.add_column(" difference, 95 %", no_wrap=True)
     table.add_column("p\nwon/lost", justify="right")
@@ -43,7 +46,7 @@ def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired
         is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
         under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
         table.add_row(
-            Text("\n".join((name or paired.task, *under))),
+            Text(printable("\n".join((name or paired.task, *under)), keep="\n")),
             f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
             f"{paired.first:.{paired.digits}f}",
             f"{paired.other:.{paired.digits}f}",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.segments import short_precision
 
 Facts = dict[str, Any]
@@ -196,7 +197,7 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
 
     console = Console(width=width, highlight=False)
     for section in sections:
-        console.print(f"[bold]{escape(section.title)}[/bold]")
+        console.print(f"[bold]{escape(printable(section.title))}[/bold]")
         if section.rows:
             table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
             for i, heading in enumerate(section.columns):
@@ -204,14 +205,14 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
                 justify = "right" if i in section.right else "left"
                 table.add_column(heading, justify=justify, overflow="fold", min_width=max(map(len, words), default=0))
             for row in section.rows:
-                table.add_row(*map(escape, row))
+                table.add_row(*(escape(printable(cell)) for cell in row))
             # Rather a line too long than a digit cut off; what rich measures leaves out the padding at the edges.
             least = Console(width=1000).measure(table).minimum + len(section.columns)
             (console if least <= console.width else Console(width=least, highlight=False)).print(table)
         for line in section.lines:
-            console.print(line, markup=False)
+            console.print(printable(line), markup=False)
         if section.text:
-            console.print(section.text, markup=False, soft_wrap=True)
+            console.print(printable(section.text, keep="\n"), markup=False, soft_wrap=True)
         console.print()
 
 

@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoi
 from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, printable
 from llmfoundry_lite.launch import Preempted
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
@@ -319,7 +319,7 @@ class Checkpointing(Callback):
             )
         except CheckpointError as error:
             self.store.check(lease)
-            print(f"old checkpoints were not removed: {error}", flush=True)
+            self._say(f"old checkpoints were not removed: {error}")
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp
@@ -381,7 +381,7 @@ class Checkpointing(Callback):
     def _say(self, *lines: str) -> None:
         if dist.get_rank() == 0:
             for line in lines:
-                print(line, flush=True)
+                print(printable(line), flush=True)
 
 
 def _name(callback: Callback) -> str:

@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.places import LocalPlace, open_place
+from llmfoundry_lite.checkpoint.places import LocalPlace, open_place, part_bytes
 from llmfoundry_lite.checkpoint.shards import CHUNK_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -53,6 +53,15 @@ def test_an_url_stays_what_was_given_all_the_way_down(monkeypatch: pytest.Monkey
     saved = save(store, store.acquire(), 1)
     assert saved.where == f"{url}/ba1"
     verify_checkpoint(CheckpointStore(saved.where.rsplit("/", 1)[0]).candidates()[0].checkpoint)  # type: ignore[arg-type]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_bytes", [1, 156 << 30, 157 << 30, 1 << 40, 40 << 40])
+def test_an_upload_has_no_more_parts_than_s3_takes_and_none_larger(num_bytes: int) -> None:
+    size = part_bytes(num_bytes)
+    assert -(-num_bytes // size) <= 10_000
+    assert 16 << 20 <= size <= 5 << 30
+    assert size == 16 << 20 or num_bytes > 156 << 30
 
 
 class NoCredentials(Exception):

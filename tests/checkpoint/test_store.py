@@ -479,6 +479,40 @@ def test_the_last_verified_one_is_never_removed(tmp_path):
     assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == []
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_pruning_leaves_what_another_launch_is_uploading(url, has_lease):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    for batch in (10, 20, 30):
+        save(store, old, batch)
+    new = CheckpointStore(url).acquire()
+    save(store, new, 15)  # restarted from ba10
+    draft = write_draft(store, new, 20)
+    doomed = ["ba10", "ba20", "ba30"]
+    assert sorted(store.prune(new if has_lease else None, keep_newest=1, verify=verify_checkpoint)) == doomed
+    assert names(store) == ["ba15"]
+    store.publish(draft, new)
+    verify_checkpoint(open_checkpoint(f"{url}/ba20"))
+
+
+@pytest.mark.fault
+def test_pruning_removes_what_it_decided_on_and_not_what_took_its_place(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    again = []
+
+    def replace_meanwhile(checkpoint):
+        if not again:
+            again.append(save(store, lease, 1))
+
+    store.prune(lease, keep_newest=1, verify=replace_meanwhile)
+    assert open_checkpoint(f"{url}/ba1").manifest.save_id == again[0].manifest.save_id
+    verify_checkpoint(open_checkpoint(f"{url}/ba1"))
+
+
 def test_removal_takes_the_commit_first(url):
     store = CheckpointStore(url)
     saved = save(store, store.acquire(), 1)
