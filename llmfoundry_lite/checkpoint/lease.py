@@ -68,11 +68,11 @@ class Leases:
 
         OSError when that cannot be told.
         """
-        holder = self.holder()
-        if holder is not None and holder.epoch > lease.epoch:
+        if (highest := self.highest()) > lease.epoch:
+            owner = self._owner(highest)
             raise CheckpointError(
-                f"{self.url}: another launch of this run ({holder.owner.get('host', 'host unknown')}, process "
-                f"{holder.owner.get('pid', 'unknown')}) saves here now; this one may not any more"
+                f"{self.url}: another launch of this run ({owner.get('host', 'host unknown')}, process "
+                f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
             )
         try:
             found = self.place.read(_name(lease.epoch), MAX_BYTES)
