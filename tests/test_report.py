@@ -55,6 +55,7 @@ def save(url, segments):
     manifest = Manifest(
         save_id=save_id, lease_epoch=lease.epoch, timestamp=Timestamp(batch=batch), segments=tuple(segments)
     )
+    store.open_draft(save_id)
     store.publish(manifest, lease)
 
 
