@@ -175,7 +175,7 @@ def test_who_leaves_late_says_what_has_been_saved(tmp_path, data):
     result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=5, callbacks=hang))
     assert result.exit_codes == [75, 75]
     assert "preempted by SIGTERM: saved as ba4; what came after took more than the rest of 5 s" in result.output
-    assert status(tmp_path)["reason"].startswith("SIGTERM: saved as ba4")
+    assert status(tmp_path)["reason"].startswith("preempted by SIGTERM: saved as ba4")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
