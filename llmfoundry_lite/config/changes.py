@@ -121,13 +121,13 @@ def _compare(block: type | None, there: Any, here: Any, key: str) -> Iterator[Ch
     hints, before = (_hints(block), _defaults(block)) if block else (dict.fromkeys({**there, **here}), {})
     for name, hint in hints.items():
         inner, is_mapping = _inner_block(hint)
-        values = [side.get(name, before.get(name)) for side in (there, here)]
+        then, now = (side.get(name, before.get(name)) for side in (there, here))
         path = f"{key}.{name}" if key else name
-        if is_mapping and all(isinstance(value, Mapping) for value in values):
-            for entry in {**values[0], **values[1]}:
-                yield from _compare(inner, values[0].get(entry), values[1].get(entry), f"{path}.{entry}")
+        if is_mapping and isinstance(then, Mapping) and isinstance(now, Mapping):
+            for entry in {**then, **now}:
+                yield from _compare(inner, then.get(entry), now.get(entry), f"{path}.{entry}")
         else:
-            yield from _compare(inner, *values, path)
+            yield from _compare(inner, then, now, path)
 
 
 def _inner_block(hint: Any) -> tuple[type | None, bool]:

@@ -97,6 +97,31 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> "Tokenizer":
     return build_tokenizer(where, backend, config, special_tokens)
 
 
+def find_tokenizer(
+    name: str | None, fingerprint: str | None, copy: Mapping[str, bytes], where: str, *, is_asked_for: bool = False
+) -> "Tokenizer | None":
+    """The tokenizer of weights that were trained with `name`: from this machine, else from the copy that lies beside
+    them. None where there is neither, unless it `is_asked_for`. Raises DataError when it is another one than
+    `fingerprint` says; without one nothing can be compared. `where` names the weights in errors."""
+    others = []
+    if name is not None and (is_asked_for or is_local_or_cached(name)):
+        found = load_tokenizer(name)
+        if fingerprint in (None, found.fingerprint):
+            return found
+        others.append(f"{name} ({found.fingerprint})")
+    if copy:
+        found = tokenizer_from_files(copy, f"beside {where}")
+        if fingerprint == found.fingerprint:
+            return found
+        others.append(f"the copy beside it ({found.fingerprint})")
+    if others and fingerprint is not None:
+        raise DataError(
+            f"{where} was trained with another tokenizer ({fingerprint}) than {' and '.join(others)}; name the "
+            "place of the right one: --tokenizer … to export, tokenizer=… to evaluate"
+        )
+    return None
+
+
 def is_local_or_cached(name: str | Path) -> bool:
     """Whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
     if Path(name).is_dir():

@@ -34,7 +34,7 @@ def find_start(config: TrainConfig) -> Start:
     error, found = None, (False, "")
     if dist.get_rank() == 0:
         try:
-            found = _look(config, fingerprints)
+            found = look(config, fingerprints)
         except CheckpointError as caught:
             error = caught
     agree(error)
@@ -65,7 +65,7 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
             )
 
 
-def _look(config: TrainConfig, fingerprints: dict[str, str]) -> tuple[bool, str]:
+def look(config: TrainConfig, fingerprints: dict[str, str]) -> tuple[bool, str]:
     store = CheckpointStore(config.checkpoint_folder)
     candidates = store.candidates()
     if candidates and not config.autoresume:
