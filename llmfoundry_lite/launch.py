@@ -138,7 +138,7 @@ def raise_when_interrupted() -> None:
             signal.signal(other, leave_at_once)
         leave_at_once(number, frame)
         announce_preemption(name)
-        raise Preempted(f"{leaving_because(name)} before the first batch; run the same command again")
+        raise Preempted(f"{leaving_because(name)}; run the same command again")
 
     def leave_at_once(number: int, frame: Any) -> None:
         if number == signal.SIGINT and is_second_press(pressed_at):

@@ -274,6 +274,7 @@ class RunFolder(Callback):
         self.asked_by: str | None = None
         """Why the run has been asked to leave."""
         self.is_running = False
+        self.is_done = False
         self._writing = threading.Lock()
         self._noted_at = 0.0
         if self.is_main:
@@ -318,6 +319,7 @@ class RunFolder(Callback):
         if self.is_main:
             with clear_disk_errors(self.folder):
                 write_status(self.folder, status, batch_of(trainer))
+        self.is_done = True
 
     def fail(self, status: str, reason: str) -> None:
         """Say in status.json why; never instead of the failure itself."""
@@ -351,7 +353,7 @@ class RunFolder(Callback):
     def _write_reason(self, status: str, reason: str) -> None:
         if self.trainer is None:
             write_ended_early(self.folder, status, reason)
-        else:
+        elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
             write_status(self.folder, status, batch_of(self.trainer), reason)
 
 
