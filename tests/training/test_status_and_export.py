@@ -1,14 +1,17 @@
-"""The export at the end of a run is its own affair: training is done by then."""
+"""What status.json says while a run runs; and the export at its end, which is its own affair: training is done."""
 
 import datetime
 import errno
+import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from composer.core import Callback
 
+from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training import train as training
 from tests.helpers.tiny import tiny_config
 from tests.training.runs import run, status
@@ -34,6 +37,29 @@ class Export(Callback):
             write(*arguments, **options)
 
         training.export_model = export_model
+
+
+class Watch(Callback):
+    def __init__(self):
+        training.STATUS_SECONDS = 0
+        self.seen = []
+
+    def batch_start(self, state, logger):
+        self.seen.append(read_status(Path("runs/run")))
+
+    def fit_end(self, state, logger):
+        Path("seen.json").write_text(json.dumps(self.seen))
+
+
+def test_a_run_can_be_watched(tmp_path, data):
+    run(tmp_path, tiny_config(data, max_duration="3ba", callbacks={f"python:{__name__}:Watch": {}}), "run")
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert [(found["status"], found["batch"], found["reason"]) for found in seen] == [
+        ("running", 0, None),
+        ("running", 1, None),
+        ("running", 2, None),
+    ]
+    assert status(tmp_path, "run") == {"status": "done", "batch": 3, "reason": None}
 
 
 @pytest.mark.parametrize("fails", [False, True])
