@@ -304,7 +304,7 @@ def test_an_aborted_process_is_a_failed_run(tmp_path, data, rank):
     assert result.exit_codes[rank] == -signal.SIGABRT and result.exit_codes[1 - rank] == 1
     found = read_status(tmp_path / "runs/tiny")
     assert found["status"] == "failed"
-    assert found["batch"] == (3 if rank else 0), "rank 0 writes it every few seconds"
+    assert found["batch"] in ([3] if rank else [1, 2, 3]), "rank 0 writes it every few seconds"
     words = "lost contact with another rank" if rank else "the process of rank 0 is gone without a word"
     assert words in found["reason"]
 
