@@ -4,8 +4,10 @@
 and how answers look: tables and lines on standard output, progress and asides on standard error.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -21,6 +23,7 @@ from llmfoundry_lite.checkpoint.store import (
     kind_of,
     open_checkpoint,
 )
+from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, read_tokenizer
 from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
@@ -68,14 +71,9 @@ def find_newest(where: str) -> Checkpoint:
 def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
     """The checkpoints of a folder, newest first, at least one; a run directory keeps its own under `checkpoints`."""
     place = open_place(where)
-    if isinstance(place, LocalPlace):
-        if not place.exists():
-            raise CheckpointError(
-                f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory"
-            )
-        inside = place.path / "checkpoints"
-        where = str(inside if inside.is_dir() else place.path)
-    store = CheckpointStore(where)
+    if isinstance(place, LocalPlace) and not place.exists():
+        raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
+    store = CheckpointStore(folder_of_checkpoints(where))
     candidates = store.candidates()
     if not candidates:
         raise CheckpointError(
@@ -196,25 +194,45 @@ def export(
     where: Where,
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the run's tokenizer lies now, or none to leave it out.")
+    ] = None,
 ) -> None:
-    """Write the weights as safetensors in a Hugging Face layout that plain transformers loads."""
+    """Write the weights as safetensors in a Hugging Face layout that plain transformers loads, with the tokenizer.
+
+    The tokenizer must be the one that the model was trained with: the manifest has its fingerprint.
+    """
     found = find(where)
     config = found.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")
-    tokenizer = Path((config.get("tokenizer") or {}).get("name") or "no-such-folder")
 
     from llmfoundry_lite.checkpoint.whole import load_full_tensors
     from llmfoundry_lite.models.hf import export_model
 
-    export_model(
-        load_full_tensors(found.where),
-        model_config(config),
-        out,
-        dtype=dtype,
-        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
-    )
-    say(f"exported {found.where} to {out}" + ("" if tokenizer.is_dir() else ", without a tokenizer"))
+    with tokenizer_of(found, tokenizer) as folder:
+        export_model(load_full_tensors(found.where), model_config(config), out, dtype=dtype, tokenizer_folder=folder)
+    say(f"exported {found.where} to {out}" + ("" if folder else ", without a tokenizer"))
+
+
+@contextlib.contextmanager
+def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
+    """A folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises DataError
+    for another tokenizer than the model was trained with."""
+    from llmfoundry_lite.data.tokenizer import FILES, find_tokenizer
+
+    name = wish or (found.manifest.config.get("tokenizer") or {}).get("name")
+    tokenizer = None
+    if wish != "none":
+        copy = {} if wish else read_tokenizer(found, FILES)
+        trained_with = found.manifest.fingerprints.get("tokenizer")
+        tokenizer = find_tokenizer(name, trained_with, copy, found.where, is_asked_for=wish is not None)
+    if tokenizer is None or Path(tokenizer.name).is_dir():
+        yield Path(tokenizer.name) if tokenizer else None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        yield Path(folder)
 
 
 def model_config(config: dict[str, Any]) -> Any:

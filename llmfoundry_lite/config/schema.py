@@ -461,7 +461,7 @@ class TrainConfig:
     autoresume: bool = False
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
     load_path: str | None = None
-    """A checkpoint, or a folder of them, to begin from; what autoresume finds goes before it."""
+    """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds goes before it."""
     load_weights_only: bool = False
     """Take the weights from load_path and begin at batch 1."""
     load_ignore_keys: list[str] = field(default_factory=list)

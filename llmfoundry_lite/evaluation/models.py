@@ -27,10 +27,11 @@ from llmfoundry_lite.checkpoint.store import (
     open_checkpoint,
 )
 from llmfoundry_lite.checkpoint.verify import check_structure
+from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, ExportError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
 from llmfoundry_lite.models.generate import generate
@@ -147,15 +148,12 @@ def find_subject(
 def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -> Tokenizer:
     manifest = checkpoint.manifest
     name = tokenizer or (manifest.config.get("tokenizer") or {}).get("name")
-    if name is None or not (is_local_or_cached(name) or tokenizer):
+    copy = {} if tokenizer else read_tokenizer(checkpoint, FILES)
+    trained_with = manifest.fingerprints.get("tokenizer")
+    found = find_tokenizer(name, trained_with, copy, f"models: {where}", is_asked_for=tokenizer is not None)
+    if found is None:
         raise DataError(
             f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
-        )
-    found = load_tokenizer(name)
-    trained_with = manifest.fingerprints.get("tokenizer")
-    if trained_with is not None and trained_with != found.fingerprint:
-        raise DataError(
-            f"models: {where} was trained with another tokenizer ({trained_with}) than {name} ({found.fingerprint})"
         )
     return found
 

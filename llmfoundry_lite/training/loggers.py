@@ -23,6 +23,8 @@ from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.training.wandb_files import offline_steps
 
 METRICS = "metrics.jsonl"
+SAVED = "checkpoint/bytes"
+"""Stands in the record of the batch at which a save was known to be published."""
 
 Record = dict[str, Any]
 
