@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from llmfoundry_lite import cli
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.shards import write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.report.report import report
@@ -46,8 +48,8 @@ def write_run(folder, records, segments=(), **config):
     return str(folder)
 
 
-def save(url, segments):
-    """A checkpoint without tensors."""
+def save(url, segments, log=None):
+    """A checkpoint without tensors, and the log that travels with it."""
     store = CheckpointStore(url)
     lease = store.acquire()
     batch = segments[-1].last_batch
@@ -55,6 +57,11 @@ def save(url, segments):
     manifest = Manifest(
         save_id=save_id, lease_epoch=lease.epoch, timestamp=Timestamp(batch=batch), segments=tuple(segments)
     )
+    if log is not None:
+        place, prefix = store.draft(save_id)
+        content = "".join(json.dumps(line) + "\n" for line in log).encode()
+        written = write_shard(place, "metrics.jsonl", [content], num_threads=1)
+        manifest = replace(manifest, attachments=(replace(written, name=prefix + written.name),))
     store.publish(manifest, lease)
 
 
@@ -169,10 +176,54 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
 def test_a_batch_trained_twice_counts_once_and_the_last_time(tmp_path):
     records = [record(1), record(2), record(3, 9.0), {**record(2, launch=2), "time/elapsed_seconds": 2.0}]
     records += [record(3, 1.0, launch=2) | elapsed(2, 2.0), record(3, 1.0, launch=2, checkpoint__bytes=5)]
+    records[-1]["time/elapsed_seconds"] = 4.0
     facts = report([write_run(tmp_path / "run", records)])["runs"][0]
-    assert (facts["num_batches"], facts["training_loss"]) == (3, pytest.approx(5 / 3))
-    assert (facts["batches_trained_twice"], facts["seconds_trained_twice"]) == (2, 4.0)
-    assert "2 batches were trained twice" in " ".join(facts["notes"])
+    assert (facts["num_batches"], facts["training_loss"], facts["num_launches"]) == (3, pytest.approx(5 / 3), 2)
+    assert facts["dead_branches"] == [{"launch": 1, "first_batch": 2, "last_batch": 3, "seconds": 4.0}]
+    assert "batches 2 to 3 of launch 1: a dead branch" in " ".join(facts["notes"])
+
+
+def test_what_was_lost_does_not_stand_in_until_it_is_trained_again(tmp_path):
+    """Saved after batch 4, killed after 8; the launch that carries on is at 6."""
+    records = [record(b, 9.0 if b > 4 else 2.0) for b in range(1, 9)]
+    records += [record(b, 1.0, launch=2) | elapsed(b - 4, 2.0) for b in (5, 6)]
+    facts = report([write_run(tmp_path / "run", records)])["runs"][0]
+    assert (facts["last_batch"], facts["training_loss"]) == (6, pytest.approx(10 / 6))
+    assert [(d["first_batch"], d["last_batch"]) for d in facts["dead_branches"]] == [(5, 8)]
+
+
+@pytest.mark.parametrize("carries", ["all", "its own"])
+@pytest.mark.parametrize("saved_at", [300, 150])
+@pytest.mark.parametrize("launch", [1, 2])
+def test_the_log_that_travelled_with_the_newest_checkpoint_wins(tmp_path, carries, saved_at, launch):
+    """A trains 1-200 and saves at 100 alone; B carries on from there on a slower machine, and A's folder is asked.
+
+    B knows A's log or not, and so may count its launch as A does.
+    """
+    a_lines = [record(b, 9.0 if b > 100 else 2.0, launch=1, num_devices=1, seconds=2.5) for b in range(1, 201)]
+    b_lines = [record(b, 1.0, launch=launch, seconds=4.0) | elapsed(b - 100, 4.0) for b in range(101, saved_at + 1)]
+    carried = b_lines if carries == "its own" else a_lines[:100] + b_lines
+    segments = [on_gpu(1, 100, 1), on_gpu(101, saved_at, 1)]
+    where = write_run(tmp_path / "a", a_lines, save_folder=str(tmp_path / "saves"))
+    save(str(tmp_path / "saves"), segments, log=carried)
+    run = report([where])["runs"][0]
+    first, second = run["segments"]
+    assert (first["tokens_per_second_per_device"], second["tokens_per_second_per_device"]) == (400, 250)
+    assert (first["hours"], second["hours"]) == (pytest.approx(250 / 3600), pytest.approx(4 * (saved_at - 100) / 3600))
+    assert (run["last_batch"], run["training_loss"], run["num_launches"]) == (saved_at, 1.0, 2)
+    assert [(d["launch"], d["first_batch"], d["last_batch"]) for d in run["dead_branches"]] == [(1, 101, 200)]
+    assert f"batches 101 to {saved_at}: from the log that came with ba{saved_at}" in run["notes"]
+
+
+def test_what_was_trained_here_since_the_newest_checkpoint_is_no_dead_branch(tmp_path):
+    """A line that a crash of the machine made unreadable comes back from the checkpoint, and voids nothing."""
+    lines = [record(b) for b in range(1, 21)]
+    where = write_run(tmp_path / "run", lines, save_folder=str(tmp_path / "saves"))
+    save(str(tmp_path / "saves"), [on_gpu(1, 10)], log=lines[:10])
+    log = tmp_path / "run/metrics.jsonl"
+    log.write_text(log.read_text().replace('"batch": 5,', '"batch": 5;'))
+    run = report([where])["runs"][0]
+    assert (run["num_batches"], run["num_launches"], run["dead_branches"]) == (20, 1, [])
 
 
 def test_half_written_lines_and_losses_that_are_not_finite(tmp_path):
@@ -312,4 +363,4 @@ def test_a_real_run_in_legs_and_what_travelled_with_its_checkpoints(tmp_path, ca
     assert cli.run(["report", str(tmp_path / "runs/tiny")]) == 0
     first = json.loads((tmp_path / "runs/tiny/report.json").read_text())["runs"][0]
     assert first["num_batches"] == 4, "what the other cluster trained is in the newest checkpoint"
-    assert "batches after 2 are from the log that came with ba4" in capsys.readouterr().out
+    assert "batches 3 to 4: from the log that came with ba4" in capsys.readouterr().out

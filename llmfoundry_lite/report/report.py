@@ -98,7 +98,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "num_batches": int(trained.sum()),
         "first_batch": int(log.batch[0]),
         "last_batch": int(log.batch[-1]),
-        "num_launches": len(np.unique(log.launch)),
+        "num_launches": log.num_launches,
         "tokens": int(tokens[-1]) if len(tokens) else None,
         "tokens_per_second": float(rates[-1]) if len(rates) else None,
         "training_seconds": float(np.nansum(log[SECONDS])),
@@ -109,8 +109,10 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "baselines": baselines,
         "bytes_per_token": bytes_per_token,
         "not_finite": log.not_finite,
-        "batches_trained_twice": log.num_repeated,
-        "seconds_trained_twice": log.repeated_seconds,
+        "dead_branches": [
+            {name: getattr(branch, name) for name in ("launch", "first_batch", "last_batch", "seconds")}
+            for branch in log.dead
+        ],
         "segments_from": run.segments_from,
         "segments": [asdict(segment) for segment in segments],
         "total": total(segments),
