@@ -1,4 +1,5 @@
 """status.json in the run directory: how the last launch ended, for scripts, whatever their launcher does to exit codes.
+launches.jsonl beside it: a line for each beginning and each end of a launch, of which `report` counts failures.
 
 `running | done | stopped | preempted | failed`, the last batch, and the reason in words. While a run runs, it also says
 which process that is: what such a launch has written, another one that is refused must not touch.
@@ -6,6 +7,7 @@ which process that is: what such a launch has written, another one that is refus
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,22 @@ import psutil
 from llmfoundry_lite.files import write_atomically
 
 STATUS = "status.json"
+LAUNCHES = "launches.jsonl"
+"""{"time": seconds since 1970, "status", "batch", "reason", "host"}; a killed launch has no line for its end."""
 
 
 def write_status(folder: Path, status: str, batch: int, reason: str | None = None) -> None:
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
+    event = {"time": time.time(), **content, "host": socket.gethostname()}
+    is_known = False
     if status == "running":
         me = psutil.Process()
         content["process"] = {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()}
+        is_known = (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
+    if not is_known:
+        with (folder / LAUNCHES).open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.checkpoint.verify import read_attachment
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.log_lines import Record, merge_logs, read_lines
+from llmfoundry_lite.status import LAUNCHES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 MAX_BYTES = 4 << 30
@@ -34,18 +35,23 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DeadBranch:
-    """Batches that were trained and lost: a later launch carried on from before them."""
+    """Batches that were trained and lost, a row for each: a later launch carried on from before them."""
 
-    launch: int
-    """The launch that trained its first batch."""
-    first_batch: int
-    last_batch: int
-    batches: NDArray[np.int64]
-    losses: Floats
-    seconds: float
-    """Of training."""
-    device_seconds: float | None
-    """None where the log does not say on how many devices."""
+    batch: NDArray[np.int64]
+    launch: NDArray[np.int64]
+    columns: dict[str, Floats]
+
+    def __getitem__(self, column: str) -> Floats:
+        return self.columns[column]
+
+    @property
+    def seconds(self) -> float:
+        """Of training."""
+        return float(np.nansum(self[SECONDS]))
+
+    def as_dict(self) -> dict[str, Any]:
+        first, last = int(self.batch[0]), int(self.batch[-1])
+        return {"launch": int(self.launch[0]), "first_batch": first, "last_batch": last, "seconds": self.seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class Run:
     segments: tuple[Segment, ...]
     segments_from: str | None
     """The checkpoint whose manifest they stand in."""
+    launches: list[Record]
+    """The lines of launches.jsonl: those launches alone that ran here."""
     notes: list[str]
     """A line for each thing that was not there or not whole."""
 
@@ -98,6 +106,7 @@ def read_run(where: str) -> Run:
     try:
         names = place.names()
         content = place.read(METRICS, MAX_BYTES) if METRICS in names else b""
+        launches = [record for _, record in read_lines(place.read(LAUNCHES, MAX_BYTES))] if LAUNCHES in names else []
         config = read_config(place, notes) if CONFIG in names else None
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from None
@@ -118,12 +127,13 @@ def read_run(where: str) -> Run:
         notes.append(f"{log.num_unreadable} half-written line{'s' if log.num_unreadable > 1 else ''} passed over")
     for branch in log.dead:
         notes.append(
-            f"{span(branch.first_batch, branch.last_batch)} of launch {branch.launch}: a dead branch; a later launch "
+            f"{span(branch.batch[0], branch.batch[-1])} of launch {branch.launch[0]}: a dead branch; a later launch "
             f"carried on from before it, and its {branch.seconds:,.0f} s count in no rate, energy or cost"
         )
     name = (config or {}).get("run_name") or place.url.rstrip("/").rsplit("/", 1)[-1]
     segments = newest.manifest.segments if newest is not None else ()
-    return Run(where, place, name, log, config, segments, newest.where if newest is not None else None, notes)
+    segments_from = newest.where if newest is not None else None
+    return Run(where, place, name, log, config, segments, segments_from, launches, notes)
 
 
 def read_config(place: Place, notes: list[str]) -> dict[str, Any] | None:
@@ -255,26 +265,20 @@ class Branches:
 
     def _launch_of(self, row: Row, *, has_gone_back: bool) -> int:
         before, clock = self.last, COLUMNS.index(ELAPSED)
-        is_new = before is None or has_gone_back or row.launch_in_file != before.launch_in_file
-        # A launch that knew nothing of the others' log counts from 1 as they did; its clock starts again.
-        is_new = is_new or (row.values[clock] or 0.0) < (before.values[clock] or 0.0)
-        self.num_launches += is_new
+        if (
+            before is None
+            or has_gone_back
+            or row.launch_in_file != before.launch_in_file
+            # A launch that knew nothing of the others' log counts from 1 as they did; its clock starts again.
+            or (row.values[clock] or 0.0) < (before.values[clock] or 0.0)
+        ):
+            self.num_launches += 1
         return self.num_launches
 
 
 def build_dead_branch(rows: list[Row]) -> DeadBranch:
-    columns = columns_of(rows)
-    seconds, num_devices = columns[SECONDS], devices_of(columns)
-    known = np.isfinite(seconds)
-    return DeadBranch(
-        launch=rows[0].launch,
-        first_batch=rows[0].batch,
-        last_batch=rows[-1].batch,
-        batches=np.array([row.batch for row in rows], np.int64),
-        losses=columns[LOSS],
-        seconds=float(seconds[known].sum()),
-        device_seconds=float((seconds * num_devices)[known].sum()) if np.isfinite(num_devices[known]).all() else None,
-    )
+    batch, launch = (np.array([getattr(row, name) for row in rows], np.int64) for name in ("batch", "launch"))
+    return DeadBranch(batch, launch, columns_of(rows))
 
 
 def columns_of(rows: list[Row]) -> dict[str, Floats]:
@@ -282,10 +286,10 @@ def columns_of(rows: list[Row]) -> dict[str, Floats]:
     return {key: values[:, i] for i, key in enumerate(COLUMNS)}
 
 
-def devices_of(columns: dict[str, Floats]) -> Floats:
+def devices_of(rows: Log | DeadBranch) -> Floats:
     """How many each batch was trained on: the rate of all over the rate of one."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.round(columns[RATE] / columns[DEVICE_RATE])
+        return np.round(rows[RATE] / rows[DEVICE_RATE])
 
 
 def count_tokens(batches: list[int], so_far: Floats) -> Floats:
