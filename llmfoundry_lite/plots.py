@@ -438,12 +438,13 @@ def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(x_label)
         axes.set_ylabel(panel.y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
     if any(len(panel.points) > 1 for panel in panels):
-        grid.flat[0].legend(frameon=False, fontsize=9)
+        handles, labels = grid.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     _write(figure, path)
 
 

@@ -17,12 +17,13 @@ from llmfoundry_lite.files import write_atomically
 
 STATUS = "status.json"
 LAUNCHES = "launches.jsonl"
-"""{"time": seconds since 1970, "status", "batch", "reason", "host"}; a killed launch has no line for its end."""
+"""{"time": seconds since 1970, "status", "batch", "reason", "has_begun", "host"}. A killed launch has no line for its
+end; `has_begun` is false where a launch ended before it carried on."""
 
 
-def write_status(folder: Path, status: str, batch: int, reason: str | None = None) -> None:
+def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
-    event = {"time": time.time(), **content, "host": socket.gethostname()}
+    event = {"time": time.time(), **content, "has_begun": has_begun, "host": socket.gethostname()}
     is_known = False
     if status == "running":
         me = psutil.Process()
@@ -50,7 +51,7 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    write_status(folder, status, before.get("batch", 0), reason)
+    write_status(folder, status, before.get("batch", 0), reason, has_begun=False)
 
 
 def is_running(content: dict[str, Any]) -> bool:

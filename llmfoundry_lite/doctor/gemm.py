@@ -150,8 +150,9 @@ def _changes(reals: Product, multiply: Multiply, device: torch.device, repeats: 
     first_mn = _bits(multiply(a_mk, b_kn))
     most, num_other = 0, 0
     for _ in range(repeats - 1):
-        num_changed = (_bits(multiply(a_mk, b_kn)) != first_mn).sum().item()
-        most, num_other = max(most, num_changed), num_other + bool(num_changed)
+        other_mn = _bits(multiply(a_mk, b_kn))
+        if not torch.equal(other_mn, first_mn):
+            most, num_other = max(most, int((other_mn != first_mn).sum())), num_other + 1
     if not num_other:
         return ""
     return (

@@ -20,7 +20,7 @@ from llmfoundry_lite.log_lines import Record
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of, is_local
 from llmfoundry_lite.status import is_running, read_status
 
-RUNNING, KILLED, REFUSED = "running", "killed without a word", "refused"
+RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)
 ELSEWHERE = "not known here"
 
@@ -109,7 +109,7 @@ def find_trained(log: Log) -> list[Launch]:
 
 
 def find_told(run: Run) -> list[tuple[Record, Record]]:
-    """(beginning, end) of each launch in launches.jsonl. One that was refused has nothing but its end."""
+    """(beginning, end) of each launch in launches.jsonl. One that never began has nothing but its end."""
     told: list[tuple[Record, Record]] = []
     begun: Record | None = None
     for event in run.launches:
@@ -117,8 +117,8 @@ def find_told(run: Run) -> list[tuple[Record, Record]]:
             if begun is not None:
                 told.append((begun, {"status": KILLED}))
             begun = event
-        elif begun is None:
-            told.append((event, {**event, "status": REFUSED}))
+        elif begun is None or not event.get("has_begun"):
+            told.append((event, {**event, "status": NEVER_BEGAN}))
         else:
             told.append((begun, event))
             begun = None
@@ -134,7 +134,7 @@ def match(trained: list[Launch], told: list[tuple[Record, Record]]) -> list[Laun
     for begun, end in told:
         ended, reason = end["status"], end.get("reason")
         found = None
-        if ended != REFUSED:
+        if ended != NEVER_BEGAN:
             begins = (begun["batch"], begun["batch"] + 1)  # an evaluation before the first batch has a line too
             found = next((i for i in range(next_one, len(trained)) if trained[i].first_batch in begins), None)
         if found is None:

@@ -111,7 +111,7 @@ def advise_saves(run: Facts) -> list[str]:
         return [f"{num} failure{'s' * (num > 1)}; the log has no time/elapsed_seconds, so no mean time between them"]
     text = f"mean time between failures {clock(between)}: {num} failure{'s' * (num > 1)} in {clock(facts['hours'])}"
     if num < FEW_FAILURES:
-        text += f"; so few say little: the true mean may well be {'a third' if num == 1 else 'half'} of it"
+        text += f"; fewer than {FEW_FAILURES} make a rough mean"
     if facts["save_every_seconds"] is None:
         return [text, "no interval of saves to suggest: no save was timed"]
     every = f"save every {clock(facts['save_every_seconds'] / 3600)}"
