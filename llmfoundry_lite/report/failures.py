@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry_lite.checkpoint.places import LocalPlace
 from llmfoundry_lite.log_lines import Record
-from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of, is_local
+from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
 from llmfoundry_lite.status import is_running, read_status
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
@@ -123,7 +124,7 @@ def find_told(run: Run) -> list[tuple[Record, Record]]:
             told.append((begun, event))
             begun = None
     if begun is not None:
-        lives = is_local(run.place) and is_running(read_status(run.place.path) or {})  # type: ignore[attr-defined]
+        lives = isinstance(run.place, LocalPlace) and is_running(read_status(run.place.path) or {})
         told.append((begun, {"status": RUNNING if lives else KILLED}))
     return told
 
