@@ -41,6 +41,22 @@ class OnError(StrEnum):
     skip = "skip"
 
 
+class FigureFormat(StrEnum):
+    """A file that a figure can be."""
+
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
+
+
+class FigureAxis(StrEnum):
+    """What batches are placed by."""
+
+    batch = "batch"
+    tokens = "tokens"
+    flops = "flops"
+
+
 @data.callback()
 def data_commands() -> None:
     """Prepare training data."""
@@ -283,12 +299,21 @@ def report_runs(
         list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
     ] = None,
     prompt: Annotated[str, typer.Option(help="What the sample of generated text starts with.")] = "def ",
+    form: Annotated[FigureFormat, typer.Option("--format", help="Of the figure.")] = FigureFormat.png,
+    x: Annotated[FigureAxis, typer.Option("--x", help="What stands along the figure.")] = FigureAxis.batch,
+    smooth: Annotated[
+        int | None, typer.Option(min=1, help="Batches in the running mean; 1: none [9, or a fiftieth of many].")
+    ] = None,
+    with_csv: Annotated[
+        bool, typer.Option("--csv", help="Also write report.csv: a row for each batch and run, repeats removed.")
+    ] = False,
 ) -> None:
-    """Show a run: losses beside baselines, where it ran and what that took, a sample, a plot. Several: how far they
-    are apart, batch by batch."""
+    """Show a run: losses beside baselines, how launches ended, where it ran and what that took, a sample, a plot.
+    Several: how far they are apart, batch by batch."""
     from llmfoundry_lite.report.report import report
 
-    report(runs, out=out, prices=price or (), prompt=prompt)
+    options = {"form": form.value, "x": x.value, "smooth_batches": smooth, "with_csv": with_csv}
+    report(runs, out=out, prices=price or (), prompt=prompt, **options)
 
 
 @app.command("compare")

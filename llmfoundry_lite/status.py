@@ -1,4 +1,5 @@
 """status.json in the run directory: how the last launch ended, for scripts, whatever their launcher does to exit codes.
+launches.jsonl beside it: a line for each beginning and each end of a launch, of which `report` counts failures.
 
 `running | done | stopped | preempted | failed`, the last batch, and the reason in words. While a run runs, it also says
 which process that is: what such a launch has written, another one that is refused must not touch. A process that is
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,24 @@ import psutil
 from llmfoundry_lite.files import write_atomically
 
 STATUS = "status.json"
+LAUNCHES = "launches.jsonl"
+"""{"time": seconds since 1970, "status", "batch", "reason", "has_begun", "host"}. A killed launch has no line for its
+end; `has_begun` is false where a launch ended before it carried on."""
 
 
-def write_status(folder: Path, status: str, batch: int, reason: str | None = None) -> None:
+def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
     """`reason`, of a run that is `running`: why it has been asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
+    event = {"time": time.time(), **content, "has_begun": has_begun, "host": socket.gethostname()}
+    is_known = False
     if status == "running":
         me = psutil.Process()
         content["process"] = {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()}
+        is_known = (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
+    if not is_known:
+        with (folder / LAUNCHES).open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -71,7 +82,7 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    write_status(folder, status, before.get("batch", 0), reason)
+    write_status(folder, status, before.get("batch", 0), reason, has_begun=False)
 
 
 def is_running(content: dict[str, Any]) -> bool:

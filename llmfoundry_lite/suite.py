@@ -18,10 +18,11 @@ from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import DamagedCheckpointError, DataError, IncompleteCheckpointError, UserError, printable
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
+from llmfoundry_lite.evaluation.reading import ACCURACIES
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline_tasks
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.launch import place
-from llmfoundry_lite.plots import plot_curves
+from llmfoundry_lite.plots import Panel, plot_curves
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
@@ -181,14 +182,18 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
 
 def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
     """The main metric of every task against the batch of the checkpoint, one panel for each task."""
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    panels: dict[str, Panel] = {}
     for results in all_results:
         name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
         for task, record in results.tasks.items():
             metric = record["metric"]
+            is_accuracy = metric in ACCURACIES
+            y_label = f"accuracy ({metric})" if is_accuracy else metric.replace("_", " ")
+            chance = record.get("chance") if is_accuracy else None
+            panel = panels.setdefault(task, Panel(title=task, y_label=y_label, chance=chance))
             point = (int(batch), record[metric], record.get(f"{metric}_stderr", 0.0))
-            curves.setdefault(f"{task}, {metric}", {}).setdefault(name, []).append(point)
-    plot_curves(curves, path, x_label="batch")
+            panel.points.setdefault(name, []).append(point)
+    plot_curves(list(panels.values()), path, x_label="batch")
     return path
 
 

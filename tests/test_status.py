@@ -38,6 +38,23 @@ def test_neither_a_finished_run_nor_one_that_runs_is_said_to_have_failed(tmp_pat
     assert told(tmp_path)["status"] == "running"
 
 
+def test_every_beginning_and_end_of_a_launch_is_on_record_once(tmp_path):
+    """A run that says how far it is does not begin anew; a killed launch leaves its beginning alone."""
+    for batch in (0, 5, 9):
+        status.write_status(tmp_path, "running", batch)
+    content = told(tmp_path)
+    content["process"]["started"] -= 60  # it was killed, and its number is ours now
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    status.write_ended_early(tmp_path, "failed", "no disk")
+    status.write_status(tmp_path, "running", 4)
+    status.write_status(tmp_path, "done", 9)
+    events = [json.loads(line) for line in (tmp_path / "launches.jsonl").read_text().splitlines()]
+    assert [(event["status"], event["batch"], event["has_begun"]) for event in events] == [
+        *(("running", 0, True), ("failed", 9, False), ("running", 4, True), ("done", 9, True)),
+    ]
+    assert all(event["time"] > 0 and event["host"] for event in events)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -25,6 +25,7 @@ from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.plots import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
@@ -418,13 +419,14 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
 
 def test_a_learning_curve_is_of_the_run_whose_whole_name_it_has(monkeypatch):
     drawn = []
-    monkeypatch.setattr(suite, "plot_curves", lambda curves, path, x_label: drawn.append(curves))
-    record = {"metric": "acc", "acc": 0.5, "acc_stderr": 0.1}
+    monkeypatch.setattr(suite, "plot_curves", lambda panels, path, x_label: drawn.append(panels))
+    record = {"metric": "acc", "acc": 0.5, "acc_stderr": 0.1, "chance": 0.25}
     models = [Results(model=name, suite="", source="") for name in ("mpt-ba10", "mpt-base-ba10", "mpt-base-ba20")]
     for results in models:
         results.tasks["next/0-shot"] = record
     suite.plot_learning_curves(models, Path("learning.png"))
-    assert drawn == [{"next/0-shot, acc": {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}}]
+    points = {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}
+    assert drawn == [[Panel(title="next/0-shot", y_label="accuracy (acc)", points=points, chance=0.25)]]
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(here):

@@ -77,6 +77,13 @@ def export_model(
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_folder) / name).is_file():
                     shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
+            say_max_length(draft / "tokenizer_config.json", config.max_seq_len)
+
+
+def say_max_length(file: Path, max_seq_len: int) -> None:
+    """In the tokenizer's configuration, where evaluation harnesses look: of MPT they take 2,048 tokens otherwise."""
+    written = read_json(file) if file.is_file() else {}
+    write_json(file, {**written, "model_max_length": max_seq_len})
 
 
 def import_model(
