@@ -14,10 +14,7 @@ import torch
 
 from llmfoundry_lite.evaluation.packing import Batch, pack
 from llmfoundry_lite.evaluation.tasks import Request
-from llmfoundry_lite.models.products import multiply
-
-CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
-"""Of fp32 logits at a time: on a CPU, what stays in its cache."""
+from llmfoundry_lite.models.products import logits_in_parts
 
 
 class Inputs(NamedTuple):
@@ -130,11 +127,8 @@ def score_batch(model: Scorable, batch: Batch) -> dict[int, Score]:
 def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted: Wanted) -> Scores:
     """Logits in fp32 of the wanted positions alone, a part of the vocabulary at a time."""
     hidden_ud = hidden_btd[wanted.rows_u, wanted.columns_u].float()
-    room_bytes = CPU_LOGITS_BYTES if hidden_ud.device.type == "cpu" else LOGITS_BYTES
-    width = max(256, room_bytes // (4 * hidden_ud.size(0)))
     with torch.autocast(hidden_ud.device.type, enabled=False):
-        parts_wd = unembedding_vd.split(width)
-        return score_logits((multiply(hidden_ud, part_wd.float()) for part_wd in parts_wd), wanted)
+        return score_logits(logits_in_parts(hidden_ud, unembedding_vd), wanted)
 
 
 def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:

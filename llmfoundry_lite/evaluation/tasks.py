@@ -8,6 +8,8 @@ context and the answer apart (`separate`); lm-evaluation-harness tokenises all t
 import hashlib
 import json
 import random
+import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -307,7 +309,9 @@ def _build_item(
             return request
         requests.append(request)
     options = contexts if config.icl_task_type == "schema" else answers
-    accepted = [row["answer"], *(row.get("aliases") or [])] if config.icl_task_type in GENERATION else []
+    accepted = _accepted(row) if config.icl_task_type in GENERATION else []
+    if accepted and not any(clean(config, answer) for answer in accepted):
+        return "answers of which nothing is left to compare"
     return Item(
         index=index,
         requests=tuple(requests),
@@ -345,11 +349,28 @@ def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
     return f"{thought}{config.cot_delimiter}{answer}" if thought else answer
 
 
+def _accepted(row: dict[str, Any]) -> list[str]:
+    return [row["answer"], *(row.get("aliases") or [])]
+
+
 def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Encoder) -> int:
-    """Tokens a model is given for its answer, reasoning included."""
-    solutions = (_solution(config, row, a) for row in rows for a in [row["answer"], *(row.get("aliases") or [])])
-    longest = max(len(tokenizer.encode(" " + solution)) for solution in solutions)
-    return longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+    """Tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by itself,
+    after the tokenizer's beginning."""
+    solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
+    longest = max(len(tokenizer.encode(solution)) for solution in solutions)
+    return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+
+
+def clean(config: TaskConfig, text: str) -> str:
+    """What of a generated text, or of an answer, is compared."""
+    return normalise(text) if config.do_normalization else text.strip()
+
+
+def normalise(text: str) -> str:
+    """Lower case; no punctuation, articles, underscores or double spaces."""
+    marks = string.punctuation + "‘’´`"
+    text = "".join(" " if c in marks else c for c in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.evaluation import scoring
 from llmfoundry_lite.evaluation.models import PlainModel, TreeModel
 from llmfoundry_lite.evaluation.packing import Row, pack
 from llmfoundry_lite.evaluation.scoring import Score, Wanted, score, score_hidden
 from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.models import products
 from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")
@@ -260,7 +260,7 @@ def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
     logits = hidden[0].double() @ unembedding.double().T
     best = logits.argmax(-1)
     wanted = Wanted(torch.zeros_like(at), at, torch.cat([at, at]), torch.cat([best, torch.randint(1000, (40,))]))
-    monkeypatch.setattr(scoring, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
+    monkeypatch.setattr(products, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
     found = score_hidden(hidden, unembedding, wanted)
     expected = logits.log_softmax(-1)[wanted.which_n, wanted.expected_n]
     assert found.log_probability_n.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
