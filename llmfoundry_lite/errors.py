@@ -12,6 +12,16 @@ EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` for a terminal: control characters escaped, but those in `keep`.
+
+    Names of runs and of files may come from anybody, and a terminal obeys what it is shown.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
+    )
+
+
 class UserError(ValueError):
     """Something outside our code is wrong: configuration, data, disk. One line, exit code 2."""
 

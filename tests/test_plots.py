@@ -108,3 +108,11 @@ def test_smoothing_lags_behind_nothing_and_passes_over_what_is_not_finite():
     line[50] = np.nan
     assert smooth(line)[50] == pytest.approx(50)
     assert np.isnan(smooth(np.array([np.nan]))[0])
+
+
+def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
+    plots.plot_curves(
+        {"a $ b $x_{": {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}}, tmp_path / "a.png", x_label="b"
+    )
+    plots.plot_run(tmp_path / "b.png", curve(), [Span(1, 100, "$x_{")], title="$\\frac{ of $")
+    assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size

@@ -287,6 +287,7 @@ class TreeModel:
         self.device = device
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
+        self.separates_documents = model.config.attn_config.attn_uses_sequence_id
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         return self.model(
@@ -381,6 +382,7 @@ class PlainModel:
     """Any causal language model of transformers. Padding is on the right, where causal attention never looks."""
 
     shares_prefixes = False
+    separates_documents = False
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model

@@ -5,6 +5,7 @@ in text and in tokens. Two conventions exist and give different scores: LLM Foun
 context and the answer apart (`separate`); lm-evaluation-harness tokenises all together and divides (`joint`).
 """
 
+import datetime
 import hashlib
 import json
 import random
@@ -12,6 +13,7 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -167,7 +169,7 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
             f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
             "choose one: hf_loading_vars: {split: …}"
         )
-    rows: list[dict[str, Any]] = found.to_list()
+    rows: list[dict[str, Any]] = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
     if not config.hf_parsing_map:
         return rows
     for ours, theirs in config.hf_parsing_map.items():
@@ -178,6 +180,11 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
                     f"there are: {', '.join(found.column_names)}"
                 )
     return [{ours: _join(row, theirs) for ours, theirs in config.hf_parsing_map.items()} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """Dates, times and decimals of a column as text, like what a JSON file would have."""
+    return str(value) if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal) else value
 
 
 def _join(row: dict[str, Any], columns: list[str]) -> Any:
