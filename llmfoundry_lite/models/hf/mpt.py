@@ -106,10 +106,16 @@ MUST_BE: Options = {
 }
 TRANSFORMERS_MUST_BE: Options = {
     "attn_config.alibi": (True,),
+    "attn_config.alibi_bias_max": (8,),
+    "attn_config.attn_type": ("multihead_attention",),
     "attn_config.rope": (False,),
     "attn_config.qk_ln": (False,),
     "attn_config.qk_gn": (False,),
     "attn_config.sliding_window_size": (-1,),
+    "ffn_config.ffn_type": ("mptmlp",),
+    "ffn_config.ffn_act_fn.name": ("gelu",),
+    "ffn_config.ffn_act_fn.approximate": ("none",),
+    "norm_type": ("low_precision_layernorm", "layernorm"),
     "no_bias": (True,),
     "logit_scale": (None,),
 }
