@@ -41,7 +41,7 @@ class ExportError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient of a batch is not finite, and the policy says stop."""
+    """The loss or the gradient of a batch is not finite, and the policy says stop; or logits are not."""
 
 
 class OutOfMemoryError(UserError):

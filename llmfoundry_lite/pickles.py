@@ -1,10 +1,10 @@
 """Other programs' pickles -> tensors and plain values. The one module of this package that unpickles anything.
 
 LLM Foundry's and Composer's checkpoints, and Hugging Face weights older than safetensors, exist as pickles only. A
-pickle is a program that may call whatever Python can import, so nobody comes here without `--trust-pickle`, and what
-was asked for is done with as little trust as it takes: torch's own weights-only reader first; what it refuses is read
-again with everything but tensors and plain containers replaced by `StandIn`s, which do nothing. So the classes a
-checkpoint mentions need not be installed, and none of them is ever imported or called.
+pickle is a program that may call whatever Python can import. Without `--trust-pickle` torch's own weights-only reader
+alone is asked, for files of weights. With it, what that reader refuses is read again with everything but tensors and
+plain containers replaced by `StandIn`s, which do nothing. So the classes a checkpoint mentions need not be installed,
+and none of them is ever imported or called.
 """
 
 import collections
@@ -34,10 +34,11 @@ class Unpickled(NamedTuple):
     """What torch's weights-only reader would not touch; None if it read everything."""
 
 
-def read_torch_file(source: Path | bytes, where: str) -> Unpickled:
+def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool = True) -> Unpickled:
     """What `torch.save` was given: a file, memory-mapped where its layout allows, or bytes. Tensors on the CPU.
 
-    `where` names it in errors. Raises CheckpointError.
+    `where` names it in errors. Raises CheckpointError; unless `is_trusted`, also for what torch's weights-only reader
+    refuses.
     """
     is_zip = zipfile.is_zipfile(io.BytesIO(source) if isinstance(source, bytes) else source)
     head = source[:1] if isinstance(source, bytes) else _first_byte(source)
@@ -55,7 +56,14 @@ def read_torch_file(source: Path | bytes, where: str) -> Unpickled:
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             refused = named[1] if named else "something in it"
+            if not is_trusted:
+                raise CheckpointError(
+                    f"{where}: a pickle that holds more than tensors ({refused}); if you trust where it comes from, "
+                    "make a checkpoint of its folder: llmfoundry-lite checkpoint import FOLDER OUT --trust-pickle"
+                ) from None
             return Unpickled(read(weights_only=False, pickle_module=_TENSORS_ONLY), refused)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes
         raise CheckpointError(f"{where}: cannot be read: {_first_line(error)}") from None
 

@@ -172,3 +172,10 @@ def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, dr
     assert [note.get_text() for note in choice.texts] == ["chance, 0.25"] and not text.texts
     assert choice.get_ylim()[0] < 0.25
     assert [label.get_text() for label in drawn[0].legends[0].get_texts()] == ["a", "b"]
+
+
+def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
+    points = {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}
+    plots.plot_curves([Panel(title="a $ b $x_{", y_label="$", points=points)], tmp_path / "a.png", x_label="b")
+    plots.plot_run(tmp_path / "b.png", curve(), [Span(1, 100, "$x_{")], title="$\\frac{ of $")
+    assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size

@@ -125,8 +125,13 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
         value = getattr(config, key)
         if value is not None and value < 1:
             raise ConfigError(f"{source_of(key, layers)}: {key}: {value} given, expected a number above 0")
+    if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
+        raise ConfigError(
+            f"{source_of('suite', layers)}: suite: {config.suite!r} given, expected the name of a folder in "
+            f"results_folder ({config.results_folder}), without slashes"
+        )
     for name in config.models:
-        if not re.fullmatch(r"\w[\w.\-]*", name):
+        if not re.fullmatch(r"\w[\w.\-]{0,150}", name):
             raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")
     if not config.icl_tasks:
         raise ConfigError(

@@ -303,9 +303,13 @@ def convert_with_transformers(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     except Exception as error:  # it raises almost anything for a folder that holds no tokenizer
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"tokenizer {name} needs code of its own, which is not run; expected a folder with a {TOKENIZER_FILE}"
+            ) from None
         reason = str(error).strip().split("\n")[0]
         raise DataError(
             f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"

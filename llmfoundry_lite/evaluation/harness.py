@@ -133,17 +133,27 @@ def run_task(
         texts = answer_all(model, tokenizer, task, max_batch_tokens, *share, on_progress)
         items = [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
     else:
-        scores = _score_all(model, task, max_batch_tokens, *share, on_progress)
+        # As in training and eval/loss; prompts are one document, whatever tokens they have.
+        is_separated = task.kind == "perplexity" and model.separates_documents
+        separator = tokenizer.eos_token_id if is_separated else None
+        scores = _score_all(model, task, max_batch_tokens, *share, on_progress, separator)
         items = [_record(task, item, scores) for item in _numbered(task.items)]
     return summarise(task, items, time.monotonic() - started), items
 
 
 def _score_all(
-    model: Scorable, task: Prepared, max_batch_tokens: int, rank: int, world_size: int, on_progress: Progress
+    model: Scorable,
+    task: Prepared,
+    max_batch_tokens: int,
+    rank: int,
+    world_size: int,
+    on_progress: Progress,
+    separator: int | None,
 ) -> dict[int, Score]:
     found: dict[int, Score] = {}
     num_requests = sum(len(item.requests) for item in task.items)
-    for scores in score(model, [item.requests for item in task.items], max_batch_tokens, rank, world_size):
+    groups = [item.requests for item in task.items]
+    for scores in score(model, groups, max_batch_tokens, rank, world_size, separator=separator):
         found.update(scores)
         done = min(num_requests, len(found) * world_size)
         on_progress(task.name, len(task.items) * done // num_requests, len(task.items))

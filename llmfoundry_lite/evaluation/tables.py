@@ -4,7 +4,9 @@ On a console a table that is too wide continues in further blocks of columns. Ma
 """
 
 import csv
+import html
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,7 +159,7 @@ def write_tables(all_results: Sequence["Results"], folder: Path) -> list[Path]:
         rows.append([results.model, *cells, _average_cell(results).replace("\n±", " ± ")])
     lines = markdown_table(rows)
     if found := notes(all_results):
-        lines += ["", *(f"- {note}" for note in found)]
+        lines += ["", *markdown_list(found)]
     markdown, plain = folder / "table.md", folder / "table.csv"
     markdown.write_text("\n".join(lines) + "\n")
     with plain.open("w", newline="") as file:
@@ -172,9 +174,18 @@ def write_tables(all_results: Sequence["Results"], folder: Path) -> list[Path]:
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The first row is the header; numbers are to the right."""
-    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in rows]
     lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
     return lines
+
+
+def markdown_list(texts: Sequence[str]) -> list[str]:
+    return [f"- {markdown_text(text)}" for text in texts]
+
+
+def markdown_text(text: str) -> str:
+    """Text that stays text in a cell or a line: no HTML, no links, no further columns or lines."""
+    return re.sub(r"([|\[])", r"\\\1", html.escape(printable(text), quote=False))
 
 
 def _averaged(results: "Results") -> list[str]:

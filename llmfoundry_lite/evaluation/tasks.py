@@ -5,11 +5,15 @@ in text and in tokens. Two conventions exist and give different scores: LLM Foun
 context and the answer apart (`separate`); lm-evaluation-harness tokenises all together and divides (`joint`).
 """
 
+import datetime
 import hashlib
 import json
 import random
+import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -165,7 +169,7 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
             f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
             "choose one: hf_loading_vars: {split: …}"
         )
-    rows: list[dict[str, Any]] = found.to_list()
+    rows: list[dict[str, Any]] = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
     if not config.hf_parsing_map:
         return rows
     for ours, theirs in config.hf_parsing_map.items():
@@ -176,6 +180,11 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
                     f"there are: {', '.join(found.column_names)}"
                 )
     return [{ours: _join(row, theirs) for ours, theirs in config.hf_parsing_map.items()} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """Dates, times and decimals of a column as text, like what a JSON file would have."""
+    return str(value) if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal) else value
 
 
 def _join(row: dict[str, Any], columns: list[str]) -> Any:
@@ -307,7 +316,9 @@ def _build_item(
             return request
         requests.append(request)
     options = contexts if config.icl_task_type == "schema" else answers
-    accepted = [row["answer"], *(row.get("aliases") or [])] if config.icl_task_type in GENERATION else []
+    accepted = _accepted(row) if config.icl_task_type in GENERATION else []
+    if accepted and not any(clean(config, answer) for answer in accepted):
+        return "answers of which nothing is left to compare"
     return Item(
         index=index,
         requests=tuple(requests),
@@ -345,11 +356,28 @@ def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
     return f"{thought}{config.cot_delimiter}{answer}" if thought else answer
 
 
+def _accepted(row: dict[str, Any]) -> list[str]:
+    return [row["answer"], *(row.get("aliases") or [])]
+
+
 def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Encoder) -> int:
-    """Tokens a model is given for its answer, reasoning included."""
-    solutions = (_solution(config, row, a) for row in rows for a in [row["answer"], *(row.get("aliases") or [])])
-    longest = max(len(tokenizer.encode(" " + solution)) for solution in solutions)
-    return longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+    """Tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by itself,
+    after the tokenizer's beginning."""
+    solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
+    longest = max(len(tokenizer.encode(solution)) for solution in solutions)
+    return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+
+
+def clean(config: TaskConfig, text: str) -> str:
+    """What of a generated text, or of an answer, is compared."""
+    return normalise(text) if config.do_normalization else text.strip()
+
+
+def normalise(text: str) -> str:
+    """Lower case; no punctuation, articles, underscores or double spaces."""
+    marks = string.punctuation + "‘’´`"
+    text = "".join(" " if c in marks else c for c in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:

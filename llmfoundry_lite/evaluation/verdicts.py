@@ -12,7 +12,7 @@ from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.compare import SEED, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record
-from llmfoundry_lite.evaluation.tables import lean_table, markdown_table, print_note
+from llmfoundry_lite.evaluation.tables import lean_table, markdown_list, markdown_table, markdown_text, print_note
 
 Point = tuple[float, float, float, bool]
 
@@ -100,8 +100,8 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
                     paired.verdict,
                 ]
             )
-        lines += [f"## {pair.other} against {pair.first}", "", *markdown_table(rows), ""]
-        lines += [f"- {text}" for text in filter(None, (pair.sentence, *pair.notes))]
+        lines += [f"## {markdown_text(f'{pair.other} against {pair.first}')}", "", *markdown_table(rows), ""]
+        lines += markdown_list([*filter(None, (pair.sentence, *pair.notes))])
         lines += [""]
     if pairs:
         lines += [legend(pairs), ""]

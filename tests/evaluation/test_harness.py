@@ -454,6 +454,21 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_eval_config(["icl.yaml", "models.a=b", "icl_tasks=[]"])
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("suite=../../x", "suite: '../../x' given, expected the name of a folder in results_folder (results), without"),
+        ("suite=/tmp/x", "suite: '/tmp/x' given, expected the name of a folder in results_folder (results), without"),
+        ("suite=..", "suite: '..' given, expected the name of a folder in results_folder (results), without slashes"),
+        ('"models={../x: model}"', "models: '../x' given, expected the name of a file"),
+    ],
+)
+def test_results_are_written_nowhere_but_in_results_folder(here, argument, message):
+    with pytest.raises(ConfigError) as error:
+        load_eval_config(["models.a=model", argument.strip('"')])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 def test_all_checkpoints_needs_a_run_and_nothing_else(here):
     config, found = load_eval_config(["--all-checkpoints", "runs/mpt-1b/checkpoints/"])
     assert config.models == {"mpt-1b": "runs/mpt-1b/checkpoints/"} and config.all_checkpoints
@@ -500,6 +515,29 @@ def test_ranks_that_find_other_data_do_not_wait_for_each_other(here):
     for name in ("evals/next.yaml", "next.jsonl"):
         (here / "elsewhere" / name).write_text((here / name).read_text())
     launch(ask_for_tasks_that_are_not_everywhere, (here,), here, 2).check()
+
+
+WRITE = {"label": "write", "icl_task_type": "generation_task_with_answers", "dataset_uri": "next.jsonl"}
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_model_that_gives_no_numbers_has_no_result_where_it_writes_either(here, is_ours):
+    riddles = [{"context": row["context"], "answer": row["continuation"]} for row in SENTENCES]
+    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
+    (here / "evals/write.yaml").write_text(json.dumps(WRITE))
+    model = load_subject("model" if is_ours else str(save_neox(here / "neox")), device=CPU).model
+    for name, parameter in model.model.named_parameters():
+        if "norm_f" in name or "final_layer_norm" in name:
+            parameter.data.fill_(math.nan)
+    files = ResultFiles(Path("results"), "suite", "ours")
+    results = Results(model="ours", suite="suite", source="model")
+    tokenizer = load_subject("model", device=CPU).tokenizer
+    with pytest.raises(DataError) as error:
+        evaluate(model, tokenizer, load_tasks(["write"], "evals"), results, files)
+    assert str(error.value) == (
+        "write/0-shot: the model gives NaN or infinity in its answer to item 0; nothing is kept"
+    )
+    assert not (here / "results/suite/ours.json").exists()
 
 
 def save_neox(folder):

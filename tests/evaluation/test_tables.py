@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import average_error, notes, print_table, write_tables
+from llmfoundry_lite.evaluation.tables import average_error, markdown_table, notes, print_table, write_tables
 from tests.helpers.results import choice, text
 
 
@@ -91,3 +91,11 @@ def test_files_hold_the_same_numbers(tmp_path):
 
 def test_a_model_without_accuracies_has_no_average():
     assert "average" in printed([results(x__0=text([[(1.0, 10)]]))])
+
+
+def test_names_stay_text_in_markdown():
+    assert markdown_table([["model", "a|b"], ["<script>x\x1b[2J", "[y](http://z)\n| c"]]) == [
+        r"| model | a\|b |",
+        "|---|---:|",
+        r"| &lt;script&gt;x\x1b\[2J | \[y](http://z)\n\| c |",
+    ]

@@ -1,5 +1,6 @@
 """Prompts and tokens, written out by hand: `context|answer` for every option of an item."""
 
+import datetime
 import json
 import re
 from dataclasses import replace
@@ -523,6 +524,24 @@ def test_room_is_left_for_the_longest_answer_with_its_reasoning():
     assert ask(replace(config, cot_delimiter=""), rows=rows)[0].config.max_new_tokens == 4
 
 
+def test_the_beginning_of_text_takes_one_of_the_tokens_for_an_answer_as_in_llm_foundry():
+    config, rows = task("generation_task_with_answers"), [{"context": "a b c d e f g h", "answer": "x y"}]
+    plain, begun = Pieces(), Pieces()
+    begun.beginning = [7]
+    room = [ask(config, rows=rows, max_seq_len=8, tokenizer=t)[0] for t in (plain, begun)]
+    assert [found.config.max_new_tokens for found in room] == [2, 3]
+    # LLM Foundry leaves the prompt what the longest answer leaves, and trims beginning and prompt as one.
+    assert [len(found.items[0].requests[0].context) for found in room] == [6, 5]
+
+
+def test_a_question_none_of_whose_answers_can_be_right_is_skipped_and_counted():
+    config = task("generation_task_with_answers")
+    rows = [{"context": "a", "answer": "The", "aliases": ["!", "an"]}, {"context": "b", "answer": "The Who"}]
+    found, _ = ask(config, rows=rows)
+    assert [item.index for item in found.items] == [1]
+    assert found.skipped == {"answers of which nothing is left to compare": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "answers", "right"),
     [
@@ -661,6 +680,18 @@ def test_a_hub_data_set_is_read_through_the_map_of_its_columns(tmp_path):
     )
     with pytest.raises(DataError, match=r"has splits test; choose one: hf_loading_vars: \{split: …\}"):
         read_rows(replace(config, hf_loading_vars={}))
+
+
+def test_dates_in_a_column_of_a_hub_data_set_are_text(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    when = datetime.datetime(2024, 1, 2, 3)
+    columns = {"context": ["a"], "continuation": ["b"], "when": [when], "day": [when.date()]}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "set/test.parquet")
+    where = {"dataset_uri": f"hf://{tmp_path}/set", "hf_loading_vars": {"split": "test"}}
+    rows = read_rows(task("language_modeling", **where))
+    assert rows == [{"context": "a", "continuation": "b", "when": "2024-01-02 03:00:00", "day": "2024-01-02"}]
+    ask(task("language_modeling"), rows=rows)
 
 
 # ------------------------------------------------------------------------------------------------------ task lists
