@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.exchange import rank_and_size
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.reading import Record, cut_at, read_facts
-from llmfoundry_lite.evaluation.tasks import Prepared, fingerprint, read_rows, settings_of
+from llmfoundry_lite.evaluation.tasks import Prepared, data_fingerprint, read_rows, settings_of
 from llmfoundry_lite.files import write_atomically
 
 
@@ -75,7 +75,7 @@ def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | N
         if config.icl_task_type == "perplexity":
             found.append(Outline(f"{config.label}/0-shot", {"icl_task_type": "perplexity", "limit": limit}, None))
             continue
-        data = fingerprint(read_rows(config))
+        data = data_fingerprint(read_rows(config))
         for shots in config.num_fewshot:
             settings = settings_of(config, shots, tokenization, limit)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data))
