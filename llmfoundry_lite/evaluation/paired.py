@@ -6,8 +6,8 @@ its test are one statistic, asked twice: at every level the interval excludes 0 
 
 Right and wrong answers: Tango's score interval for a difference of paired proportions (Statistics in Medicine 17, 1998)
 and McNemar's test, which is its statistic at 0, both with half a continuity correction: without any, up to 6.5 % of
-equal models are called different, and with a whole one, or the exact test, as few as 3.5 %. Real numbers: the
-studentised bootstrap, symmetric (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6).
+equal models are called different (50 items; exact sums), with half of one at most 4.9 % (6 to 1,000 items). Real numbers: the studentised
+bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of symmetric and equal tails.
 `llmfoundry-lite bench intervals` measures what they promise.
 
 Legend: u independent units, d draws, k columns.
@@ -167,24 +167,29 @@ class Studentised(NamedTuple):
 
     difference: float
     error: float
-    distances_d: Floats
-    """Sorted, largest first; empty where nothing is claimed."""
+    deviations_d: Floats
+    """Sorted; empty where nothing is claimed."""
 
     @property
     def p(self) -> float:
-        """Two-sided; at least 1 / (draws + 1), as the data are one of the draws."""
-        if not len(self.distances_d) or not self.difference:
+        """Two-sided: the larger of that of symmetric and of equal tails; the data are one of the draws."""
+        draws = self.deviations_d
+        if not len(draws) or not self.difference:
             return 1.0
-        found = abs(self.difference) / self.error if self.error else math.inf
-        return (1 + int((self.distances_d >= found).sum())) / (1 + len(self.distances_d))
+        found = self.difference / self.error if self.error else math.copysign(math.inf, self.difference)
+        num_farther = int((np.abs(draws) >= abs(found)).sum())
+        num_in_tail = 2 * min(int((draws >= found).sum()), int((draws <= found).sum())) + 1
+        return min(1.0, (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
         """What p would not reject at `level`. None where nothing is claimed, or more draws would be needed."""
-        num_beyond = math.ceil(level * (1 + len(self.distances_d)) - 1 - 1e-9) - 1
-        if not 0 <= num_beyond < len(self.distances_d):
+        draws, room = self.deviations_d, level * (1 + len(self.deviations_d)) * (1 - 1e-12)
+        both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out
+        if each < 0:
             return None
-        half_width = float(self.distances_d[num_beyond]) * self.error
-        return self.difference - half_width, self.difference + half_width
+        half_width = np.sort(np.abs(draws))[-1 - both]
+        above, below = max(half_width, draws[-1 - each]), min(-half_width, draws[each])
+        return self.difference - float(above) * self.error, self.difference - float(below) * self.error
 
 
 def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> Studentised:
@@ -210,13 +215,13 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
     if n < MIN_DOCUMENTS:
         return Studentised(found, its_error, np.zeros(0))
     if n > MAX_RESAMPLED:
-        levels = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
-        return Studentised(found, its_error, np.array([z_of(level) for level in levels]))
+        ranks = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
+        return Studentised(found, its_error, np.array([NormalDist().inv_cdf(rank) for rank in ranks]))
     draws = bootstrap_sums(np.concatenate([columns_uk, products_uk], axis=1), generator)
     differences_d, errors_d = estimate(draws[:, :k], draws[:, k:])
     with np.errstate(divide="ignore", invalid="ignore"):
-        distances_d = np.nan_to_num(np.abs(differences_d - found) / errors_d, nan=0.0, posinf=np.inf)
-    return Studentised(found, its_error, np.sort(distances_d)[::-1])
+        deviations_d = np.nan_to_num((differences_d - found) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    return Studentised(found, its_error, np.sort(deviations_d))
 
 
 def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int = NUM_RESAMPLES) -> Floats:

@@ -17,9 +17,9 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models
 from llmfoundry_lite.evaluation import results as results_module
-from llmfoundry_lite.evaluation.harness import evaluate, mean_and_error
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
-from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.reading import load_results, mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare

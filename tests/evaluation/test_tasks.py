@@ -758,7 +758,7 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
         ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm"),
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate, joint"),
-        ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, and a text's documents are its clusters"),
+        ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, but documents are a text's clusters"),
         ("max_new_tokens: 0", "max_new_tokens: 0 given, expected a number above 0"),
         ("early_stopping_criteria: ['']", "early_stopping_criteria: an empty text given, at which every answer would"),
     ],
