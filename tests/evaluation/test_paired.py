@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmfoundry_lite import cli
 from llmfoundry_lite.evaluation.paired import (
     MAX_EXACT,
     MAX_RESAMPLED,
@@ -156,3 +157,13 @@ def test_more_are_needed_where_more_differ():
     assert items_needed(0.0) == items_needed(0.01) < items_needed(0.05) < items_needed(0.4)
     assert documents_needed(0.1, 0.01) == 787  # (2.8016 * 10) ** 2, and 1.96 ** 2 / 2 for an unknown deviation
     assert documents_needed(0.001) == 20
+
+
+def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys):
+    assert cli.run(["bench", "intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
+    written = (tmp_path / "intervals.md").read_text()
+    rows = [
+        line.split(" | ") for line in written.splitlines() if line.startswith(("| one", "| mean", "| clus", "| bits"))
+    ]
+    assert len(rows) > 40 and {row[5] for row in rows} == {"0"}
+    assert "| 30% | 0.10 | 241 |" in written
