@@ -214,7 +214,8 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Loaded, other: Loaded
             unit = unit_of.get(item, item)
             added[unit] = added.get(unit, 0.0) + change
             share[unit] = share.get(unit, 0.0) + weight
-    counts = statistics.count(np.array(list(added.values())), np.array(list(share.values())))
+    # Rounded, so that what cancels out is 0.
+    counts = statistics.count(np.round(list(added.values()), 15), np.array(list(share.values())))
     differences = np.concatenate([task.other - task.first for task in answers])
     n, wins, losses = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
     ours, theirs = (

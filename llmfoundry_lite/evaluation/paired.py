@@ -5,9 +5,10 @@ Arithmetic on what each independent unit adds to a difference; what the units ar
 its test are one statistic, asked twice: at every level the interval excludes 0 exactly when p is below the level.
 
 Right and wrong answers: Tango's score interval for a difference of paired proportions (Statistics in Medicine 17, 1998)
-and McNemar's test, which is its statistic at 0, both with half a continuity correction: without any, up to 6.5 % of
-equal models are called different (50 items; exact sums), with half of one at most 4.9 % (6 to 1,000 items). Real numbers: the studentised
-bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of symmetric and equal tails.
+and McNemar's test, which is its statistic at 0, both with half a continuity correction. Without any, up to 6.5 % of
+equal models are called different (50 items, exact sums), with half of one at most 4.9 % (6 to 1,000 items). Real
+numbers: the studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of
+symmetric and equal tails.
 `llmfoundry-lite bench intervals` measures what they promise.
 
 Legend: u independent units, d draws, k columns.
