@@ -256,6 +256,17 @@ def bench_eval(
     )
 
 
+@bench.command("intervals")
+def bench_intervals(
+    num_draws: Annotated[int, typer.Option(min=20, help="Simulated comparisons of each case.")] = 20_000,
+    out: Annotated[Path | None, typer.Option(help="A folder for intervals.md.")] = None,
+) -> None:
+    """Coverage of `compare`'s intervals and size of its tests, by simulation."""
+    from llmfoundry_lite.bench.intervals import run
+
+    run(num_draws=num_draws, out=out)
+
+
 @bench.command("switch")
 def bench_switch(
     data_folder: Annotated[

@@ -13,13 +13,20 @@ from rich.console import Console
 from torch import nn
 
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
-from llmfoundry_lite.checkpoint.store import kind_of
+from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
-from llmfoundry_lite.errors import DamagedCheckpointError, DataError, IncompleteCheckpointError, UserError, printable
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DataError,
+    IncompleteCheckpointError,
+    UserError,
+    printable,
+)
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.reading import ACCURACIES
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline_tasks
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, alone_in, outline_tasks, read_others
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.plots import Panel, plot_curves
@@ -38,15 +45,20 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
             all_results.append(evaluate_one(config, tasks, device, subject, results, files))
-        except (DamagedCheckpointError, IncompleteCheckpointError) as error:
+        except CheckpointError as error:
             if not config.all_checkpoints:
                 raise
-            tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
+            if tell_all(is_gone(subject.source)):
+                tell([f"models.{results.model}: passed over {subject.source}, which was removed meanwhile"])
+            elif isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
+                tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
+            else:
+                raise
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if place().rank == 0:
         print_table(all_results, Console())
-        for path in write_tables(all_results, folder / config.suite):
+        for path in write_suite(all_results, folder / config.suite):
             print(path)
         if config.all_checkpoints:
             print(plot_learning_curves(all_results, folder / config.suite / "learning.png"))
@@ -67,8 +79,15 @@ def find_models(
     if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
         error = DataError(f"rank {place().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     agree(error)
+    models = {}
     try:
-        for name, where in expand_models(config).items():
+        models = expand_models(config)
+    except UserError as caught:
+        error = caught
+    agree(error)
+    for name, where in tell_all(models).items():  # ranks may see a live run's checkpoints at different times
+        error = None
+        try:
             subject = find_subject(
                 where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
             )
@@ -87,10 +106,24 @@ def find_models(
             files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
             files.refuse_to_replace(results, asked)
             found.append((subject, results, files))
-    except UserError as caught:
-        error = caught
-    agree(error)
+        except UserError as caught:
+            error = caught
+        try:
+            agree(error)
+        except UserError:
+            if not (config.all_checkpoints and tell_all(is_gone(where))):
+                raise
+            found = [model for model in found if model[1].model != name]
+            tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
     return found
+
+
+def is_gone(where: str) -> bool:
+    """Whether a checkpoint that was seen is no longer there, as of a live run that keeps its newest alone."""
+    try:
+        return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
+    except CheckpointError:  # it cannot be seen: not known to be removed
+        return False
 
 
 def evaluate_one(
@@ -127,6 +160,15 @@ def evaluate_one(
     if kept := [name for name in results.tasks if name not in asked]:
         tell([f"{files.path} keeps what it has of the same model besides: {', '.join(kept)}"])
     return results
+
+
+def write_suite(all_results: Sequence[Results], folder: Path) -> list[Path]:
+    """The tables, with the models that earlier launches have evaluated on this suite below these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
+        others, notes = read_others(folder, [results.model for results in all_results])
+        tell(notes)
+        return write_tables([*all_results, *others], folder)
 
 
 def expand_models(config: EvalConfig) -> dict[str, str]:

@@ -241,6 +241,10 @@ def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
         raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, expected one number or more, 0 or above")
     if task.icl_task_type == "perplexity" and task.num_fewshot != [0]:
         raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it")
+    if task.icl_task_type == "perplexity" and task.cluster is not None:
+        raise ConfigError(f"{where}: cluster: {task.cluster!r} given, but documents are a text's clusters; remove it")
+    if task.icl_task_type == "perplexity" and task.has_categories:
+        raise ConfigError(f"{where}: has_categories: a text has none; remove it")
     if task.max_new_tokens is not None and task.max_new_tokens < 1:
         raise ConfigError(f"{where}: max_new_tokens: {task.max_new_tokens} given, expected a number above 0")
     if "" in task.early_stopping_criteria:

@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,9 +19,9 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models
 from llmfoundry_lite.evaluation import results as results_module
-from llmfoundry_lite.evaluation.harness import evaluate, mean_and_error
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
-from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.reading import hash_of, load_results, mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
@@ -352,7 +354,7 @@ def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here)
 
 
 @pytest.mark.multiprocess
-def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here, capsys):
+def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here, capsys, monkeypatch):
     write_data(here / "data")
     blocks = {
         "tokenizer": {"name": "tokenizer"},
@@ -391,6 +393,23 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     launch(evaluate_suite, (["icl.yaml", "suite=sharded", "fsdp=true"],), here, 2).check()
     sharded = json.loads((here / "results/sharded/tiny.json").read_text())
     assert (sharded["average"], sharded["save_id"]) == (learnt[-1], subject.save_id)
+
+    # Another suite's model stays in the table, and what a live run prunes meanwhile is named and passed over.
+    real = {"find_subject": suite.find_subject, "evaluate_one": suite.evaluate_one}
+    for step, name in ((real["find_subject"], "find_subject"), (real["evaluate_one"], "evaluate_one")):
+        shutil.copytree(here / "runs/tiny", here / "runs/live")
+
+        def prune_first(*arguments, step=step, **options):
+            shutil.rmtree(here / "runs/live/checkpoints/ba2", ignore_errors=True)
+            return step(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(suite, name, prune_first)
+            scripts.eval.main(["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"])
+        assert "models.live-ba2: passed over runs/live/checkpoints/ba2, which was removed" in capsys.readouterr().err
+        rows = (here / "results/curve/table.md").read_text().splitlines()
+        assert [row.split()[1] for row in rows if "-ba" in row] == ["live-ba4", "tiny-ba2", "tiny-ba4"]
+        shutil.rmtree(here / "runs/live")
 
     other = train_tokenizer(["something else"] * 3, 280)
     other.save("other")
@@ -743,6 +762,35 @@ def test_language_modelling_by_hand():
     assert record["acc"] == 0.5 and record["perplexity"] == pytest.approx(math.exp(1.5))
 
 
+def test_a_perplexity_has_an_error():
+    rows = [{"context": "a", "continuation": "b"}] * 3
+    record, _ = ask_by_hand("language_modeling", rows, [-2.0, -1.0, -3.0])
+    assert record["perplexity_stderr"] == pytest.approx(math.exp(2) / math.sqrt(3))
+
+
+def test_a_result_names_its_code_and_items():
+    record, items = ask_by_hand("language_modeling", [{"context": "a", "continuation": "b"}], [-2.0])
+    assert re.fullmatch(r"\d+\.\d+\.\d+( [0-9a-f]{12}\+?)?", record["code"])
+    assert record["items_hash"] == hash_of([json.dumps(item) for item in items])
+
+
+def of(values, **columns):
+    return [{"acc": value, **{name: column[i] for name, column in columns.items()}} for i, value in enumerate(values)]
+
+
 def test_standard_errors():
-    assert mean_and_error([1, 0, 1, 1]) == (0.75, pytest.approx(0.25))
-    assert mean_and_error([1]) == (1, 0)
+    assert mean_and_error(of([1, 0, 1, 1]), "acc") == (0.75, pytest.approx(0.25))
+    assert mean_and_error(of([1]), "acc") == (1, 0)
+
+
+def test_the_error_of_clusters_is_that_of_their_means():
+    clustered = of([1, 1, 0, 0, 1, 1, 1, 1], cluster="aabbccdd")
+    assert mean_and_error(clustered, "acc") == (0.75, pytest.approx(0.25))
+    assert mean_and_error(of([1, 0], cluster="aa"), "acc") == (0.5, 0)
+
+
+def test_categories_count_the_same_and_spread_within():
+    items = of([1, 0, 1, 1, 1, 1, 1, 1], category="aaaabbbb")
+    assert mean_and_error(items, "acc", True) == (0.875, pytest.approx(0.125))
+    uneven = of([1, 1, 1, 1, 0], category="aaaab")
+    assert mean_and_error(uneven, "acc", True) == (0.5, pytest.approx(0.25))  # b has one, whose spread is the whole's
