@@ -35,7 +35,7 @@ def choice(answers: Sequence[int], *, per_character: Sequence[int] | None = None
     record = {"type": "multiple_choice", "n": len(answers), "num_fewshot": 0, "tokenization": "separate"}
     record |= {"fingerprint": "sha256:a", "data_fingerprint": "sha256:d", "settings": settings}
     record |= {"metric": "acc_per_token", "chance": 0.25}
-    for name, values in scores.items():
+    for name in scores:
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name)
     return {**record, **changes}, items
 
