@@ -213,6 +213,18 @@ def bench_prepare(
     )
 
 
+@bench.command("order")
+def bench_order(
+    num_shards: Annotated[int, typer.Option(min=1, help="Of the data set to open.")] = 1_560_000,
+    num_workers: Annotated[int, typer.Option(min=0, help="Of its loader.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="A folder for shuffle.json and .md.")] = None,
+) -> None:
+    """How well batches are mixed, beside StreamingDataset's shuffles; what it takes to open a data set of any size."""
+    from llmfoundry_lite.bench.order import run
+
+    run(num_shards=num_shards, num_workers=num_workers, out=out)
+
+
 @bench.command("checkpoint")
 def bench_checkpoint(
     num_rounds: Annotated[int, typer.Option(min=1, help="Warm saves of each side, after a first one.")] = 3,

@@ -23,7 +23,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
 
 SHARD_HASH = "xxh3_64"
-"""Of every shard, kept in its index.json: StreamingDataset finds damage when given `validate_hash`."""
+"""Of every shard, kept in its index.json: readers find damage by it."""
 
 MOST_NAMED = 20
 """Documents left out that the summary names."""
