@@ -14,7 +14,7 @@ import typer
 
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 checkpoint = typer.Typer(
     help="Portable checkpoints: what is in them, are they whole, what can be made of them.",
@@ -84,10 +84,11 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 def list_checkpoints(where: Where) -> None:
     """The checkpoints of a run, newest first."""
     store, candidates = find_some(where)
-    rows, damaged = [], []
+    rows, unread = [], []
     for candidate in candidates:
         if candidate.checkpoint is None:
-            damaged.append(f"{candidate.name} is damaged: {candidate.error}")
+            what = "is damaged" if isinstance(candidate.error, DamagedCheckpointError) else "cannot be read"
+            unread.append(f"{candidate.name} {what}: {candidate.error}")
             continue
         manifest = candidate.checkpoint.manifest
         stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
@@ -95,7 +96,7 @@ def list_checkpoints(where: Where) -> None:
     print(store.root.url)
     if rows:
         print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
-    for line in damaged:
+    for line in unread:
         print(line)
 
 

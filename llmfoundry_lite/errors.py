@@ -44,3 +44,7 @@ class CheckpointError(UserError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not what was written: bytes changed, files missing. Older ones may still be whole."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a newer release: sound, but not for this one to read, replace or pass over."""

@@ -8,18 +8,26 @@ work on hostile input: size and number of values are capped before anything is b
     manifest = decode(raw, where)   DamagedCheckpointError names the item; CheckpointError for a newer format
 
 manifest.json is `{"checksum":"xxh3_128:<hex>","manifest":{…}}`, the checksum being that of the inner object's bytes.
+
+Versions. The inner object begins with `"format"` and `"version"`, a whole number: the major version. A release that
+adds what readers may ignore keeps the number. It adds a field, at the top level, in a segment, the timestamp, a file
+or a tensor; readers that do not know it keep it in `extra` and write it again. A release that changes what a field
+means, or adds what a reader must understand, raises the number. A reader that meets a higher number raises
+NewerFormatError: such a checkpoint is sound, so it is not renamed, replaced or passed over. Every past version stays
+readable; `tests/checkpoint/fixtures` holds files of each.
 """
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import xxhash
 
-from llmfoundry_lite.checkpoint.codec import decode_value, encode_value, parse_json, shorten, write_json
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.checkpoint.codec import count_values, decode_value, encode_value, parse_json, shorten, write_json
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 
 FORMAT = "llmfoundry_lite checkpoint"
 VERSION = 1
@@ -27,6 +35,9 @@ MANIFEST = "manifest.json"
 MAX_BYTES = 256 << 20
 ALGORITHM = "xxh3_128"
 HASH_CHARACTERS = 32
+MAX_VALUES = 80_000_000
+"""Format 1 lists every slice, in three bytes or more for each value: whatever a past release has published is within
+this and MAX_BYTES. More is an attack."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
@@ -35,6 +46,9 @@ ITEM_BYTES = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
 """dtypes in safetensors' spelling."""
+
+Extra = dict[str, Any]
+"""Fields that a later release has added, as JSON; written again as they came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +59,7 @@ class Timestamp:
     batch: int
     sample: int = 0
     token: int = 0
+    extra: Extra = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +92,7 @@ class Segment:
     environment: dict[str, str] = field(default_factory=dict)
     """What the hardware overlay sets, such as NCCL's variables, as the processes had it."""
     tokens_per_second: float | None = None
+    extra: Extra = field(default_factory=dict)
 
     @property
     def span(self) -> str:
@@ -126,6 +142,7 @@ class TensorRecord:
     """A key of ITEM_BYTES."""
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
+    extra: Extra = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +158,7 @@ class FileRecord:
     block_bytes: int
     block_hashes: str
     """One after the other, HASH_CHARACTERS each; the last block may be short."""
+    extra: Extra = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -175,6 +193,7 @@ class Manifest:
     files: tuple[FileRecord, ...] = ()
     attachments: tuple[FileRecord, ...] = ()
     """Files without tensors that belong to this state, such as the run's log so far; hashed like the others."""
+    extra: Extra = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -195,51 +214,68 @@ def encode(manifest: Manifest) -> bytes:
         "parent_save_id": manifest.parent_save_id,
         "lease_epoch": manifest.lease_epoch,
         "run_name": manifest.run_name,
-        "timestamp": dataclasses.asdict(manifest.timestamp),
+        "timestamp": _plain(manifest.timestamp),
         "written_at": manifest.written_at,
         "fingerprints": manifest.fingerprints,
-        "segments": [encode_value(dataclasses.asdict(segment), "segments") for segment in manifest.segments],
+        "segments": [_plain(segment) for segment in manifest.segments],
         "config": encode_value(manifest.config, "config"),
         "scalars": encode_value(manifest.scalars, "scalars"),
         "optimizer": encode_value(manifest.optimizer, "optimizer"),
         "aliases": manifest.aliases,
-        "files": [dataclasses.asdict(file) for file in manifest.files],
-        "attachments": [dataclasses.asdict(file) for file in manifest.attachments],
+        "files": [_plain(file) for file in manifest.files],
+        "attachments": [_plain(file) for file in manifest.attachments],
         "tensors": {
             name: {
                 "dtype": tensor.dtype,
                 "shape": tensor.shape,
                 "slices": [[s.file, s.begin, s.end, s.offset, s.shape] for s in tensor.slices],
+                **tensor.extra,
             }
             for name, tensor in manifest.tensors.items()
         },
+        **manifest.extra,
     }
     # A line for each key, for those who look at it with `head` and `diff`.
     inside = b"{" + b",".join(b"\n" + write_json(key) + b":" + write_json(value) for key, value in content.items())
     inside += b"\n}"
     raw = _envelope(inside) + inside + b"}\n"
-    if len(raw) > MAX_BYTES:
+    if problem := _too_large(raw):
         raise CheckpointError(
-            f"{manifest.save_id}: its manifest would take {len(raw):,} bytes, more than {MAX_BYTES:,}"
+            f"{manifest.save_id}: its manifest would have {problem} that can be read back; save from fewer ranks "
+            "(a smaller shard degree under HYBRID_SHARD); older checkpoints stand"
         )
     return raw
 
 
+def _too_large(raw: bytes) -> str | None:
+    """What is too much about a manifest. `encode` and `decode` both ask, so that none is written and then refused."""
+    if len(raw) > MAX_BYTES:
+        return f"{len(raw):,} bytes, more than the {MAX_BYTES:,}"
+    if (num_values := count_values(raw)) > MAX_VALUES:
+        return f"{num_values:,} values, more than the {MAX_VALUES:,}"
+    return None
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """A record's fields as JSON, those that this release does not know among them."""
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "extra"}
+    return encode_value(fields, type(record).__name__) | record.extra
+
+
 def decode(raw: bytes, where: str) -> Manifest:
     """`where` names the manifest in errors."""
-    if len(raw) > MAX_BYTES:
-        raise DamagedCheckpointError(f"{where}: {len(raw):,} bytes, more than the {MAX_BYTES:,} a manifest may have")
+    if problem := _too_large(raw):
+        _refuse_newer(_announced_version(raw), where)
+        raise DamagedCheckpointError(f"{where}: {problem} a manifest may have")
     start = len(_envelope(b""))
     inside = raw[start:-2]
     if not raw.startswith(b'{"checksum":"') or not raw.endswith(b"}}\n") or raw[:start] != _envelope(inside):
         raise DamagedCheckpointError(f"{where}: the checksum does not match: it was cut off or changed after writing")
-    content = parse_json(inside, where)
-    item = _Item(content, where)
+    _refuse_newer(_announced_version(raw), where)
+    item = _Item(parse_json(inside, where), where)
     if item.get("format").value != FORMAT:
         raise DamagedCheckpointError(f"{where}: format {shorten(item.get('format').value)}, expected {FORMAT!r}")
-    if (version := item.get("version").integer()) != VERSION:
-        raise CheckpointError(f"{where}: format version {version}, this release reads {VERSION}; install a newer one")
-    item.keys("format", "version", *(f.name for f in dataclasses.fields(Manifest)))
+    _refuse_newer(item.get("version").integer(), where)
     manifest = Manifest(
         save_id=item.get("save_id").string(),
         parent_save_id=item.get("parent_save_id").optional_string(),
@@ -256,9 +292,25 @@ def decode(raw: bytes, where: str) -> Manifest:
         tensors={name: _decode_tensor(tensor) for name, tensor in item.get("tensors").entries()},
         files=tuple(_decode_file(file) for file in item.get("files").items()),
         attachments=tuple(_decode_file(file) for file in item.get("attachments").items()),
+        extra=item.besides("format", "version", *_names(Manifest)),
     )
     check(manifest, where)
     return manifest
+
+
+def _announced_version(raw: bytes) -> int:
+    """The version in a manifest's first bytes, for one that cannot be parsed; 0 if there is none."""
+    start = rb'\{"checksum":"[^"]*","manifest":\{\s*"format":\s*"[^"]*",\s*"version":\s*(\d{1,9})\b'
+    match = re.match(start, raw[:1000])
+    return int(match[1]) if match else 0
+
+
+def _refuse_newer(version: int, where: str) -> None:
+    if version > VERSION:
+        raise NewerFormatError(
+            f"{where}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
+            "release"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ what must hold
@@ -370,10 +422,9 @@ class _Item:
             raise DamagedCheckpointError(f"{self.where}: no {key!r}")
         return _Item(self.value[key], f"{self.where}: {key}")
 
-    def keys(self, *expected: str) -> None:
-        for key in self.object():
-            if key not in expected:
-                raise DamagedCheckpointError(f"{self.where}: {shorten(key)} is not part of the format")
+    def besides(self, *known: str) -> Extra:
+        """Fields that a later release has added."""
+        return {key: value for key, value in self.object().items() if key not in known}
 
     def object(self) -> dict[str, Any]:
         return self.expect(isinstance(self.value, dict), "an object")
@@ -407,16 +458,19 @@ class _Item:
         return self.value
 
 
+def _names(kind: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind) if f.name != "extra"]
+
+
 def _decode_timestamp(item: _Item) -> Timestamp:
-    names = [f.name for f in dataclasses.fields(Timestamp)]
-    item.keys(*names)
-    return Timestamp(**{name: item.get(name).integer() for name in names})
+    names = _names(Timestamp)
+    return Timestamp(**{name: item.get(name).integer() for name in names}, extra=item.besides(*names))
 
 
 def _decode_segment(item: _Item) -> Segment:
-    fields = {f.name: f for f in dataclasses.fields(Segment)}
-    item.keys(*fields)
-    content = decode_value(item.object(), item.where)
+    names = _names(Segment)
+    content = {key: value for key, value in item.object().items() if key in names}
+    content = decode_value(content, item.where)
     for name, value in content.items():
         kinds = {"compile_config": (dict, type(None)), "tokens_per_second": (int, float, type(None))}
         numbers = (
@@ -431,7 +485,7 @@ def _decode_segment(item: _Item) -> Segment:
             raise DamagedCheckpointError(f"{item.where}: {name} {shorten(value)}")
     if "first_batch" not in content or "last_batch" not in content:
         raise DamagedCheckpointError(f"{item.where}: no span of batches")
-    return Segment(**content)
+    return Segment(**content, extra=item.besides(*names))
 
 
 def _decode_dict(item: _Item) -> dict[str, Any]:
@@ -439,11 +493,11 @@ def _decode_dict(item: _Item) -> dict[str, Any]:
 
 
 def _decode_tensor(item: _Item) -> TensorRecord:
-    item.keys("dtype", "shape", "slices")
     return TensorRecord(
         item.get("dtype").string(),
         item.get("shape").integers(),
         tuple(_decode_slice(part) for part in item.get("slices").items()),
+        item.besides("dtype", "shape", "slices"),
     )
 
 
@@ -454,12 +508,11 @@ def _decode_slice(item: _Item) -> Slice:
 
 
 def _decode_file(item: _Item) -> FileRecord:
-    names = [f.name for f in dataclasses.fields(FileRecord)]
-    item.keys(*names)
     return FileRecord(
         name=item.get("name").string(),
         num_bytes=item.get("num_bytes").integer(),
         algorithm=item.get("algorithm").string(),
         block_bytes=item.get("block_bytes").integer(),
         block_hashes=item.get("block_hashes").string(),
+        extra=item.besides(*_names(FileRecord)),
     )

@@ -35,7 +35,7 @@ from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 
 COMMITTED = re.compile(r"ba(\d+)")
 DRAFT = ".tmp-"
@@ -222,8 +222,13 @@ class CheckpointStore:
             root.rename(DRAFT + manifest.save_id, name)
 
     def _check_not_newer(self, name: str, manifest: Manifest) -> None:
-        with contextlib.suppress(CheckpointError):
+        try:
             present = read_checkpoint(self.root.child(name)).manifest
+        except NewerFormatError as error:
+            raise _Fenced(f"not published: {error}") from None
+        except CheckpointError:
+            return
+        else:
             if present.lease_epoch > manifest.lease_epoch:
                 raise _Fenced(f"{self.root.url}/{name}: saved there by a later launch; this one may not replace it")
 

@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoi
 from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, NewerFormatError
 from llmfoundry_lite.launch import Preempted
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
@@ -106,6 +106,9 @@ class Checkpointing(Callback):
                         f"{self.store.root.url} already holds {candidates[0].name} of this run; carry on with "
                         "autoresume=true, or choose another run_name"
                     )
+                for candidate in candidates:
+                    if isinstance(candidate.error, NewerFormatError):
+                        raise candidate.error
                 newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
                 if newest is not None:
                     self._check_fit(newest.manifest)
