@@ -133,7 +133,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if tensors:
         print()
         rows = [
-            (name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.slices)))
+            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_slices))
             for name, tensor in manifest.tensors.items()
         ]
         print_table(("tensor", "dtype", "shape", "slices"), rows, right=(3,))

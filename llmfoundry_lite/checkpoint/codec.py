@@ -94,6 +94,54 @@ def write_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
+class Item:
+    """A JSON value and its place in the manifest, for errors that name it."""
+
+    def __init__(self, value: Any, where: str):
+        self.value = value
+        self.where = where
+
+    def get(self, key: str) -> "Item":
+        if not isinstance(self.value, dict) or key not in self.value:
+            raise DamagedCheckpointError(f"{self.where}: no {key!r}")
+        return Item(self.value[key], f"{self.where}: {key}")
+
+    def besides(self, *known: str) -> dict[str, Any]:
+        """Fields that a later release has added."""
+        return {key: value for key, value in self.object().items() if key not in known}
+
+    def object(self) -> dict[str, Any]:
+        return self.expect(isinstance(self.value, dict), "an object")
+
+    def entries(self) -> list[tuple[str, "Item"]]:
+        return [(key, Item(value, f"{self.where} {shorten(key)}")) for key, value in self.object().items()]
+
+    def items(self) -> list["Item"]:
+        self.expect(isinstance(self.value, list), "a list")
+        return [Item(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
+
+    def strings(self) -> dict[str, str]:
+        return {key: item.string() for key, item in self.entries()}
+
+    def string(self) -> str:
+        return self.expect(isinstance(self.value, str), "a string")
+
+    def optional_string(self) -> str | None:
+        return self.expect(self.value is None or isinstance(self.value, str), "a string or null")
+
+    def integer(self) -> int:
+        return self.expect(type(self.value) is int and 0 <= self.value < 2**63, "a whole number")
+
+    def integers(self) -> tuple[int, ...]:
+        ok = isinstance(self.value, list) and all(type(n) is int and 0 <= n < 2**63 for n in self.value)
+        return tuple(self.expect(ok, "a list of whole numbers"))
+
+    def expect(self, ok: bool, what: str) -> Any:
+        if not ok:
+            raise DamagedCheckpointError(f"{self.where}: {shorten(self.value)} given, expected {what}")
+        return self.value
+
+
 def shorten(value: Any, limit: int = 80) -> str:
     text = repr(value) if not isinstance(value, (dict, list, str)) else json.dumps(value)[: limit + 1]
     return text if len(text) <= limit else text[:limit] + "…"

@@ -69,6 +69,10 @@ class Place(Protocol):
         """Files and folders right in here; none if there is no such folder."""
         ...
 
+    def sizes(self) -> dict[str, int]:
+        """Of the files right in here; one listing, however many there are."""
+        ...
+
     def exists(self) -> bool: ...
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -140,6 +144,13 @@ class LocalPlace:
             return sorted(os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
 
     def exists(self) -> bool:
         return self.path.exists()
@@ -294,6 +305,21 @@ class RemotePlace:
             except FileNotFoundError:
                 return []
             return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
+
+        return _persistently(listed)
+
+    def sizes(self) -> dict[str, int]:
+        def listed() -> dict[str, int]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: int(entry["size"] or 0)
+                for entry in found
+                if entry["type"] == "file"
+            }
 
         return _persistently(listed)
 

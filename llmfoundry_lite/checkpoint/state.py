@@ -155,6 +155,23 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
             number["value"] = value
 
 
+def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One out of those of ranks that hold different parameters. Raises CheckpointError when their options differ."""
+    first, *others = parts
+    if first is None:
+        return None
+    groups, numbers = [dict(group) for group in first["groups"]], dict(first["state"])
+    for other in others:
+        if other is None or (other["class"], len(other["groups"])) != (first["class"], len(groups)):
+            raise CheckpointError("not saved: ranks have optimizers of different kinds or numbers of groups")
+        for group, more in zip(groups, other["groups"], strict=True):
+            if group["options"] != more["options"]:
+                raise CheckpointError("not saved: ranks have other options in the same optimizer group")
+            group["params"] = [*group["params"], *(name for name in more["params"] if name not in group["params"])]
+        numbers |= other["state"]
+    return {"class": first["class"], "groups": groups, "state": numbers}
+
+
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
     """Parameters that keep no optimizer state when `ignore` is left out of a load.
 
@@ -197,16 +214,20 @@ def optimizer_targets(
     return targets, parameters
 
 
-def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], where: str) -> None:
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[set[str]]:
+    names = parameter_names(model, optimizer)
+    return [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+
+
+def check_optimizer(optimizer: Optimizer, groups: Sequence[set[str]], saved: Mapping[str, Any], where: str) -> None:
     """That the checkpoint's optimizer is of this kind and updates these parameters. Raises CheckpointError."""
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{where}: holds the state of {saved['class']}, this run uses {type(optimizer).__name__}; "
             "load_weights_only: true starts a new optimizer on its weights"
         )
-    groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     saved_groups = [set(group["params"]) for group in saved["groups"]]
-    if groups == saved_groups:
+    if list(groups) == saved_groups:
         return
     here, there = set().union(*groups), set().union(*saved_groups)
     if here != there:

@@ -28,13 +28,14 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable
+from llmfoundry_lite.checkpoint.shards import find_absent
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 
 COMMITTED = re.compile(r"ba(\d+)")
@@ -53,6 +54,8 @@ class Checkpoint:
     name: str
     place: Place
     manifest: Manifest
+    raw: bytes = field(default=b"", repr=False, compare=False)
+    """The manifest as it was read."""
 
     @property
     def where(self) -> str:
@@ -94,7 +97,8 @@ def read_checkpoint(place: Place) -> Checkpoint:
         raise CheckpointError(f"{place.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
     except OSError as error:
         raise unreadable(place, MANIFEST, error) from error
-    return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, decode(raw, f"{place.url}/{MANIFEST}"))
+    manifest = decode(raw, f"{place.url}/{MANIFEST}")
+    return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, manifest, raw)
 
 
 class CheckpointStore:
@@ -188,19 +192,19 @@ class CheckpointStore:
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         place, prefix = self.draft(manifest.save_id)
-        for file in (*manifest.files, *manifest.attachments):
-            name = file.name.removeprefix(prefix)
-            try:
-                source = place.source(name)
-            except FileNotFoundError:
-                raise CheckpointError(
-                    f"{place.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
-                    "on a disk that all nodes share, or a URL"
-                ) from None
-            size = source.num_bytes
-            source.close()
-            if size != file.num_bytes:
-                raise CheckpointError(f"{place.url}/{name}: {size:,} bytes, written were {file.num_bytes:,}")
+        files = [
+            replace(file, name=file.name.removeprefix(prefix)) for file in (*manifest.files, *manifest.attachments)
+        ]
+        absent = find_absent(place, files)
+        if absent is None:
+            return
+        file, size = absent
+        if size is None:
+            raise CheckpointError(
+                f"{place.url}/{file.name}: written by another rank but not to be seen from rank 0; save_folder must be "
+                "on a disk that all nodes share, or a URL"
+            )
+        raise CheckpointError(f"{place.url}/{file.name}: {size:,} bytes, written were {file.num_bytes:,}")
 
     def _commit_by_rename(self, root: LocalPlace, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)

@@ -22,7 +22,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
+from llmfoundry_lite.checkpoint.verify import check_present, read_attachment
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, NewerFormatError
@@ -316,7 +316,7 @@ class Checkpointing(Callback):
                 lease,
                 keep_newest=self.config.save_num_checkpoints_to_keep,
                 keep_every_batches=self.config.save_keep_every_batches,
-                verify=check_structure,
+                verify=check_present,
             )
         except CheckpointError as error:
             self.store.check(lease)

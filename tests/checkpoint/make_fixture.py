@@ -54,7 +54,7 @@ def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """dtype, shape and hash of each tensor."""
     return {
         name: f"{tensor.dtype} {list(tensor.shape)} "
-        + hash_pieces([tensor.contiguous().reshape(-1).view(torch.uint8).numpy()])
+        + hash_pieces([tensor.contiguous().reshape(-1).view(torch.uint8).numpy()]).hex()
         for name, tensor in sorted(tensors.items())
     }
 
