@@ -251,6 +251,37 @@ KNOWN = (
 """Fields of the top level."""
 
 
+class Head(NamedTuple):
+    """What a listing needs of a manifest, read from its first HEAD_BYTES."""
+
+    save_id: str
+    lease_epoch: int
+    batch: int
+
+
+HEAD_BYTES = 4096
+
+
+def read_head(raw: bytes) -> Head | None:
+    """Without decoding the rest. None when it must be decoded to know: another way to write JSON, a newer format, a
+    changed byte (epoch and batch stand there twice, so that one is noticed)."""
+    lines = {}
+    for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:
+        try:
+            lines.update(json.loads(b"{" + line.removesuffix(b",") + b"}"))
+        except (ValueError, RecursionError):
+            return None
+        if "timestamp" in lines:
+            break
+    try:
+        head = Head(lines["save_id"], lines["lease_epoch"], lines["timestamp"]["batch"])
+        is_known = lines["format"] == FORMAT and 1 <= lines["version"] <= VERSION
+        agrees = head.save_id.startswith(f"e{head.lease_epoch}-ba{head.batch}-")
+    except (KeyError, TypeError, AttributeError):
+        return None
+    return head if is_known and agrees else None
+
+
 def encode(manifest: Manifest) -> bytes:
     check(manifest, manifest.save_id)
     places: dict[int, int] = {}

@@ -329,8 +329,7 @@ class RemotePlace:
     def read(self, name: str, max_bytes: int) -> bytes:
         def fetched() -> bytes:
             self.filesystem.invalidate_cache()
-            size = self.filesystem.info(f"{self.path}/{name}")["size"]
-            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=min(size, max_bytes + 1))
+            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=max_bytes + 1)
 
         return _persistently(fetched)
 

@@ -27,13 +27,23 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
+from llmfoundry_lite.checkpoint.manifest import (
+    HEAD_BYTES,
+    MANIFEST,
+    MAX_BYTES,
+    Head,
+    Manifest,
+    decode,
+    encode,
+    read_head,
+)
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable
 from llmfoundry_lite.checkpoint.shards import find_absent
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
@@ -45,6 +55,7 @@ DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 HINT = "latest.json"
+READS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +73,61 @@ class Checkpoint:
         return self.place.url
 
 
-class Candidate(NamedTuple):
-    """A folder that looks like a checkpoint: read, or the reason why it could not be."""
+class Candidate:
+    """A folder that looks like a checkpoint. Its manifest is decoded when it is first asked for, and not to list it."""
 
-    name: str
-    checkpoint: Checkpoint | None
-    error: CheckpointError | None
+    def __init__(
+        self, name: str, place: Place, head: Head | None, checkpoint: Checkpoint | None, error: CheckpointError | None
+    ):
+        self.name = name
+        self.head = head
+        """What the beginning of its manifest says; None: all of it had to be read."""
+        self._place = place
+        self._found = checkpoint
+        self._error = error
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """None: see `error`."""
+        self._read()
+        return self._found
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why it cannot be read."""
+        self._read()
+        return self._error
+
+    @property
+    def is_listed(self) -> bool:
+        """Its place among the others is known."""
+        return self.head is not None or self._found is not None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        if self.head is not None:
+            return self.head.lease_epoch, self.head.batch
+        if self._found is not None:
+            return self._found.manifest.order
+        return 1 << 62, _batch(self.name)
+
+    @property
+    def batch(self) -> int:
+        return self.order[1]
+
+    def _read(self) -> None:
+        if self._found is None and self._error is None:
+            try:
+                self._found = read_checkpoint(self._place)
+            except CheckpointError as error:
+                self._error = error
+
+
+def refuse_newer(candidates: Sequence[Candidate]) -> None:
+    """Raises NewerFormatError if a newer release has written one: to carry on beside it could not be meant."""
+    for candidate in candidates:
+        if not candidate.is_listed and isinstance(candidate.error, NewerFormatError):
+            raise candidate.error
 
 
 class Search(NamedTuple):
@@ -127,7 +187,7 @@ class CheckpointStore:
         self.leases.check(lease)
 
     def _committed_epochs(self) -> list[int]:
-        return [found.checkpoint.manifest.lease_epoch for found in self.candidates() if found.checkpoint]
+        return [found.order[0] for found in self.candidates() if found.is_listed]
 
     def _clear_remains(self, lease: Lease) -> None:
         """Drafts, replaced and half-deleted saves of earlier leases; a save replaced by nothing is put back."""
@@ -150,11 +210,14 @@ class CheckpointStore:
             if not COMMITTED.fullmatch(name):
                 continue
             place = self.root.child(name)
+            children = place.names()
+            drafts = [child for child in children if (m := SAVE_ID.fullmatch(child)) and int(m[1]) < lease.epoch]
+            if len(drafts) < 1 + (MANIFEST in children):
+                continue
             with contextlib.suppress(CheckpointError):  # a manifest that cannot be read: leave everything for a person
-                used = read_checkpoint(place).manifest.save_id if MANIFEST in place.names() else None
-                for child in place.names():
-                    save = SAVE_ID.fullmatch(child)
-                    if save is not None and child != used and int(save[1]) < lease.epoch:
+                used = read_checkpoint(place).manifest.save_id if MANIFEST in children else None
+                for child in drafts:
+                    if child != used:
                         place.child(child).remove_all()
 
     # ---------------------------------------------------------------------------------------------------- publish
@@ -226,14 +289,16 @@ class CheckpointStore:
             root.rename(DRAFT + manifest.save_id, name)
 
     def _check_not_newer(self, name: str, manifest: Manifest) -> None:
+        place = self.root.child(name)
         try:
-            present = read_checkpoint(self.root.child(name)).manifest
+            head = _head(place)
+            epoch = head.lease_epoch if head is not None else read_checkpoint(place).manifest.lease_epoch
         except NewerFormatError as error:
             raise _Fenced(f"not published: {error}") from None
-        except CheckpointError:
+        except (CheckpointError, FileNotFoundError):
             return
         else:
-            if present.lease_epoch > manifest.lease_epoch:
+            if epoch > manifest.lease_epoch:
                 raise _Fenced(f"{self.root.url}/{name}: saved there by a later launch; this one may not replace it")
 
     def abandon(self, save_id: str) -> None:
@@ -252,24 +317,28 @@ class CheckpointStore:
         """All checkpoints, newest first; those whose manifest cannot be read come where their name puts them."""
         with _os_errors(f"{self.root.url}: cannot be listed"):
             names = [name for name in self.root.names() if COMMITTED.fullmatch(name)]
-            found = [self._candidate(name) for name in names]
-        found = [candidate for candidate in found if candidate is not None]
-        return sorted(found, key=_candidate_order, reverse=True)
+            with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
+                found = list(pool.map(self._candidate, names))
+        return sorted((one for one in found if one is not None), key=lambda one: one.order, reverse=True)
 
     def _candidate(self, name: str) -> Candidate | None:
         place = self.root.child(name)
+        with contextlib.suppress(OSError):  # which reading all of it will name
+            head = _head(place)
+            if head is not None and _committed_name(head.save_id) == name:
+                return Candidate(name, place, head, None, None)
         try:
             checkpoint = read_checkpoint(place)
         except CheckpointError as error:
             if MANIFEST in (names := place.names()):
-                return Candidate(name, None, error)
+                return Candidate(name, place, None, None, error)
             if not self.root.is_local or not names:
                 return None  # not committed yet, or being removed
-            return Candidate(name, None, DamagedCheckpointError(f"{place.url}/{MANIFEST}: missing"))
+            return Candidate(name, place, None, None, DamagedCheckpointError(f"{place.url}/{MANIFEST}: missing"))
         if _committed_name(checkpoint.manifest.save_id) != name:
             error = DamagedCheckpointError(f"{place.url}: holds the manifest of {checkpoint.manifest.save_id}")
-            return Candidate(name, None, error)
-        return Candidate(name, checkpoint, None)
+            return Candidate(name, place, None, None, error)
+        return Candidate(name, place, None, checkpoint, None)
 
     def newest_intact(
         self,
@@ -341,16 +410,16 @@ class CheckpointStore:
         """
         if lease is not None:
             self.check(lease)
-        readable = [c.checkpoint for c in self.candidates() if c.checkpoint is not None]
+        listed = [candidate for candidate in self.candidates() if candidate.is_listed]
         doomed = [
-            checkpoint
-            for checkpoint in readable[max(keep_newest, 1) :]
-            if not keep_every_batches or checkpoint.manifest.timestamp.batch % keep_every_batches
+            candidate
+            for candidate in listed[max(keep_newest, 1) :]
+            if (not keep_every_batches or candidate.batch % keep_every_batches) and candidate.checkpoint is not None
         ]
         if not doomed:
             return []
-        intact = next((checkpoint for checkpoint in readable if _passes(verify, checkpoint)), None)
-        names = [checkpoint.name for checkpoint in reversed(doomed) if checkpoint is not intact]
+        intact = next((one for one in listed if one.checkpoint is not None and _passes(verify, one.checkpoint)), None)
+        names = [candidate.name for candidate in reversed(doomed) if candidate is not intact]
         if intact is None:
             return []
         if not dry_run:
@@ -392,7 +461,5 @@ def _batch(name: str) -> int:
     return int(name.removeprefix("ba"))
 
 
-def _candidate_order(candidate: Candidate) -> tuple[int, int]:
-    if candidate.checkpoint is None:
-        return 1 << 62, _batch(candidate.name)
-    return candidate.checkpoint.manifest.order
+def _head(place: Place) -> Head | None:
+    return read_head(place.read(MANIFEST, HEAD_BYTES))

@@ -18,13 +18,20 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from llmfoundry_lite.checkpoint import restore
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Search, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    Search,
+    is_checkpoint,
+    open_checkpoint,
+    refuse_newer,
+)
 from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, ExportError, NewerFormatError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, ExportError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.hf import import_model
@@ -76,9 +83,7 @@ def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
     """Of a run or folder, those whose manifest can be read, in order of batch, and a line for each that cannot."""
     stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
-    for candidate in candidates:
-        if isinstance(candidate.error, NewerFormatError):
-            raise candidate.error
+    refuse_newer(candidates)
     checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
     notes = [f"passed over damaged checkpoint: {candidate.error}" for candidate in candidates if candidate.error]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch), notes

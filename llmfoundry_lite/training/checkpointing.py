@@ -21,11 +21,11 @@ from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
-from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint, refuse_newer
 from llmfoundry_lite.checkpoint.verify import check_present, read_attachment
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError, NewerFormatError
+from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.launch import Preempted
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
@@ -106,9 +106,7 @@ class Checkpointing(Callback):
                         f"{self.store.root.url} already holds {candidates[0].name} of this run; carry on with "
                         "autoresume=true, or choose another run_name"
                     )
-                for candidate in candidates:
-                    if isinstance(candidate.error, NewerFormatError):
-                        raise candidate.error
+                refuse_newer(candidates)
                 newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
                 if newest is not None:
                     self._check_fit(newest.manifest)
