@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from llmfoundry_lite.checkpoint import exchange, state
 from llmfoundry_lite.checkpoint.codec import decode_value, encode_value
 from llmfoundry_lite.checkpoint.exchange import Group
+from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_file, write_shard
@@ -55,6 +56,8 @@ class About:
     scalars: dict[str, Any] = field(default_factory=dict)
     attachments: Callable[[], dict[str, bytes]] = dict
     """File name -> content, asked for in the background just before the manifest is written."""
+    log: Callable[[], bytes] | None = None
+    """The run's log so far, asked for likewise; None: it does not travel with the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,8 @@ class Saver:
         self.lease = lease
         """On rank 0; None elsewhere."""
         self.parent_save_id = parent_save_id
+        self.log_parts: tuple[FileRecord, ...] = ()
+        """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
         self.group = group
         self.num_threads = num_threads
         self.rank, self.world_size = exchange.rank_and_size(group)
@@ -255,14 +260,17 @@ class Saver:
         """In the background, on rank 0."""
         assert self.lease is not None
         place, prefix = self.store.draft(manifest.save_id)
-        records = []
+        records, log = [], ()
         try:
             for name, content in about.attachments().items():
                 record = write_file(place, name, content)
                 records.append(replace(record, name=prefix + name))
+            if about.log is not None:
+                log = write_log(self.store, manifest.save_id, about.log(), self.log_parts)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{place.url}: what goes with the tensors was not written: {error}") from error
-        self.store.publish(replace(manifest, attachments=tuple(records)), self.lease)
+        self.store.publish(replace(manifest, attachments=tuple(records), log=log), self.lease)
+        self.log_parts = log
         self.after_publish(self.lease)
 
     def _gather_manifest(self, flight: "_Flight") -> Manifest | None:

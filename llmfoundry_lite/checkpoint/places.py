@@ -65,6 +65,8 @@ class Place(Protocol):
 
     def child(self, name: str) -> "Place": ...
 
+    def parent(self) -> "Place": ...
+
     def names(self) -> list[str]:
         """Files and folders right in here; none if there is no such folder."""
         ...
@@ -138,6 +140,9 @@ class LocalPlace:
 
     def child(self, name: str) -> "LocalPlace":
         return LocalPlace(self.path / name)
+
+    def parent(self) -> "LocalPlace":
+        return LocalPlace(self.path.absolute().parent)
 
     def names(self) -> list[str]:
         try:
@@ -296,6 +301,9 @@ class RemotePlace:
 
     def child(self, name: str) -> "RemotePlace":
         return RemotePlace(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def parent(self) -> "RemotePlace":
+        return RemotePlace(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
 
     def names(self) -> list[str]:
         def listed() -> list[str]:

@@ -379,6 +379,10 @@ def check_headers(place: Place, manifest: Manifest) -> None:
             )
 
 
+def hash_blocks(content: bytes, block_bytes: int) -> bytes:
+    return b"".join(hash_pieces([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
+
+
 def hash_pieces(pieces: Sequence[Buffer]) -> bytes:
     if len(pieces) == 1:
         return xxhash.xxh3_128_digest(pieces[0])

@@ -55,6 +55,8 @@ DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 HINT = "latest.json"
+LOG = "log"
+"""The folder of the parts of the run's log: see `log_parts`."""
 READS_AT_ONCE = 16
 
 
@@ -167,6 +169,8 @@ class CheckpointStore:
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
         self.root = open_place(url)
         self.leases = Leases(self.root)
+        self._logs: dict[str, set[str]] = {}
+        """By save_id, the parts of the log that it has."""
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
@@ -425,7 +429,25 @@ class CheckpointStore:
         if not dry_run:
             for name in names:
                 self.remove(name)
+            if lease is not None:
+                self._remove_log([candidate for candidate in listed if candidate.name not in names], lease)
         return names
+
+    def _remove_log(self, kept: Sequence[Candidate], lease: Lease) -> None:
+        """Parts of the log that no checkpoint has any more; none if a checkpoint cannot be asked."""
+        used: set[str] = set()
+        for candidate in kept:
+            save_id = candidate.head.save_id if candidate.head is not None else candidate.name
+            if save_id not in self._logs:
+                if candidate.checkpoint is None:
+                    return
+                self._logs[save_id] = {file.name.rpartition("/")[2] for file in candidate.checkpoint.manifest.log}
+            used |= self._logs[save_id]
+        place = self.root.child(LOG)
+        for name in place.names():
+            save = SAVE_ID.search(name)
+            if save is not None and name not in used and int(save[1]) <= lease.epoch:
+                place.remove(name)
 
 
 class _Fenced(Exception):

@@ -13,10 +13,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
-from llmfoundry_lite.checkpoint.verify import read_attachment
 from llmfoundry_lite.errors import CheckpointError, DataError
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
@@ -138,7 +138,8 @@ def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
 def add_carried_log(lines: bytes, newest: Checkpoint, notes: list[str]) -> bytes:
     """With the lines of batches that another machine trained, which travel with its checkpoints."""
     try:
-        carried = read_attachment(newest, METRICS)
+        carried, _, lost = read_log(newest)
+        notes.extend(lost)
     except CheckpointError as error:
         notes.append(f"the log that came with {newest.name} is damaged: {error}")
         return lines

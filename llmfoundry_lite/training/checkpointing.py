@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from llmfoundry_lite.checkpoint import manifest as portable
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
+from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint, refuse_newer
-from llmfoundry_lite.checkpoint.verify import check_present, read_attachment
+from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
@@ -82,7 +83,7 @@ class Checkpointing(Callback):
             self._say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
             if not self.config.load_weights_only or found_newest:
                 self._restore_scalars(restored.manifest, state)
-                self._restore_log(restored)
+                self._restore_log(restored, found_newest)
                 self.segments = restored.manifest.segments
             self.saver.parent_save_id = restored.manifest.save_id
         elif restored is not None:
@@ -222,12 +223,17 @@ class Checkpointing(Callback):
         batch_size = getattr(getattr(loader, "dataset", None), "global_batch_size", None)
         return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
 
-    def _restore_log(self, restored: Restored) -> None:
+    def _restore_log(self, restored: Restored, is_own: bool) -> None:
+        """`is_own`: from this run's folder, where later checkpoints may refer to the log's parts."""
         assert restored.manifest is not None
         error = None
         try:
             if dist.get_rank() == 0:
-                self.history = read_attachment(open_checkpoint(restored.url), METRICS)
+                log = read_log(open_checkpoint(restored.url))
+                self.history = log.content
+                self._say(*log.notes)
+                if is_own:
+                    self.saver.log_parts = log.parts
         except CheckpointError as caught:
             error = caught
         agree(error)
@@ -344,11 +350,8 @@ class Checkpointing(Callback):
             config=as_dict(self.config),
             segments=(*self.segments, self._segment(state)),
             scalars=scalars,
-            attachments=partial(self._attachments, int(stamp.batch)),
+            log=partial(log_until, self.log_path, int(stamp.batch)) if self.carries_log else None,
         )
-
-    def _attachments(self, batch: int) -> dict[str, bytes]:
-        return {METRICS: log_until(self.log_path, batch)} if self.carries_log else {}
 
     def _data_state(self, state: State) -> dict[str, Any] | None:
         dataset = getattr(state.train_dataloader, "dataset", None)
