@@ -17,22 +17,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 from llmfoundry_lite.bench.checkpoint_report import TableRows, markdown, print_table
 from llmfoundry_lite.checkpoint import exchange
 from llmfoundry_lite.checkpoint.format import REPORT, About, Saver, file_name, open_saver
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp, decode
+from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.places import LocalPlace
 from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import find_parts, hold_together, read_tensors
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, open_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_pieces, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
@@ -50,6 +53,7 @@ WANTED = {
     "later save, main thread": ("s", 0.05),
     "resume, metadata of a rank": ("s", 1.0),
     "resume, memory of a rank's metadata": ("MB", 200.0),
+    "requests of a save, beside one a file": ("", 10.0),
 }
 
 
@@ -67,6 +71,7 @@ def run(*, plan: Path, num_ranks: int, sharding: str | None, folder: Path, out: 
         measure_saves(figures, model, optimizer, Path(work), num_ranks)
         measure_resume(figures, model, optimizer, Path(work))
         measure_housekeeping(figures, Path(work))
+    measure_requests(figures, num_ranks)
     report = {
         "plan": str(plan),
         "num_ranks": num_ranks,
@@ -239,6 +244,52 @@ def measure_housekeeping(figures: dict[str, float], folder: Path) -> None:
     figures["pruning two"] = _timed(lambda: store.prune(None, keep_newest=NUM_SAVES - 2, verify=check_present))
 
 
+class CountingFiles(MemoryFileSystem):
+    """An object store in memory that counts what would be requests to a server."""
+
+    protocol = "counting"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    num_requests = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("ls", "info", "cat_file", "pipe_file", "rm_file", "rm", "open"):
+            CountingFiles.num_requests += 1
+        return super().__getattribute__(name)
+
+
+def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
+    """Of all ranks together, for a save on an object store beside three others: small shards, as many as there are
+    ranks. A large shard goes in parts, each of them a request more."""
+    with mock.patch("fsspec.core.url_to_fs", lambda url: (CountingFiles(), "/" + url.partition("://")[2])):
+        store = CheckpointStore("counting://run/checkpoints")
+        lease = store.acquire()
+        for batch in range(1, 5):
+            CountingFiles.num_requests = 0
+            save_id = store.new_save_id(lease, batch)
+            place, prefix = store.draft(save_id)
+            files = []
+            for rank in range(num_ranks):
+                header, _ = build_header([Entry(f"model/w@{rank}", "U8", (1,), 1)], {}, block_bytes=BLOCK_BYTES)
+                record = write_shard(place, file_name(rank), header, [bytes(1)])
+                files.append(replace(record, name=prefix + record.name))
+            tensors = {"model/w": TensorRecord("U8", (num_ranks,), Grid((1,), (0,), (1,)))}
+            store.publish(
+                Manifest(
+                    save_id=save_id,
+                    lease_epoch=lease.epoch,
+                    timestamp=Timestamp(batch=batch),
+                    tensors=tensors,
+                    files=tuple(files),
+                ),
+                lease,
+            )
+        figures["requests of a save, beside one a file"] = CountingFiles.num_requests - num_ranks
+        CountingFiles.num_requests = 0
+        store.prune(lease, keep_newest=3, verify=check_present)
+        figures["requests of pruning, 4 checkpoints there"] = CountingFiles.num_requests
+
+
 def _timed(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
@@ -285,7 +336,7 @@ def _table(report: dict[str, Any]) -> TableRows:
             [
                 name,
                 f"{value:,.3f} {unit}".strip(),
-                "" if wanted is None else f"at most {wanted:g} {unit}",
+                "" if wanted is None else f"at most {wanted:g} {unit}".strip(),
                 "" if wanted is None else ("met" if value <= wanted else "missed"),
             ]
         )
@@ -294,6 +345,6 @@ def _table(report: dict[str, Any]) -> TableRows:
 
 
 def _unit(name: str) -> str:
-    if name in ("tensors", "resume, files a rank opens"):
+    if name in ("tensors", "resume, files a rank opens", "requests of pruning, 4 checkpoints there"):
         return ""
     return "MB" if name in ("first plan, memory", "state", "a rank's header") else "s"

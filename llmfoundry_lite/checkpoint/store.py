@@ -253,6 +253,7 @@ class CheckpointStore:
                 self.on_phase("before rename")
                 place.put(MANIFEST, raw)
             self.on_phase("after rename")
+        self._logs[manifest.save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
         with contextlib.suppress(OSError):
             self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, place, manifest)

@@ -107,3 +107,14 @@ def test_fields_that_a_later_release_adds_are_kept_and_written_again(folder):
     assert [record.extra for record in (again, again.timestamp, *again.segments, *again.attachments)] == [added] * 5
     following = Manifest(save_id="e1-ba4-00", timestamp=again.timestamp, segments=again.segments)
     assert decode(encode(following), "m").segments[0].extra == added
+
+
+def test_the_reader_in_the_format_s_description_reads_a_tensor(monkeypatch):
+    text = (Path(__file__).parents[2] / "docs/checkpoint-format.md").read_text()
+    code = text.rpartition("```python\n")[2].partition("```")[0]
+    fixture = next(path for path in FIXTURES if path.parent.name == f"format-{VERSION}" and path.name == "2-ranks")
+    monkeypatch.chdir(fixture)
+    found = {}
+    exec(code.replace("ba200", "ba3").replace("model/w", "model/embed.weight"), found)
+    expected = load_full_tensors(fixture / "ba3")["embed.weight"]
+    assert found["whole"].tolist() == expected.tolist()
