@@ -67,14 +67,14 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    persistent = {_clean(name) for name in model.state_dict()}
+    passing = _passing_buffers(model)
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]:
-        name = _clean(name)
-        if name not in persistent:
+        if name in passing:
             continue
+        name = _clean(name)
         key = f"model/{name}"
         first = first_names.setdefault(id(tensor), key)
         if first == key:
@@ -82,6 +82,15 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
         else:
             aliases[key] = first
     return tensors, aliases
+
+
+def _passing_buffers(model: nn.Module) -> set[str]:
+    """Names of buffers that no state dict holds. Asking for the state dict would copy thousands of handles."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def reshard(model: nn.Module) -> None:
@@ -124,7 +133,7 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
         name = names[id(parameter)]
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                tensors[f"optim/{name}/{slot}"] = value.detach()
+                tensors[f"optim/{name}/{slot}"] = value.detach() if value.requires_grad else value
             elif isinstance(value, torch.Tensor):
                 numbers.setdefault(name, {})[slot] = {"value": value, "dtype": DTYPE_NAMES[value.dtype]}
             elif value is not None:
