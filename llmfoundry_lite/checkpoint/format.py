@@ -237,7 +237,7 @@ class Saver:
     def _write(self, found: state.State, save_id: str) -> tuple[FileRecord, bytes]:
         """In the background: this rank's file. Returns its record and the digest of all that is not a tensor."""
         assert self._plan is not None
-        place, _ = self.store.draft(save_id)
+        place, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
         header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         pieces = [as_bytes(tensor) for tensor in self._staged.values()]
@@ -259,7 +259,7 @@ class Saver:
     def _publish(self, manifest: Manifest, about: About) -> None:
         """In the background, on rank 0."""
         assert self.lease is not None
-        place, prefix = self.store.draft(manifest.save_id)
+        place, prefix = self.store.open_draft(manifest.save_id)
         records, log = [], ()
         try:
             for name, content in about.attachments().items():

@@ -12,6 +12,7 @@ the next launch writes what is missing again if its machine has it.
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.manifest import FileRecord
+from llmfoundry_lite.checkpoint.places import LocalPlace
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_verified
 from llmfoundry_lite.checkpoint.store import LOG, Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError
@@ -67,7 +68,10 @@ def write_log(
     if not new:
         return tuple(kept)
     name = f"{save_id}.jsonl"
-    store.root.child(LOG).put(name, new)
+    folder = store.root.child(LOG)
+    if isinstance(folder, LocalPlace):
+        folder.make()
+    folder.put(name, new)
     hashes = hash_blocks(new, BLOCK_BYTES).hex()
     return (
         *kept,

@@ -107,6 +107,8 @@ class Segment:
     environment: dict[str, str] = field(default_factory=dict)
     """What the hardware overlay sets, such as NCCL's variables, as the processes had it."""
     tokens_per_second: float | None = None
+    changes: dict[str, list[Any]] = field(default_factory=dict)
+    """Key of the configuration -> [before this segment, in it], of those that change by being said."""
     extra: Extra = field(default_factory=dict)
 
     @property
@@ -132,7 +134,8 @@ class Segment:
             "microbatch ": self.device_train_microbatch_size,
         }
         known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
-        return known + [f"{name}={value}" for name, value in self.environment.items()]
+        changed = [f"{key} {before} -> {now}" for key, (before, now) in self.changes.items()]
+        return changed + known + [f"{name}={value}" for name, value in self.environment.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,6 +608,9 @@ def _decode_segment(item: Item) -> Segment:
         kind = (int,) if name in ("first_batch", "last_batch") else kind
         if name == "environment":
             item.get(name).strings()
+        elif name == "changes":
+            pairs = value.values() if isinstance(value, dict) else [None]
+            item.expect(all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), "changes as [before, now]")
         elif not isinstance(value, kind) or isinstance(value, bool):
             raise DamagedCheckpointError(f"{item.where}: {name} {shorten(value)}")
     if "first_batch" not in content or "last_batch" not in content:

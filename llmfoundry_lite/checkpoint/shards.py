@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, Stored
-from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable
+from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable, wrong_twice
 from llmfoundry_lite.errors import DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 20
@@ -34,6 +34,7 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
 HASHES = "__hashes__"
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -147,7 +148,7 @@ def _write(
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
     hashes = [b""] * -(-size // block_bytes)
-    sink = place.sink(name)
+    sink = place.sink(name, size + HASH_BYTES * len(hashes))
     has_failed = threading.Event()
 
     def write(begin: int) -> None:
@@ -185,40 +186,60 @@ class Shard:
     def __init__(self, place: Place, file: FileRecord, source: Source, verify: bool):
         self.place, self.file, self.source = place, file, source
         self.where = f"{place.url}/{file.name}"
+        self.hashes = bytes.fromhex(file.block_hashes)
+        self.contents = file.contents or {}
         if file.digest:
-            header = self._read(0, file.header_bytes)
-            self.hashes = b""
-            if verify:
-                self.hashes = self._read(file.hashed_bytes, file.num_bytes - file.hashed_bytes)
-                if hash_pieces([header, self.hashes]).hex() != file.digest:
-                    raise DamagedCheckpointError(f"{self.where}: its header or its hashes are not what was written")
-            self.contents = parse_header(header, file, self.where)
-        else:
-            self.hashes = bytes.fromhex(file.block_hashes)
-            self.contents = file.contents or {}
+            self.hashes, self.contents = self._look(lambda source: self._read_header(source, verify))
+
+    def _read_header(self, source: Source, verify: bool) -> tuple[bytes, dict[str, Stored]]:
+        file = self.file
+        header, hashes = _read_bytes(source, 0, file.header_bytes), b""
+        if verify:
+            hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
+            if hash_pieces([header, hashes]).hex() != file.digest:
+                raise self.damage("its header or its hashes are not what was written")
+        return hashes, parse_header(header, self)
+
+    def damage(self, text: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.where}: {text}", self.file.name)
+
+    def _look(self, read: Callable[[Source], T]) -> T:
+        """What `read` finds; with a source of its own if it finds damage, which must be there twice."""
+
+        def once(is_anew: bool) -> T:
+            source = _open_once(self.place, self.file, is_anew=True) if is_anew else self.source
+            try:
+                return read(source)
+            except EOFError as error:
+                raise self.damage(str(error)) from None
+            except OSError as error:
+                raise unreadable(self.place, self.file.name, error) from error
+            finally:
+                if is_anew:
+                    source.close()
+
+        return wrong_twice(once)
 
     def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
         """Where a slice lies. Raises DamagedCheckpointError when the file has it otherwise, or not."""
         stored = self.contents.get(key)
         if stored is None or stored.dtype != dtype or stored.shape != tuple(shape):
             found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
-            raise DamagedCheckpointError(
-                f"{self.where}: {key} is {found} in its header and {dtype} {list(shape)} in the manifest"
-            )
+            raise self.damage(f"{key} is {found} in its header and {dtype} {list(shape)} in the manifest")
         return stored
 
     def read(self, wants: Sequence[Want], *, verify: bool = True, num_threads: int = 4) -> None:
         """Fill each target; verify every block touched, once, in the same pass.
 
-        Raises DamagedCheckpointError naming the file and a tensor. Targets are then undefined.
+        Raises UnsoundCheckpointError naming the file and a tensor. Targets are then undefined.
         """
         wants = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
         if any(a.end > b.begin for a, b in pairwise(wants)):
-            raise DamagedCheckpointError(f"{self.where}: slices share bytes")
+            raise self.damage("slices share bytes")
         _for_each(lambda run: self._read_run(run, run.wants, verify), _runs(self.file, wants, verify), num_threads)
 
     def verify(self, num_threads: int = 2) -> None:
-        """All blocks. Raises DamagedCheckpointError naming the file and a tensor in the damaged block."""
+        """All blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
         file = self.file
         named = [Span(stored.begin, stored.end, key.partition("@")[0]) for key, stored in self.contents.items()]
         chunk_bytes = max(file.block_bytes, CHUNK_BYTES // file.block_bytes * file.block_bytes)
@@ -226,14 +247,8 @@ class Shard:
         runs = [Run(begin, end, []) for begin, end in pairwise(cuts)]
         _for_each(lambda run: self._read_run(run, named, True), runs, num_threads)
 
-    def _read(self, offset: int, size: int) -> bytes:
-        buffer = bytearray(size)
-        with _read_errors(self.place, self.file):
-            self.source.read_into(offset, [memoryview(buffer)])
-        return bytes(buffer)
-
     def _read_run(self, run: Run, named: Sequence[Want | Span], verify: bool) -> None:
-        """Straight into the targets; into scratch memory what no one wants but must be hashed."""
+        """Straight into the targets; into scratch memory what no one wants but must be hashed. Twice if wrong."""
         begin, end = run.begin, run.end
         pieces: list[Buffer] = []
         position = begin
@@ -247,20 +262,22 @@ class Shard:
             position = stop
         if position < end:
             pieces.append(np.empty(end - position, np.uint8))
-        with _read_errors(self.place, self.file):
-            self.source.read_into(begin, pieces)
-        if not verify:
-            return
+
+        def read(source: Source) -> None:
+            source.read_into(begin, pieces)
+            if verify:
+                self._check_blocks(run, pieces, named)
+
+        self._look(read)
+
+    def _check_blocks(self, run: Run, pieces: Sequence[Buffer], named: Sequence[Want | Span]) -> None:
+        begin, end = run.begin, run.end
         starts = [begin, *(begin + n for n in accumulate(len(piece) for piece in pieces))]
         for block in range(begin // self.file.block_bytes, -(-end // self.file.block_bytes)):
             first, last = block * self.file.block_bytes, min((block + 1) * self.file.block_bytes, end)
-            if (
-                hash_pieces(_cut(pieces, starts, first, last))
-                != self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
-            ):
-                raise DamagedCheckpointError(
-                    f"{self.where}: bytes {first:,} to {last:,} are not what was written" + _inside(named, first, last)
-                )
+            expected = self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+            if hash_pieces(_cut(pieces, starts, first, last)) != expected:
+                raise self.damage(f"bytes {first:,} to {last:,} are not what was written" + _inside(named, first, last))
 
 
 def find_absent(place: Place, files: Sequence[FileRecord]) -> tuple[FileRecord, int | None] | None:
@@ -286,7 +303,7 @@ def find_absent(place: Place, files: Sequence[FileRecord]) -> tuple[FileRecord, 
 
 @contextmanager
 def open_shard(place: Place, file: FileRecord, *, verify: bool = True) -> Iterator[Shard]:
-    """Raises DamagedCheckpointError for a file that is gone, has another size, or another header or other hashes."""
+    """Raises UnsoundCheckpointError for a file that is gone, has another size, or another header or other hashes."""
     source = _open(place, file)
     try:
         yield Shard(place, file, source, verify)
@@ -295,7 +312,7 @@ def open_shard(place: Place, file: FileRecord, *, verify: bool = True) -> Iterat
 
 
 def read_verified(place: Place, file: FileRecord) -> bytes:
-    """All of a file that is no shard. Raises DamagedCheckpointError."""
+    """All of a file that is no shard. Raises UnsoundCheckpointError."""
     with open_shard(place, file) as opened:  # the size first: the memory for one that lies may not be there
         content = np.empty(file.num_bytes, np.uint8)
         opened.read([Want(0, file.num_bytes, content, file.name)])
@@ -307,7 +324,7 @@ def verify_file(place: Place, file: FileRecord, *, num_threads: int = 2) -> None
         opened.verify(num_threads)
 
 
-def parse_header(raw: bytes, file: FileRecord, where: str) -> dict[str, Stored]:
+def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
     """What a safetensors header says, less the hashes. Raises DamagedCheckpointError unless its slices lie one after
     the other, each as long as its shape says."""
     try:
@@ -326,56 +343,48 @@ def parse_header(raw: bytes, file: FileRecord, where: str) -> dict[str, Stored]:
             if stored.begin != end or stored.end != end + size:
                 raise ValueError
             end = stored.end
-        if end > file.hashed_bytes:
+        if end > shard.file.hashed_bytes:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file") from None
+        raise shard.damage("its header is not that of a safetensors file") from None
     return contents
 
 
-def read_header(place: Place, file: FileRecord) -> dict[str, Stored]:
-    """What the file's own header says, of any format. Raises DamagedCheckpointError."""
-    with open_shard(place, file) as opened:
-        if file.digest:
-            return opened.contents
-        length = int.from_bytes(opened._read(0, 8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, file.num_bytes - 8):
-            raise DamagedCheckpointError(f"{opened.where}: its header claims {length:,} bytes")
-        return parse_header(opened._read(0, 8 + length), file, opened.where)
+def read_header(shard: Shard) -> dict[str, Stored]:
+    """What the file's own header says, of any format. Raises UnsoundCheckpointError."""
+    if shard.file.digest:
+        return shard.contents
+
+    def read(source: Source) -> dict[str, Stored]:
+        length = int.from_bytes(_read_bytes(source, 0, 8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, shard.file.num_bytes - 8):
+            raise shard.damage(f"its header claims {length:,} bytes")
+        return parse_header(_read_bytes(source, 0, 8 + length), shard)
+
+    return shard._look(read)
 
 
 def check_headers(place: Place, manifest: Manifest) -> None:
-    """That all headers together have every slice of every tensor, and nothing else. Raises DamagedCheckpointError."""
+    """That all headers together have every slice of every tensor, and nothing else. Raises UnsoundCheckpointError."""
     seen = dict.fromkeys(manifest.tensors, 0)
     for index, file in enumerate(manifest.files):
-        where = f"{place.url}/{file.name}"
-        contents = read_header(place, file)
-        for key, stored in contents.items():
-            if file.contents is not None and file.contents.get(key) != stored:
-                expected = file.contents.get(key, "missing")
-                raise DamagedCheckpointError(f"{where}: {key} is {stored} in its header and {expected} in the manifest")
-            name, _, offset = key.rpartition("@")
-            record = manifest.tensors.get(name)
-            cell = None if record is None else record.layout.at(record.shape, _numbers(offset))
-            if (
-                record is None
-                or cell is None
-                or (cell.file, cell.shape, record.dtype)
-                != (
-                    index,
-                    stored.shape,
-                    stored.dtype,
-                )
-            ):
-                raise DamagedCheckpointError(
-                    f"{where}: {key} is {stored.dtype} {list(stored.shape)} in its header and not so in the manifest"
-                )
-            seen[name] += 1
+        with open_shard(place, file) as shard:
+            for key, stored in read_header(shard).items():
+                if file.contents is not None and file.contents.get(key) != stored:
+                    expected = file.contents.get(key, "missing")
+                    raise shard.damage(f"{key} is {stored} in its header and {expected} in the manifest")
+                name, _, offset = key.rpartition("@")
+                record = manifest.tensors.get(name)
+                cell = None if record is None else record.layout.at(record.shape, _numbers(offset))
+                found = (index, stored.shape, stored.dtype)
+                if record is None or cell is None or (cell.file, cell.shape, record.dtype) != found:
+                    raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
+                seen[name] += 1
     for name, count in seen.items():
-        record = manifest.tensors[name]
-        if count != record.num_slices:
+        if count != manifest.tensors[name].num_slices:
             raise DamagedCheckpointError(
-                f"{place.url}: {name} has {record.num_slices} slices in the manifest and {count} in the files' headers"
+                f"{place.url}: {name} has {manifest.tensors[name].num_slices} slices in the manifest and {count} in "
+                "the files' headers"
             )
 
 
@@ -436,28 +445,26 @@ def _inside(named: Sequence[Want | Span], first: int, last: int) -> str:
 
 
 def _open(place: Place, file: FileRecord) -> Source:
+    return wrong_twice(lambda is_anew: _open_once(place, file, is_anew))
+
+
+def _open_once(place: Place, file: FileRecord, is_anew: bool) -> Source:
     try:
-        source = place.source(file.name)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{place.url}/{file.name}: missing") from None
+        source = place.source(file.name, is_anew=is_anew)
     except OSError as error:
         raise unreadable(place, file.name, error) from error
     if source.num_bytes != file.num_bytes:
         source.close()
         raise DamagedCheckpointError(
-            f"{place.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}"
+            f"{place.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}", file.name
         )
     return source
 
 
-@contextmanager
-def _read_errors(place: Place, file: FileRecord) -> Iterator[None]:
-    try:
-        yield
-    except EOFError as error:
-        raise DamagedCheckpointError(f"{place.url}/{file.name}: {error}") from None
-    except OSError as error:
-        raise unreadable(place, file.name, error) from error
+def _read_bytes(source: Source, offset: int, size: int) -> bytes:
+    buffer = bytearray(size)
+    source.read_into(offset, [memoryview(buffer)])
+    return bytes(buffer)
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Is a checkpoint whole, and what is in it? Answers on a machine without torch.
 
-verify_checkpoint(checkpoint)            every byte hashed; DamagedCheckpointError names file and tensor
+verify_checkpoint(checkpoint)            every byte hashed; UnsoundCheckpointError names file and tensor
 check_present(checkpoint)                files there, sizes right: one listing
 check_structure(checkpoint)              files there, sizes right, headers agree: a few kilobytes read
 check_readable(checkpoint)               the same, and what was saved beside the tensors hashed
@@ -16,7 +16,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.places import unreadable
 from llmfoundry_lite.checkpoint.shards import check_headers, find_absent, read_verified, verify_file
 from llmfoundry_lite.checkpoint.store import Checkpoint
-from llmfoundry_lite.errors import DamagedCheckpointError
+from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,13 @@ def check_present(checkpoint: Checkpoint) -> None:
     try:
         absent = find_absent(checkpoint.place, (*checkpoint.manifest.files, *checkpoint.manifest.attachments))
     except OSError as error:
-        raise unreadable(checkpoint.place, "", error) from error
+        raise unreadable(checkpoint.place.parent(), checkpoint.name, error) from error
     if absent is not None:
         file, size = absent
-        found = "missing" if size is None else f"{size:,} bytes, written were {file.num_bytes:,}"
-        raise DamagedCheckpointError(f"{checkpoint.where}/{file.name}: {found}")
+        where = f"{checkpoint.where}/{file.name}"
+        if size is None:
+            raise IncompleteCheckpointError(f"{where}: missing", file.name)
+        raise DamagedCheckpointError(f"{where}: {size:,} bytes, written were {file.num_bytes:,}", file.name)
 
 
 def check_structure(checkpoint: Checkpoint) -> None:
@@ -56,7 +58,7 @@ def check_readable(checkpoint: Checkpoint) -> None:
 
 
 def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
-    """What was saved beside the tensors as `name`; None if nothing was. Raises DamagedCheckpointError."""
+    """What was saved beside the tensors as `name`; None if nothing was. Raises UnsoundCheckpointError."""
     for file in checkpoint.manifest.attachments:
         if file.name.rsplit("/", 1)[-1] == name:
             return read_verified(checkpoint.place, file)

@@ -87,6 +87,7 @@ def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
     """What each rank's plan is, then what each rank writes."""
     plans = plan_simulated(whole, layouts, mesh_shape, absent)
     place, files = LocalPlace(folder), []
+    place.make(with_parents=True)
     for rank, plan in enumerate(plans):
         with rank_of(rank, len(plans)):
             tensors = distribute(whole, layouts, mesh_shape)
