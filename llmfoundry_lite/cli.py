@@ -232,8 +232,18 @@ def bench_checkpoint(
     folder: Annotated[Path, typer.Option(help="On the disk to test; left as it was.")] = Path("."),
     out: Annotated[Path | None, typer.Option(help="A folder for bench-checkpoint.json and .md.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model: shows that it runs, not how fast.")] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="Do not save for real: walk a training YAML's run, with --num-ranks.")
+    ] = None,
+    num_ranks: Annotated[int, typer.Option(min=1, help="Of --plan.")] = 4096,
+    sharding: Annotated[str | None, typer.Option(help="Of --plan [what the YAML says].")] = None,
 ) -> None:
     """Saves and loads beside torch's, Composer's and this machine's limits."""
+    if plan is not None:
+        from llmfoundry_lite.bench.checkpoint_plan import run as walk
+
+        walk(plan=plan, num_ranks=num_ranks, sharding=sharding, folder=folder, out=out)
+        return
     from llmfoundry_lite.bench.checkpoint import run
 
     run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)

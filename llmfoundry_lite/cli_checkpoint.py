@@ -89,10 +89,10 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 def list_checkpoints(where: Where) -> None:
     """The checkpoints of a run, newest first."""
     store, candidates = find_some(where)
-    rows, damaged = [], []
+    rows, unread = [], []
     for candidate in candidates:
         if candidate.checkpoint is None:
-            damaged.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
+            unread.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
             continue
         manifest = candidate.checkpoint.manifest
         stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
@@ -100,7 +100,7 @@ def list_checkpoints(where: Where) -> None:
     say(store.root.url)
     if rows:
         print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
-    for line in damaged:
+    for line in unread:
         say(line)
 
 
@@ -138,7 +138,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if tensors:
         say()
         rows = [
-            (name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.slices)))
+            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_slices))
             for name, tensor in manifest.tensors.items()
         ]
         print_table(("tensor", "dtype", "shape", "slices"), rows, right=(3,))

@@ -71,3 +71,7 @@ class IncompleteCheckpointError(UnsoundCheckpointError):
 
 class UnreadableCheckpointError(UnsoundCheckpointError):
     """The system refuses to read a file, again and again. A mount, a server or a permission can be mended."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a newer release: sound, but not for this one to read, replace or pass over."""

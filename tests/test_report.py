@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmfoundry_lite import cli
+from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.shards import write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.report.failures import suggest_save_interval
@@ -63,10 +63,8 @@ def save(url, segments, log=None):
     )
     store.open_draft(save_id)
     if log is not None:
-        place, prefix = store.draft(save_id)
         content = "".join(json.dumps(line) + "\n" for line in log).encode()
-        written = write_shard(place, "metrics.jsonl", [content], num_threads=1)
-        manifest = replace(manifest, attachments=(replace(written, name=prefix + written.name),))
+        manifest = replace(manifest, log=write_log(store, save_id, content, ()))
     store.publish(manifest, lease)
 
 

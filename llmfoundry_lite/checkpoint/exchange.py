@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from llmfoundry_lite import errors
 from llmfoundry_lite.checkpoint.codec import write_json
@@ -25,43 +26,59 @@ def rank_and_size(group: Group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def gather_json(value: Any, group: Group = None, *, room_bytes: int | None = None) -> list[Any]:
-    """What each rank passed, in order of rank, on every rank.
-
-    Two collectives; with `room_bytes`, of which no rank's JSON needs more, a single one.
-    """
+def gather_json(value: Any, group: Group = None) -> list[Any]:
+    """What each rank passed, in order of rank, on every rank; two collectives."""
     _, world_size = rank_and_size(group)
     raw = write_json(value)
     if world_size == 1:
         return [json.loads(raw)]
-    device = _device(group)
-    if room_bytes is None:
-        length = torch.tensor([len(raw)], dtype=torch.int64, device=device)
-        lengths = [torch.zeros_like(length) for _ in range(world_size)]
-        dist.all_gather(lengths, length, group=group)
-        longest = max(int(n) for n in lengths)
-    else:
-        assert len(raw) <= room_bytes
-        longest = room_bytes
-    padded = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [json.loads(bytes(part.cpu().numpy())) for part in gathered]
+    longest = max_of([len(raw)], group)[0]
+    return [json.loads(part) for part in gather_bytes(raw.ljust(longest), group)]
 
 
-def tell_all(value: Any, group: Group = None) -> Any:
-    """What rank 0 passed, on every rank."""
-    rank, world_size = rank_and_size(group)
-    raw = write_json(value) if rank == 0 else b""
+def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
+    """What each rank passed, in order of rank, on every rank; one collective. All must pass equally many."""
+    _, world_size = rank_and_size(group)
     if world_size == 1:
-        return json.loads(raw)
+        return [raw]
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
+    gathered = mine.new_empty(world_size * len(raw))
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    everything = gathered.cpu().numpy().tobytes()
+    return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
+
+
+def gather_distinct(value: Any, group: Group = None) -> list[tuple[Any, list[int]]]:
+    """The different values that ranks passed, each with the ranks that did; on every rank, in order of the first.
+
+    Ranks compare digests, and one rank for each value tells it: cheap when most have the same.
+    """
+    digests = gather_bytes(xxhash.xxh3_128_digest(write_json(value)), group)
+    holders: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        holders.setdefault(digest, []).append(rank)
+    if len(holders) == 1:
+        return [(json.loads(write_json(value)), list(range(len(digests))))]
+    return [(tell_all(value, group, source=ranks[0]), ranks) for ranks in holders.values()]
+
+
+def tell_all(value: Any, group: Group = None, *, source: int = 0) -> Any:
+    """What one rank passed, rank 0 unless said otherwise, on every rank."""
+    rank, _ = rank_and_size(group)
+    return json.loads(tell_bytes(write_json(value) if rank == source else b"", group, source=source))
+
+
+def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
+    rank, world_size = rank_and_size(group)
+    if world_size == 1:
+        return raw
     device = _device(group)
-    source = dist.get_global_rank(group, 0) if group is not None else 0
+    global_source = dist.get_global_rank(group, source) if group is not None else source
     length = torch.tensor([len(raw)], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=source, group=group)
+    dist.broadcast(length, src=global_source, group=group)
     content = torch.frombuffer(bytearray(raw.ljust(int(length))), dtype=torch.uint8).to(device)
-    dist.broadcast(content, src=source, group=group)
-    return json.loads(bytes(content.cpu().numpy()))
+    dist.broadcast(content, src=global_source, group=group)
+    return raw if rank == source else bytes(content.cpu().numpy())
 
 
 def max_of(values: list[int], group: Group = None) -> list[int]:

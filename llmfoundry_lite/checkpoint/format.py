@@ -7,51 +7,41 @@ On every rank's main thread:
     saver.poll()                             at each later batch: None, or `Saved` when it has just been published
     saver.wait()                             the same, but waits
 
-Restoring is in `restore`. DCP's planners decide which rank writes what (replicated tensors once, spread evenly). They
-are called in the documented order rather than through `dcp.save`, whose collectives pickle every plan; plans go as
-JSON, and only when they have changed since the last save. Background threads never touch a collective: ranks learn of
-each other's progress in `poll`.
+Restoring is in `restore`. `planning` decides which rank writes what (replicated tensors once, spread evenly), at the
+first save and again only when a tensor has changed its shape or sharding. Later saves exchange a few dozen bytes a
+rank. Background threads never touch a collective: ranks learn of each other's progress in `poll`.
 """
 
 import copy
 import datetime
 import math
-import os
+import struct
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint import StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import exchange, state
+from llmfoundry_lite.checkpoint.codec import decode_value, encode_value
 from llmfoundry_lite.checkpoint.exchange import Group
+from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.places import Place
-from llmfoundry_lite.checkpoint.planning import (
-    Box,
-    StagedPlanner,
-    agree_on_plans,
-    box_of,
-    file_name,
-    layout,
-    tensor_records,
-)
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_pieces, write_shard
+from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_file, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_part
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.errors import CheckpointError
 
 PINNED = "cuda"
+REPORT = struct.Struct("<QQ16s16s")
+"""What a rank says of its file: bytes, header's bytes, digest; and the digest of all that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +56,8 @@ class About:
     scalars: dict[str, Any] = field(default_factory=dict)
     attachments: Callable[[], dict[str, bytes]] = dict
     """File name -> content, asked for in the background just before the manifest is written."""
+    log: Callable[[], bytes] | None = None
+    """The run's log so far, asked for likewise; None: it does not travel with the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,57 +73,6 @@ class Saved:
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
-
-
-class ShardWriter(StorageWriter):
-    """DCP's view of one rank's file of one save. The manifest is the coordinator's, who publishes."""
-
-    def __init__(
-        self,
-        place: Place,
-        name: str,
-        save_id: str,
-        num_threads: int = 4,
-        on_phase: Callable[[str], None] = lambda p: None,
-    ):
-        self.place, self.name, self.save_id = place, name, save_id
-        self.num_threads = num_threads
-        self.on_phase = on_phase
-        self.record: FileRecord | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.record = None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Hash and write. Raises here, in the caller's thread, whatever went wrong in any other."""
-        items = {box_of(item).entry.key: item for item in plan.items}
-        header, ranges = layout([box_of(item) for item in plan.items], self.save_id)
-        resolved = [planner.resolve_data(items[box.entry.key]) for box, _, _ in ranges]
-        pieces = [header, *(as_bytes(tensor) for tensor in resolved if isinstance(tensor, torch.Tensor))]
-        self.record = write_shard(
-            self.place, self.name, pieces, num_threads=self.num_threads, block_bytes=BLOCK_BYTES, on_phase=self.on_phase
-        )
-        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        results.set_result(
-            [WriteResult(items[box.entry.key].index, end - begin, self.name) for box, begin, end in ranges]
-        )
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def open_saver(
@@ -182,13 +123,16 @@ class Saver:
         self.lease = lease
         """On rank 0; None elsewhere."""
         self.parent_save_id = parent_save_id
+        self.log_parts: tuple[FileRecord, ...] = ()
+        """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
         self.group = group
         self.num_threads = num_threads
         self.rank, self.world_size = exchange.rank_and_size(group)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
-        self._plans: list[list[Box]] = []
-        self._planner: StagedPlanner | None = None
+        self._plan: Plan | None = None
+        self._staged: Tensors = {}
+        """By key in the file, in its order."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._flight: _Flight | None = None
 
@@ -206,13 +150,11 @@ class Saver:
             assert self.lease is not None, "rank 0 saves under a lease"
             lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
         signature = _signature(found.tensors)
-        agreed = exchange.gather_json([signature != self._signature, lease_and_id], self.group, room_bytes=256)
-        epoch, save_id = agreed[0][1]
-        if any(is_new for is_new, _ in agreed):
-            self._plan(found.tensors)
+        if exchange.max_of([signature != self._signature], self.group)[0]:
+            self._make_plan(found.tensors)
             self._signature = signature
+        epoch, save_id = exchange.tell_all(lease_and_id, self.group)
         self.store.on_phase("planned")
-        assert self._planner is not None
         self._stage(found.tensors)
         about = replace(about, scalars=copy.deepcopy(about.scalars))  # of this moment too, though encoded later
         stall_seconds = time.monotonic() - started
@@ -223,7 +165,7 @@ class Saver:
             lease_epoch=epoch,
             started=started,
             stall_seconds=stall_seconds,
-            task=self._background.submit(self._write, self._planner, found, save_id),
+            task=self._background.submit(self._write, found, save_id),
         )
         return earlier
 
@@ -240,9 +182,8 @@ class Saver:
             exchange.agree(_error_of(flight.task), self.group)
             if not flight.is_publishing:
                 manifest = self._gather_manifest(flight)
-                flight.num_bytes = manifest.num_bytes
                 flight.is_publishing = True
-                if self.rank == 0:
+                if manifest is not None:
                     flight.task = self._background.submit(self._publish, manifest, flight.about)
                 return None
         except BaseException:
@@ -268,43 +209,44 @@ class Saver:
             saved = self.poll()
         return saved
 
-    def _plan(self, tensors: Tensors) -> None:
-        self._planner = StagedPlanner(tensors, self.rank == 0)
-        self._plans = agree_on_plans(self._planner, self.group)
-        self._planner.state_dict = {}  # or the tensors of this save would be kept alive until the plan changes
-        boxes = [box for box, _, _ in layout(self._plans[self.rank], "")[1]]
+    def _make_plan(self, tensors: Tensors) -> None:
+        self._plan = agree_on_plan(tensors, self.group)
+        boxes = self._plan.mine
         size = sum(box.entry.num_bytes for box in boxes)
         if size > self._buffer.numel():
             pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
-            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._staged, self._buffer = {}, torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        begin = 0
+        self._staged, begin = {}, 0
         for box in boxes:
             end = begin + box.entry.num_bytes
-            staged = self._buffer[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
-            self._planner.staged[box.entry.key] = staged
+            self._staged[box.entry.key] = self._buffer[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
             begin = end
 
     def _stage(self, tensors: Tensors) -> None:
-        assert self._planner is not None
+        assert self._plan is not None
         on_device = False
         with torch.no_grad():
-            for box in self._plans[self.rank]:
+            for box, staged in zip(self._plan.mine, self._staged.values(), strict=True):
                 source = local_part(tensors[box.name])
                 on_device |= source.device.type != "cpu"
-                self._planner.staged[box.entry.key].copy_(source, non_blocking=True)
+                staged.copy_(source, non_blocking=True)
         if on_device:
             torch.cuda.synchronize()
 
-    def _write(self, planner: StagedPlanner, found: state.State, save_id: str) -> dict[str, Any]:
-        """In the background: this rank's file. Returns what rank 0 needs for the manifest."""
-        place, prefix = self.store.open_draft(save_id)
+    def _write(self, found: state.State, save_id: str) -> tuple[FileRecord, bytes]:
+        """In the background: this rank's file. Returns its record and the digest of all that is not a tensor."""
+        assert self._plan is not None
+        place, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
-        writer = ShardWriter(place, name, save_id, self.num_threads, self.store.on_phase)
+        header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        pieces = [as_bytes(tensor) for tensor in self._staged.values()]
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
-                poisoned = beside.submit(_non_finite, planner.staged)
-                writer.write_data(planner.plan, planner)
+                poisoned = beside.submit(_non_finite, self._staged)
+                record = write_shard(
+                    place, name, header, pieces, num_threads=self.num_threads, on_phase=self.store.on_phase
+                )
         except OSError as error:
             raise CheckpointError(f"{place.url}/{name}: not written: {error.strerror or error}") from error
         except EOFError as error:
@@ -312,32 +254,43 @@ class Saver:
         if poisoned.result():
             names = describe_some(poisoned.result())
             raise CheckpointError(f"not saved: non-finite values in {names}; older checkpoints stand")
-        assert writer.record is not None
-        record = asdict(writer.record) | {"name": prefix + name}
-        return {"file": record, "numbers": _digest([found.optimizer, found.aliases])}
+        return record, hash_pieces([repr([found.optimizer, found.aliases]).encode()])
 
     def _publish(self, manifest: Manifest, about: About) -> None:
         """In the background, on rank 0."""
         assert self.lease is not None
         place, prefix = self.store.open_draft(manifest.save_id)
-        records = []
+        records, log = [], ()
         try:
             for name, content in about.attachments().items():
-                record = write_shard(place, name, [content], num_threads=1)
+                record = write_file(place, name, content)
                 records.append(replace(record, name=prefix + name))
+            if about.log is not None:
+                log = write_log(self.store, manifest.save_id, about.log(), self.log_parts)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{place.url}: what goes with the tensors was not written: {error}") from error
-        self.store.publish(replace(manifest, attachments=tuple(records)), self.lease)
+        self.store.publish(replace(manifest, attachments=tuple(records), log=log), self.lease)
+        self.log_parts = log
         self.after_publish(self.lease)
 
-    def _gather_manifest(self, flight: "_Flight") -> Manifest:
-        reports = exchange.gather_json(flight.task.result(), self.group)
-        odd = [rank for rank, report in enumerate(reports) if report["numbers"] != reports[0]["numbers"]]
-        if odd:
-            raise CheckpointError(
-                f"not saved: rank {odd[0]} has other optimizer groups or steps than rank 0; ranks have drifted apart"
-            )
+    def _gather_manifest(self, flight: "_Flight") -> Manifest | None:
+        """On rank 0, what to publish. Sizes and digests are 48 bytes a rank."""
+        assert self._plan is not None
+        record, numbers = flight.task.result()
+        mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
+        reports = [REPORT.unpack(raw) for raw in exchange.gather_bytes(mine, self.group)]
+        flight.num_bytes = sum(num_bytes for num_bytes, *_ in reports)
+        for rank, table in enumerate(self._plan.table_of_rank):
+            if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
+                raise CheckpointError(
+                    f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
+                    "apart"
+                )
+        optimizer, aliases = self._gather_numbers(flight.state)
+        if self.rank:
+            return None
         about = flight.about
+        _, prefix = self.store.draft(flight.save_id)
         return Manifest(
             save_id=flight.save_id,
             parent_save_id=self.parent_save_id,
@@ -349,11 +302,35 @@ class Saver:
             config=about.config,
             segments=about.segments,
             scalars=about.scalars,
-            optimizer=flight.state.optimizer,
-            aliases=flight.state.aliases,
-            tensors=tensor_records(self._plans, flight.save_id, flight.state.tensors),
-            files=tuple(FileRecord(**report["file"]) for report in reports),
+            optimizer=optimizer,
+            aliases=aliases,
+            tensors=self._plan.tensors,
+            files=tuple(
+                FileRecord(
+                    name=prefix + file_name(rank),
+                    num_bytes=num_bytes,
+                    block_bytes=BLOCK_BYTES,
+                    header_bytes=header_bytes,
+                    digest=digest.hex(),
+                )
+                for rank, (num_bytes, header_bytes, digest, _) in enumerate(reports)
+            ),
         )
+
+    def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The optimizer's groups and steps of all ranks together, which differ only where ranks have other tensors."""
+        assert self._plan is not None
+        if len(self._plan.first_ranks) == 1:
+            return found.optimizer, found.aliases
+        mine = encode_value([found.optimizer, found.aliases])
+        parts = [decode_value(exchange.tell_all(mine, self.group, source=r)) for r in self._plan.first_ranks]
+        return state.join_optimizers([optimizer for optimizer, _ in parts]), {
+            alias: name for _, aliases in parts for alias, name in aliases.items()
+        }
+
+
+def file_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
 
 
 def _signature(tensors: Tensors) -> list[Any]:
@@ -395,10 +372,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:
         tensor = tensor.float()
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
-
-
-def _digest(value: Any) -> str:
-    return hash_pieces([repr(value).encode()])
 
 
 def describe_some(keys: Sequence[str]) -> str:

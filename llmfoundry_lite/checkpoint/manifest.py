@@ -1,32 +1,61 @@
-"""The manifest of a portable checkpoint: everything but the arrays, and where each slice of each array lies.
+"""The manifest of a portable checkpoint: everything but the arrays, and how each array lies in the files.
 
 Owns the types, their JSON, and every check that needs nothing but the manifest itself: whoever holds a `Manifest`
-from `decode` may rely on full, disjoint coverage of every tensor by byte ranges inside the files it names. Bounded
-work on hostile input: size and number of values are capped before anything is built from them. No torch.
+from `decode` may rely on full, disjoint coverage of every tensor by slices in the files it names. Bounded work on
+hostile input: size and number of values are capped before anything is built from them. No torch.
 
     raw = encode(manifest)          what manifest.json holds; refuses what `decode` would refuse
-    manifest = decode(raw, where)   DamagedCheckpointError names the item; CheckpointError for a newer format
+    manifest = decode(raw, where)   DamagedCheckpointError names the item; NewerFormatError for a newer format
 
 manifest.json is `{"checksum":"xxh3_128:<hex>","manifest":{…}}`, the checksum being that of the inner object's bytes.
+docs/checkpoint-format.md has all of it for those who write a reader.
+
+Format 2 describes a tensor by its layout (see `layouts`), which many tensors share, and leaves to each file its header
+and the hashes of its blocks, for which it vouches with one digest. Format 1 listed every slice and every hash: 56 MB
+for MPT-70B on 512 ranks, where format 2 needs 0.4. Format 1 is read and no longer written.
+
+Versions. The inner object begins with `"format"` and `"version"`, a whole number: the major version. A release that
+adds what readers may ignore keeps the number. It adds a field, at the top level, in a segment, the timestamp, a file
+list, a layout or a tensor; readers that do not know it keep it in `extra` and write it again. A release that changes
+what a field means, or adds what a reader must understand, raises the number. A reader that meets a higher number
+raises NewerFormatError: such a checkpoint is sound, so it is not renamed, replaced or passed over. Every past version
+stays readable; `tests/checkpoint/fixtures` holds files of each. (The number is whole, and the envelope the same for
+ever, because releases that read format 1 alone must find a number in `version` to say that a newer one is needed.)
 """
 
 import dataclasses
+import json
 import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from llmfoundry_lite.checkpoint.codec import decode_value, encode_value, parse_json, shorten, write_json
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.checkpoint.codec import (
+    Item,
+    count_values,
+    decode_value,
+    encode_value,
+    parse_json,
+    shorten,
+    write_json,
+)
+from llmfoundry_lite.checkpoint.layouts import Boxes, Extra, Grid, Layout, Slice
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 
 FORMAT = "llmfoundry_lite checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 MAX_BYTES = 256 << 20
 ALGORITHM = "xxh3_128"
-HASH_CHARACTERS = 32
+HASH_BYTES = 16
+HASH_CHARACTERS = 2 * HASH_BYTES
+MAX_VALUES = 80_000_000
+"""Format 1 lists every slice, in three bytes or more for each value: whatever a past release has published is within
+this and MAX_BYTES. More is an attack."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
@@ -45,6 +74,7 @@ class Timestamp:
     batch: int
     sample: int = 0
     token: int = 0
+    extra: Extra = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +109,7 @@ class Segment:
     tokens_per_second: float | None = None
     changes: dict[str, list[Any]] = field(default_factory=dict)
     """Key of the configuration -> [before this segment, in it], of those that change by being said."""
+    extra: Extra = field(default_factory=dict)
 
     @property
     def span(self) -> str:
@@ -108,49 +139,67 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """A box of a tensor, and the bytes of a file that hold it, row-major."""
-
-    file: int
-    """Index into `Manifest.files`."""
-    begin: int
-    end: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def key(self, tensor: str) -> str:
-        """Its name inside the safetensors file."""
-        return f"{tensor}@{','.join(map(str, self.offset))}"
-
-
-@dataclass(frozen=True, slots=True)
 class TensorRecord:
     dtype: str
     """A key of ITEM_BYTES."""
     shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
+    layout: Layout
+    """Shared with the other tensors that are cut alike."""
+    extra: Extra = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def num_slices(self) -> int:
+        return self.layout.num_cells(self.shape)
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def slices(self) -> Iterator[Slice]:
+        return self.layout.overlapping(self.shape, (0,) * len(self.shape), self.shape)
+
+    def overlapping(self, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
+        """The slices that reach into a box of this tensor."""
+        return self.layout.overlapping(self.shape, offset, lengths)
+
+
+class Stored(NamedTuple):
+    """A slice as its file has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """From the beginning of the file."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     name: str
-    """Relative to the manifest."""
+    """Relative to the manifest; of the log's parts, to the folder the checkpoint is in."""
     num_bytes: int
-    algorithm: str
+    algorithm: str = ALGORITHM
     block_bytes: int
-    block_hashes: str
-    """One after the other, HASH_CHARACTERS each; the last block may be short."""
+    header_bytes: int = 0
+    """Of a shard: where its tensors begin."""
+    digest: str = ""
+    """Of a shard's header and hash table, one after the other; "": the hashes are here."""
+    block_hashes: str = ""
+    """One after the other, HASH_CHARACTERS each, of a file without a table; the last block may be short."""
+    contents: dict[str, Stored] | None = None
+    """What its header says, where the manifest says it too: in format 1."""
+    extra: Extra = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.num_bytes // self.block_bytes)
+        """Blocks that are hashed: of a shard, of all before the table, whose length follows from that of the whole."""
+        return -(-self.num_bytes // (self.block_bytes + (HASH_BYTES if self.digest else 0)))
 
-    def block_hash(self, block: int) -> str:
-        return self.block_hashes[block * HASH_CHARACTERS : (block + 1) * HASH_CHARACTERS]
+    @property
+    def hashed_bytes(self) -> int:
+        """How much of the file comes before its table."""
+        return self.num_bytes - (HASH_BYTES * self.num_blocks if self.digest else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +225,15 @@ class Manifest:
     """Second names of tied tensors -> the name they are stored under."""
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     files: tuple[FileRecord, ...] = ()
+    """Shards; in one list all have the same block size."""
     attachments: tuple[FileRecord, ...] = ()
-    """Files without tensors that belong to this state, such as the run's log so far; hashed like the others."""
+    """Files without tensors that belong to this state; hashed like the others."""
+    log: tuple[FileRecord, ...] = ()
+    """The run's log so far, in parts that later checkpoints share."""
+    version: int = VERSION
+    """The format it was read from."""
+    files_extra: Extra = field(default_factory=dict)
+    extra: Extra = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -189,8 +245,53 @@ class Manifest:
         return self.lease_epoch, self.timestamp.batch
 
 
+LISTED_FILE = ("name", "num_bytes", "algorithm", "block_bytes", "block_hashes")
+KNOWN = (
+    *("format", "version", "save_id", "parent_save_id", "lease_epoch", "run_name", "timestamp", "written_at"),
+    *("num_bytes", "fingerprints", "segments", "config", "scalars", "optimizer", "aliases"),
+    *("files", "attachments", "log", "layouts", "tensors"),
+)
+"""Fields of the top level."""
+
+
+class Head(NamedTuple):
+    """What a listing needs of a manifest, read from its first HEAD_BYTES."""
+
+    save_id: str
+    lease_epoch: int
+    batch: int
+
+
+HEAD_BYTES = 4096
+
+
+def read_head(raw: bytes) -> Head | None:
+    """Without decoding the rest. None when it must be decoded to know: another way to write JSON, a newer format, a
+    changed byte (epoch and batch stand there twice, so that one is noticed)."""
+    lines = {}
+    for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:
+        try:
+            lines.update(json.loads(b"{" + line.removesuffix(b",") + b"}"))
+        except (ValueError, RecursionError):
+            return None
+        if "timestamp" in lines:
+            break
+    try:
+        head = Head(lines["save_id"], lines["lease_epoch"], lines["timestamp"]["batch"])
+        is_known = lines["format"] == FORMAT and 1 <= lines["version"] <= VERSION
+        agrees = head.save_id.startswith(f"e{head.lease_epoch}-ba{head.batch}-")
+    except (KeyError, TypeError, AttributeError):
+        return None
+    return head if is_known and agrees else None
+
+
 def encode(manifest: Manifest) -> bytes:
     check(manifest, manifest.save_id)
+    places: dict[int, int] = {}
+    layouts: dict[bytes, int] = {}
+    for record in manifest.tensors.values():
+        if id(record.layout) not in places:
+            places[id(record.layout)] = layouts.setdefault(write_json(_plain_layout(record.layout)), len(layouts))
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -198,51 +299,87 @@ def encode(manifest: Manifest) -> bytes:
         "parent_save_id": manifest.parent_save_id,
         "lease_epoch": manifest.lease_epoch,
         "run_name": manifest.run_name,
-        "timestamp": dataclasses.asdict(manifest.timestamp),
+        "timestamp": _plain(manifest.timestamp),
         "written_at": manifest.written_at,
+        "num_bytes": manifest.num_bytes,
         "fingerprints": manifest.fingerprints,
-        "segments": [encode_value(dataclasses.asdict(segment), "segments") for segment in manifest.segments],
+        "segments": [_plain(segment) for segment in manifest.segments],
         "config": encode_value(manifest.config, "config"),
         "scalars": encode_value(manifest.scalars, "scalars"),
         "optimizer": encode_value(manifest.optimizer, "optimizer"),
         "aliases": manifest.aliases,
-        "files": [dataclasses.asdict(file) for file in manifest.files],
-        "attachments": [dataclasses.asdict(file) for file in manifest.attachments],
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "slices": [[s.file, s.begin, s.end, s.offset, s.shape] for s in tensor.slices],
-            }
-            for name, tensor in manifest.tensors.items()
+        "files": {
+            "algorithm": ALGORITHM,
+            "block_bytes": manifest.files[0].block_bytes if manifest.files else 0,
+            "names": [file.name for file in manifest.files],
+            "num_bytes": [file.num_bytes for file in manifest.files],
+            "header_bytes": [file.header_bytes for file in manifest.files],
+            "digests": "".join(file.digest for file in manifest.files),
+            **manifest.files_extra,
         },
+        "attachments": [_plain_file(file) for file in manifest.attachments],
+        "log": [_plain_file(file) for file in manifest.log],
+        "layouts": [json.loads(layout) for layout in layouts],
+        "tensors": {
+            name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.layout)], **t.extra}
+            for name, t in manifest.tensors.items()
+        },
+        **manifest.extra,
     }
     # A line for each key, for those who look at it with `head` and `diff`.
     inside = b"{" + b",".join(b"\n" + write_json(key) + b":" + write_json(value) for key, value in content.items())
     inside += b"\n}"
     raw = _envelope(inside) + inside + b"}\n"
-    if len(raw) > MAX_BYTES:
+    if problem := _too_large(raw):
         raise CheckpointError(
-            f"{manifest.save_id}: its manifest would take {len(raw):,} bytes, more than {MAX_BYTES:,}"
+            f"{manifest.save_id}: its manifest would have {problem} that can be read back; save from fewer ranks "
+            "(a smaller shard degree under HYBRID_SHARD); older checkpoints stand"
         )
     return raw
 
 
+def _too_large(raw: bytes) -> str | None:
+    """What is too much about a manifest. `encode` and `decode` both ask, so that none is written and then refused."""
+    if len(raw) > MAX_BYTES:
+        return f"{len(raw):,} bytes, more than the {MAX_BYTES:,}"
+    if (num_values := count_values(raw)) > MAX_VALUES:
+        return f"{num_values:,} values, more than the {MAX_VALUES:,}"
+    return None
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """A record's fields as JSON, those that this release does not know among them."""
+    fields = {name: getattr(record, name) for name in _names(type(record))}
+    return encode_value(fields, type(record).__name__) | record.extra
+
+
+def _plain_file(file: FileRecord) -> dict[str, Any]:
+    return {name: getattr(file, name) for name in LISTED_FILE} | file.extra
+
+
+def _plain_layout(layout: Layout) -> dict[str, Any]:
+    if isinstance(layout, Boxes):
+        return {"boxes": layout.cells} | layout.extra
+    strides = {} if layout.strides is None else {"strides": layout.strides}
+    return {"chunks": layout.chunks, "files": layout.files, **strides} | layout.extra
+
+
 def decode(raw: bytes, where: str) -> Manifest:
     """`where` names the manifest in errors."""
-    if len(raw) > MAX_BYTES:
-        raise DamagedCheckpointError(f"{where}: {len(raw):,} bytes, more than the {MAX_BYTES:,} a manifest may have")
+    if problem := _too_large(raw):
+        _refuse_newer(_announced_version(raw), where)
+        raise DamagedCheckpointError(f"{where}: {problem} a manifest may have")
     start = len(_envelope(b""))
     inside = raw[start:-2]
     if not raw.startswith(b'{"checksum":"') or not raw.endswith(b"}}\n") or raw[:start] != _envelope(inside):
         raise DamagedCheckpointError(f"{where}: the checksum does not match: it was cut off or changed after writing")
-    content = parse_json(inside, where)
-    item = _Item(content, where)
+    _refuse_newer(_announced_version(raw), where)
+    item = Item(parse_json(inside, where), where)
     if item.get("format").value != FORMAT:
         raise DamagedCheckpointError(f"{where}: format {shorten(item.get('format').value)}, expected {FORMAT!r}")
-    if (version := item.get("version").integer()) != VERSION:
-        raise CheckpointError(f"{where}: format version {version}, this release reads {VERSION}; install a newer one")
-    item.keys("format", "version", *(f.name for f in dataclasses.fields(Manifest)))
+    version = item.get("version").integer()
+    _refuse_newer(version, where)
+    files, files_extra, tensors = _decode_format_1(item) if version == 1 else _decode_format_2(item)
     manifest = Manifest(
         save_id=item.get("save_id").string(),
         parent_save_id=item.get("parent_save_id").optional_string(),
@@ -256,37 +393,62 @@ def decode(raw: bytes, where: str) -> Manifest:
         scalars=_decode_dict(item.get("scalars")),
         optimizer=None if item.get("optimizer").value is None else _decode_dict(item.get("optimizer")),
         aliases=item.get("aliases").strings(),
-        tensors={name: _decode_tensor(tensor) for name, tensor in item.get("tensors").entries()},
-        files=tuple(_decode_file(file) for file in item.get("files").items()),
+        tensors=tensors,
+        files=files,
         attachments=tuple(_decode_file(file) for file in item.get("attachments").items()),
+        log=tuple(_decode_file(file) for file in item.get("log").items()) if version > 1 else (),
+        version=version,
+        files_extra=files_extra,
+        extra=item.besides(*KNOWN),
     )
     check(manifest, where)
     return manifest
+
+
+def _announced_version(raw: bytes) -> int:
+    """The version in a manifest's first bytes, for one that cannot be parsed; 0 if there is none."""
+    start = rb'\{"checksum":"[^"]*","manifest":\{\s*"format":\s*"[^"]*",\s*"version":\s*(\d{1,9})\b'
+    match = re.match(start, raw[:1000])
+    return int(match[1]) if match else 0
+
+
+def _refuse_newer(version: int, where: str) -> None:
+    if version > VERSION:
+        raise NewerFormatError(
+            f"{where}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
+            "release"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ what must hold
 
 
 def check(manifest: Manifest, where: str) -> None:
-    """Raises DamagedCheckpointError unless every tensor is covered once, by bytes that exist once."""
-    names = [file.name for file in (*manifest.files, *manifest.attachments)]
-    if len(set(names)) != len(names):
-        raise DamagedCheckpointError(f"{where}: a file is listed twice")
-    for file in (*manifest.files, *manifest.attachments):
+    """Raises DamagedCheckpointError unless every tensor is covered once, by files that are listed once."""
+    for files in ((*manifest.files, *manifest.attachments), manifest.log):
+        names = [file.name for file in files]
+        if len(set(names)) != len(names):
+            raise DamagedCheckpointError(f"{where}: a file is listed twice")
+    for file in (*manifest.files, *manifest.attachments, *manifest.log):
         _check_file(file, f"{where}: file {shorten(file.name)}")
     for file in manifest.files:
-        if not file.name.endswith(".safetensors") or file.num_bytes < 8:
+        if not file.name.endswith(".safetensors"):
             raise DamagedCheckpointError(f"{where}: file {shorten(file.name)}: expected a .safetensors file")
-    ranges: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
+        if manifest.version > 1 and not (file.digest and 10 <= file.header_bytes <= file.hashed_bytes):
+            raise DamagedCheckpointError(
+                f"{where}: file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
+            )
+    sound: set[int] = set()
     for name, tensor in manifest.tensors.items():
-        _check_tensor(name, tensor, manifest, f"{where}: tensor {name}")
-        for part in tensor.slices:
-            ranges[part.file].append((part.begin, part.end, name))
-    for file, used in zip(manifest.files, ranges, strict=True):
-        used.sort()
-        for (_, end, name), (begin, _, other) in pairwise(used):
-            if begin < end:
-                raise DamagedCheckpointError(f"{where}: {name} and {other} share bytes of {file.name}")
+        if tensor.dtype not in ITEM_BYTES:
+            raise DamagedCheckpointError(f"{where}: tensor {name}: unknown dtype {tensor.dtype!r}")
+        if any(n < 0 for n in tensor.shape) or len(tensor.shape) > 32:
+            raise DamagedCheckpointError(f"{where}: tensor {name}: shape {tensor.shape}")
+        problem = None if id(tensor.layout) in sound else tensor.layout.problem(len(manifest.files))
+        problem = problem or tensor.layout.problem_with(tensor.shape, len(manifest.files))
+        if problem:
+            raise DamagedCheckpointError(f"{where}: tensor {name}: {problem}")
+        sound.add(id(tensor.layout))
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors or alias in manifest.tensors:
             raise DamagedCheckpointError(f"{where}: alias {alias} of {name}, which is not there or is stored as well")
@@ -300,126 +462,142 @@ def _check_file(file: FileRecord, where: str) -> None:
         raise DamagedCheckpointError(f"{where}: hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}")
     if not 4096 <= file.block_bytes <= 1 << 30:
         raise DamagedCheckpointError(f"{where}: {file.num_bytes} bytes in blocks of {file.block_bytes}")
-    if len(file.block_hashes) != file.num_blocks * HASH_CHARACTERS:
+    if not file.digest and len(file.block_hashes) != file.num_blocks * HASH_CHARACTERS:
         raise DamagedCheckpointError(f"{where}: block hashes for another size than {file.num_bytes} bytes")
 
 
-def _check_tensor(name: str, tensor: TensorRecord, manifest: Manifest, where: str) -> None:
-    if tensor.dtype not in ITEM_BYTES:
-        raise DamagedCheckpointError(f"{where}: unknown dtype {tensor.dtype!r}")
-    if any(n < 0 for n in tensor.shape) or len(tensor.shape) > 32:
-        raise DamagedCheckpointError(f"{where}: shape {tensor.shape}")
-    for part in tensor.slices:
-        if not 0 <= part.file < len(manifest.files):
-            raise DamagedCheckpointError(f"{where}: slice in file number {part.file}, which is not there")
-        if len(part.offset) != len(tensor.shape) or len(part.shape) != len(tensor.shape):
-            raise DamagedCheckpointError(f"{where}: slice at {part.offset} of shape {part.shape} in {tensor.shape}")
-        for offset, length, whole in zip(part.offset, part.shape, tensor.shape, strict=True):
-            if offset < 0 or length <= 0 or offset + length > whole:
-                raise DamagedCheckpointError(
-                    f"{where}: slice at {part.offset} of shape {part.shape} reaches out of {tensor.shape}"
-                )
-        file = manifest.files[part.file]
-        if not 8 <= part.begin <= part.end <= file.num_bytes:
-            raise DamagedCheckpointError(f"{where}: bytes {part.begin} to {part.end} are not inside {file.name}")
-        if part.end - part.begin != math.prod(part.shape) * ITEM_BYTES[tensor.dtype]:
-            raise DamagedCheckpointError(f"{where}: {part.end - part.begin} bytes for a slice of shape {part.shape}")
-    _check_disjoint(tensor, where)
-    volume, whole = sum(math.prod(part.shape) for part in tensor.slices), math.prod(tensor.shape)
-    if volume != whole:
-        raise DamagedCheckpointError(f"{where}: {volume:,} of its {whole:,} values are there; a slice is missing")
-
-
-def _check_disjoint(tensor: TensorRecord, where: str) -> None:
-    """Sweep along the most divided dimension; slices cut one way are compared with their neighbour alone."""
-    if len(tensor.slices) < 2:
-        return
-    if not tensor.shape:
-        raise DamagedCheckpointError(f"{where}: slices overlap")
-    cuts = [len({part.offset[d] for part in tensor.slices}) for d in range(len(tensor.shape))]
-    dim = cuts.index(max(cuts))
-    active: list[Slice] = []
-    comparisons = 0
-    for part in sorted(tensor.slices, key=lambda part: part.offset[dim]):
-        active = [other for other in active if other.offset[dim] + other.shape[dim] > part.offset[dim]]
-        comparisons += len(active)
-        if any(_overlap(part, other) for other in active):
-            raise DamagedCheckpointError(f"{where}: slices overlap at {part.offset}")
-        if comparisons > 20_000_000:
-            raise DamagedCheckpointError(f"{where}: {len(tensor.slices)} slices, cut in a way no run produces")
-        active.append(part)
-
-
-def _overlap(a: Slice, b: Slice) -> bool:
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
-
-
 # ---------------------------------------------------------------------------------------------------- JSON -> types
+
+
+def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
+    listed = item.get("files")
+    columns = ("names", "num_bytes", "header_bytes")
+    names, sizes, headers = (listed.get(column).items() for column in columns)
+    digests = listed.get("digests").string()
+    listed.expect(
+        len(names) == len(sizes) == len(headers) and len(digests) == len(names) * HASH_CHARACTERS,
+        "as many names as sizes, headers and digests",
+    )
+    if not re.fullmatch(r"[0-9a-f]*", digests):
+        raise DamagedCheckpointError(f"{listed.where}: digests are not hexadecimal")
+    algorithm, block_bytes = listed.get("algorithm").string(), listed.get("block_bytes").integer()
+    files = tuple(
+        FileRecord(
+            name=name.string(),
+            num_bytes=size.integer(),
+            algorithm=algorithm,
+            block_bytes=block_bytes,
+            header_bytes=header.integer(),
+            digest=digests[i * HASH_CHARACTERS : (i + 1) * HASH_CHARACTERS],
+        )
+        for i, (name, size, header) in enumerate(zip(names, sizes, headers, strict=True))
+    )
+    layouts = [_decode_layout(layout) for layout in item.get("layouts").items()]
+    tensors = {}
+    for name, tensor in item.get("tensors").entries():
+        place = tensor.get("layout").integer()
+        tensor.expect(place < len(layouts), f"one of the {len(layouts)} layouts")
+        tensors[name] = TensorRecord(
+            tensor.get("dtype").string(),
+            tensor.get("shape").integers(),
+            layouts[place],
+            tensor.besides("dtype", "shape", "layout"),
+        )
+    return files, listed.besides("algorithm", "block_bytes", "digests", *columns), tensors
+
+
+def _decode_layout(item: Item) -> Layout:
+    if "boxes" in item.object():
+        cells = []
+        for box in item.get("boxes").items():
+            box.expect(isinstance(box.value, list) and len(box.value) == 3, "[file, offset, shape]")
+            file, offset, shape = box.items()
+            cells.append(Slice(file.integer(), offset.integers(), shape.integers()))
+        return Boxes(tuple(cells), item.besides("boxes"))
+    chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
+    strides = None
+    if "strides" in item.object():
+        strides = tuple(
+            stride.expect(type(stride.value) is int and abs(stride.value) < 2**31, "a whole number")
+            for stride in item.get("strides").items()
+        )
+    return Grid(tuple(chunks), item.get("files").integers(), strides, item.besides("chunks", "files", "strides"))
+
+
+def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
+    """Every slice and every hash is listed. What format 2 leaves to the files' headers becomes `contents`."""
+    contents: list[dict[str, Stored]] = []
+    files = []
+    for file in item.get("files").items():
+        record = _decode_file(file)
+        file.expect(record.num_bytes >= 8, "a .safetensors file")
+        contents.append({})
+        files.append(dataclasses.replace(record, contents=contents[-1]))
+    tensors = {}
+    for name, tensor in item.get("tensors").entries():
+        dtype, cells = tensor.get("dtype").string(), []
+        tensor.expect(dtype in ITEM_BYTES, f"a known dtype, not {shorten(dtype)}")
+        for part in tensor.get("slices").items():
+            part.expect(isinstance(part.value, list) and len(part.value) == 5, "[file, begin, end, offset, shape]")
+            index, begin, end, offset, shape = part.items()
+            cell = Slice(index.integer(), offset.integers(), shape.integers())
+            stored = Stored(dtype, cell.shape, begin.integer(), end.integer())
+            if not cell.file < len(files):
+                raise DamagedCheckpointError(f"{tensor.where}: slice in file number {cell.file}, which is not there")
+            _check_stored(stored, files[cell.file], tensor.where)
+            if contents[cell.file].setdefault(cell.key(name), stored) is not stored:
+                raise DamagedCheckpointError(f"{tensor.where}: slices overlap at {cell.offset}")
+            cells.append(cell)
+        tensors[name] = TensorRecord(
+            dtype,
+            tensor.get("shape").integers(),
+            Boxes(tuple(cells)),
+            tensor.besides("dtype", "shape", "slices"),
+        )
+    for file, inside in zip(files, contents, strict=True):
+        used = sorted((stored.begin, stored.end, key) for key, stored in inside.items())
+        for (_, end, key), (begin, _, other) in pairwise(used):
+            if begin < end:
+                raise DamagedCheckpointError(f"{item.where}: {key} and {other} share bytes of {file.name}")
+    return tuple(files), {}, tensors
+
+
+def _check_stored(stored: Stored, file: FileRecord, where: str) -> None:
+    if not 8 <= stored.begin <= stored.end <= file.num_bytes:
+        raise DamagedCheckpointError(f"{where}: bytes {stored.begin} to {stored.end} are not inside {file.name}")
+    if stored.end - stored.begin != math.prod(stored.shape) * ITEM_BYTES[stored.dtype]:
+        raise DamagedCheckpointError(f"{where}: {stored.end - stored.begin} bytes for a slice of shape {stored.shape}")
+
+
+def _decode_file(item: Item) -> FileRecord:
+    """Of a list in which each file has its hashes."""
+    return FileRecord(
+        name=item.get("name").string(),
+        num_bytes=item.get("num_bytes").integer(),
+        algorithm=item.get("algorithm").string(),
+        block_bytes=item.get("block_bytes").integer(),
+        block_hashes=item.get("block_hashes").string(),
+        extra=item.besides(*LISTED_FILE),
+    )
 
 
 def _envelope(inside: bytes) -> bytes:
     return b'{"checksum":"%s:%s","manifest":' % (ALGORITHM.encode(), xxhash.xxh3_128_hexdigest(inside).encode())
 
 
-class _Item:
-    """A JSON value and its place in the manifest, for errors that name it."""
-
-    def __init__(self, value: Any, where: str):
-        self.value = value
-        self.where = where
-
-    def get(self, key: str) -> "_Item":
-        if not isinstance(self.value, dict) or key not in self.value:
-            raise DamagedCheckpointError(f"{self.where}: no {key!r}")
-        return _Item(self.value[key], f"{self.where}: {key}")
-
-    def keys(self, *expected: str) -> None:
-        for key in self.object():
-            if key not in expected:
-                raise DamagedCheckpointError(f"{self.where}: {shorten(key)} is not part of the format")
-
-    def object(self) -> dict[str, Any]:
-        return self.expect(isinstance(self.value, dict), "an object")
-
-    def entries(self) -> list[tuple[str, "_Item"]]:
-        return [(key, _Item(value, f"{self.where} {shorten(key)}")) for key, value in self.object().items()]
-
-    def items(self) -> list["_Item"]:
-        self.expect(isinstance(self.value, list), "a list")
-        return [_Item(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
-
-    def strings(self) -> dict[str, str]:
-        return {key: item.string() for key, item in self.entries()}
-
-    def string(self) -> str:
-        return self.expect(isinstance(self.value, str), "a string")
-
-    def optional_string(self) -> str | None:
-        return self.expect(self.value is None or isinstance(self.value, str), "a string or null")
-
-    def integer(self) -> int:
-        return self.expect(type(self.value) is int and 0 <= self.value < 2**63, "a whole number")
-
-    def integers(self) -> tuple[int, ...]:
-        ok = isinstance(self.value, list) and all(type(n) is int and 0 <= n < 2**63 for n in self.value)
-        return tuple(self.expect(ok, "a list of whole numbers"))
-
-    def expect(self, ok: bool, what: str) -> Any:
-        if not ok:
-            raise DamagedCheckpointError(f"{self.where}: {shorten(self.value)} given, expected {what}")
-        return self.value
+def _names(kind: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind) if f.name != "extra"]
 
 
-def _decode_timestamp(item: _Item) -> Timestamp:
-    names = [f.name for f in dataclasses.fields(Timestamp)]
-    item.keys(*names)
-    return Timestamp(**{name: item.get(name).integer() for name in names})
+def _decode_timestamp(item: Item) -> Timestamp:
+    names = _names(Timestamp)
+    return Timestamp(**{name: item.get(name).integer() for name in names}, extra=item.besides(*names))
 
 
-def _decode_segment(item: _Item) -> Segment:
-    fields = {f.name: f for f in dataclasses.fields(Segment)}
-    item.keys(*fields)
-    content = decode_value(item.object(), item.where)
+def _decode_segment(item: Item) -> Segment:
+    names = _names(Segment)
+    content = {key: value for key, value in item.object().items() if key in names}
+    content = decode_value(content, item.where)
     for name, value in content.items():
         kinds = {"compile_config": (dict, type(None)), "tokens_per_second": (int, float, type(None))}
         numbers = (
@@ -437,35 +615,8 @@ def _decode_segment(item: _Item) -> Segment:
             raise DamagedCheckpointError(f"{item.where}: {name} {shorten(value)}")
     if "first_batch" not in content or "last_batch" not in content:
         raise DamagedCheckpointError(f"{item.where}: no span of batches")
-    return Segment(**content)
+    return Segment(**content, extra=item.besides(*names))
 
 
-def _decode_dict(item: _Item) -> dict[str, Any]:
-    return _Item(decode_value(item.object(), item.where), item.where).object()
-
-
-def _decode_tensor(item: _Item) -> TensorRecord:
-    item.keys("dtype", "shape", "slices")
-    return TensorRecord(
-        item.get("dtype").string(),
-        item.get("shape").integers(),
-        tuple(_decode_slice(part) for part in item.get("slices").items()),
-    )
-
-
-def _decode_slice(item: _Item) -> Slice:
-    item.expect(isinstance(item.value, list) and len(item.value) == 5, "[file, begin, end, offset, shape]")
-    file, begin, end, offset, shape = (_Item(value, item.where) for value in item.value)
-    return Slice(file.integer(), begin.integer(), end.integer(), offset.integers(), shape.integers())
-
-
-def _decode_file(item: _Item) -> FileRecord:
-    names = [f.name for f in dataclasses.fields(FileRecord)]
-    item.keys(*names)
-    return FileRecord(
-        name=item.get("name").string(),
-        num_bytes=item.get("num_bytes").integer(),
-        algorithm=item.get("algorithm").string(),
-        block_bytes=item.get("block_bytes").integer(),
-        block_hashes=item.get("block_hashes").string(),
-    )
+def _decode_dict(item: Item) -> dict[str, Any]:
+    return Item(decode_value(item.object(), item.where), item.where).object()

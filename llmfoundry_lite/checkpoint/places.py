@@ -83,8 +83,14 @@ class Place(Protocol):
 
     def child(self, name: str) -> "Place": ...
 
+    def parent(self) -> "Place": ...
+
     def names(self) -> list[str]:
         """Files and folders right in here; none if there is no such folder."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Of the files right in here; one listing, however many there are."""
         ...
 
     def exists(self) -> bool: ...
@@ -164,11 +170,24 @@ class LocalPlace:
     def child(self, name: str) -> "LocalPlace":
         return LocalPlace(self.path / name)
 
+    def parent(self) -> "LocalPlace":
+        return LocalPlace(self.path.absolute().parent)
+
     def names(self) -> list[str]:
         try:
             return sorted(_persistently(lambda: os.listdir(self.path), PASSING))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def sizes(self) -> dict[str, int]:
+        def listed() -> dict[str, int]:
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+        try:
+            return _persistently(listed, PASSING)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
 
     def exists(self) -> bool:
         """A link counts, wherever it leads."""
@@ -341,6 +360,9 @@ class RemotePlace:
     def child(self, name: str) -> "RemotePlace":
         return RemotePlace(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
 
+    def parent(self) -> "RemotePlace":
+        return RemotePlace(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
+
     def names(self) -> list[str]:
         def listed() -> list[str]:
             self.filesystem.invalidate_cache()
@@ -352,14 +374,28 @@ class RemotePlace:
 
         return _persistently(listed)
 
+    def sizes(self) -> dict[str, int]:
+        def listed() -> dict[str, int]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: int(entry["size"] or 0)
+                for entry in found
+                if entry["type"] == "file"
+            }
+
+        return _persistently(listed)
+
     def exists(self) -> bool:
         return bool(self.names())
 
     def read(self, name: str, max_bytes: int) -> bytes:
         def fetched() -> bytes:
             self.filesystem.invalidate_cache()
-            size = self.filesystem.info(f"{self.path}/{name}")["size"]
-            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=min(size, max_bytes + 1))
+            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=max_bytes + 1)
 
         return _persistently(fetched)
 

@@ -1,33 +1,46 @@
-"""Who writes what of a save, and where in which file it lies: DCP's plan, agreed on as JSON, and the layout it implies.
+"""Who writes what of a save: each rank works it out from what its own tensors say of their sharding.
 
-Every rank computes the plans of all ranks from the same exchange, and thus every file's layout; nothing is sent back.
+A DTensor knows its mesh and placements, and with these where every rank's part begins and ends. So ranks need not tell
+each other their parts. They compare the digests of their tables (names, dtypes, shapes, meshes, placements), which are
+the same on all ranks but under pipeline parallelism; of each different table one rank tells it. From the tables each
+rank computes every tensor's layout, with the same result. A tensor that is not a DTensor is replicated. Of replicated
+cells the replica with the fewest bytes so far writes.
+
+torch's `DefaultSavePlanner` instead gathers a plan from every rank and merges them on each: 33 s and 2.3 GB a rank
+for MPT-70B on 512 ranks, where this takes a tenth of a second (`llmfoundry-lite bench checkpoint --plan`).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmfoundry_lite.checkpoint import exchange
 from llmfoundry_lite.checkpoint.exchange import Group
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Slice, TensorRecord
-from llmfoundry_lite.checkpoint.shards import Entry, build_header, file_order
-from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors
+from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, TensorRecord
+from llmfoundry_lite.checkpoint.shards import Entry, file_order
+from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_part
 from llmfoundry_lite.errors import CheckpointError
+
+Cut = int | tuple[int, ...]
+Ranks = NDArray[np.int64]
 
 
 class Box(NamedTuple):
-    """What a rank writes of a tensor. This, as JSON, is what ranks tell each other of their plans."""
+    """What a rank writes of a tensor."""
 
     name: str
-    is_shard: bool
     dtype: str
-    shape: tuple[int, ...]
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -37,79 +50,264 @@ class Box(NamedTuple):
         return Entry(f"{self.name}@{','.join(map(str, self.offset))}", self.dtype, self.lengths, num_bytes)
 
 
-class StagedPlanner(DefaultSavePlanner):
-    """DCP's plan for a save, without empty slices, resolving to the staged copies instead of the live tensors."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The same on all ranks, but for `mine`."""
 
-    def __init__(self, tensors: Tensors, is_coordinator: bool):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner(tensors, None, is_coordinator)
-        self.staged: dict[str, torch.Tensor] = {}
-        """By key in the file."""
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if math.prod(box_of(item).lengths)])
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self.staged[box_of(write_item).entry.key]
+    tensors: dict[str, TensorRecord]
+    mine: list[Box]
+    """What this rank writes, in the order of its file."""
+    first_ranks: list[int]
+    """One rank for each different table."""
+    table_of_rank: list[int]
 
 
-def agree_on_plans(planner: StagedPlanner, group: Group) -> list[list[Box]]:
-    """What each rank writes. Every rank computes this for all, from the same plans, so nothing need be sent back."""
-    mine = [box_of(item) for item in planner.create_local_plan().items]
-    plans = [
-        SavePlan([_write_item(Box(*_tuples(box))) for box in boxes]) for boxes in exchange.gather_json(mine, group)
-    ]
-    final, _ = planner.create_global_plan(plans)
-    planner.finish_plan(final[exchange.rank_and_size(group)[0]])
-    return [[box_of(item) for item in plan.items] for plan in final]
+def agree_on_plan(tensors: Tensors, group: Group) -> Plan:
+    """Raises CheckpointError on all ranks for a sharding that is not a grid."""
+    error, table = None, None
+    try:
+        table = describe(tensors, group)
+    except CheckpointError as caught:
+        error = caught
+    exchange.agree(error, group)
+    assert table is not None
+    rank, world_size = exchange.rank_and_size(group)
+    tables, plan = exchange.gather_distinct(table, group), None
+    try:
+        check_parts(tensors)
+        plan = make_plan(tables, rank, world_size)
+    except CheckpointError as caught:
+        error = caught
+    exchange.agree(error, group)
+    assert plan is not None
+    return plan
 
 
-def box_of(item: WriteItem) -> Box:
-    data = item.tensor_data
-    if data is None:
-        raise CheckpointError(f"{item.index.fqn}: not a tensor; numbers belong into the manifest")
-    dtype = DTYPE_NAMES.get(data.properties.dtype)
-    if dtype is None:
-        raise CheckpointError(f"{item.index.fqn}: {data.properties.dtype} has no name in safetensors")
-    is_shard = item.type == WriteItemType.SHARD
-    return Box(item.index.fqn, is_shard, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+# ------------------------------------------------------------------------------------------------------ tables
 
 
-def _write_item(box: Box) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(box.name, box.offset),
-        type=WriteItemType.SHARD if box.is_shard else WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.lengths)),
-            properties=TensorProperties(dtype=DTYPES[box.dtype]),
-            size=torch.Size(box.shape),
-        ),
+def describe(tensors: Tensors, group: Group = None) -> dict[str, Any]:
+    """As JSON, what the layout of these tensors follows from."""
+    meshes: dict[int, int] = {}
+    described: list[Any] = []
+    rows = []
+    for name, tensor in tensors.items():
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{name}: {tensor.dtype} has no name in safetensors")
+        mesh, placements = None, []
+        if isinstance(tensor, DTensor):
+            placements = [_describe_placement(placement, name) for placement in tensor.placements]
+            mesh = meshes.get(id(tensor.device_mesh))
+            if mesh is None:
+                mesh = meshes[id(tensor.device_mesh)] = len(described)
+                ranks = tensor.device_mesh.mesh
+                described.append([list(ranks.shape), _in_group(ranks.flatten().tolist(), group)])
+        rows.append([name, dtype, list(tensor.shape), mesh, placements])
+    return {"meshes": described, "tensors": rows}
+
+
+def _describe_placement(placement: Any, name: str) -> list[int]:
+    """[] replicated; [dim] cut; [dim, factor] cut after those mesh dimensions to the right that cut `factor` ways."""
+    if isinstance(placement, _StridedShard):
+        return [int(placement.dim), int(placement.split_factor)]
+    if isinstance(placement, Shard):
+        return [int(placement.dim)]
+    if placement.is_replicate():
+        return []
+    raise CheckpointError(f"{name}: placed as {placement}; only shards and replicas can be saved")
+
+
+def _in_group(ranks: list[int], group: Group) -> list[int]:
+    if group is None:
+        return ranks
+    place = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+    return [place[rank] for rank in ranks]
+
+
+# ------------------------------------------------------------------------------------------------------ arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a tensor of one table is cut, and on which ranks each cell is."""
+
+    cuts: tuple[Cut, ...]
+    holders: Ranks
+    """[replica, cell along the first cut dimension, …]"""
+    num_bytes: Ranks
+    """Of each cell."""
+
+
+def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> Plan:
+    """`tables` are the different ones, each with the ranks that have it."""
+    records = lay_out(tables, world_size)
+    table_of_rank = [0] * world_size
+    for number, (_, ranks) in enumerate(tables):
+        for one in ranks:
+            table_of_rank[one] = number
+    return Plan(records, boxes_in(records, rank, {}), [ranks[0] for _, ranks in tables], table_of_rank)
+
+
+def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
+    """Every tensor's layout, by its name."""
+    rows: dict[str, list[tuple[int, list[Any]]]] = {}
+    for number, (table, _) in enumerate(tables):
+        for row in table["tensors"]:
+            rows.setdefault(row[0], []).append((number, row))
+    for name, found in rows.items():
+        for number, row in found[1:]:
+            if row[1:3] != found[0][1][1:3]:
+                a, b = tables[found[0][0]][1][0], tables[number][1][0]
+                raise CheckpointError(
+                    f"{name} is {found[0][1][1]} {found[0][1][2]} on rank {a} and {row[1]} {row[2]} on rank {b}; ranks "
+                    "have drifted apart"
+                )
+    meshes = [[np.array(ranks, np.int64).reshape(shape) for shape, ranks in table["meshes"]] for table, _ in tables]
+    spreads: dict[Any, Spread] = {}
+    layouts: dict[Any, Grid] = {}
+    loads = np.zeros(world_size, np.int64)
+    records: dict[str, TensorRecord] = {}
+    sizes = {name: math.prod(found[0][1][2]) * ITEM_BYTES[found[0][1][1]] for name, found in rows.items()}
+    for name in sorted(rows, key=lambda name: (-sizes[name], name)):
+        options = []
+        for number, (_, dtype, shape, mesh, placements) in rows[name]:
+            key = (number, mesh, dtype, *shape, str(placements))
+            if key not in spreads:
+                ranks = np.array(tables[number][1], np.int64) if mesh is None else meshes[number][mesh]
+                spreads[key] = spread_over(shape, ranks, placements if mesh is not None else [[]], ITEM_BYTES[dtype])
+            spread = spreads[key]
+            highest = (loads[spread.holders] + spread.num_bytes).reshape(len(spread.holders), -1).max(axis=1)
+            replica = int(highest.argmin())
+            options.append((int(highest[replica]), number, replica, key))
+        _, _, replica, key = min(options)
+        spread, (_, dtype, shape, *_) = spreads[key], rows[name][0][1]
+        holders = spread.holders[replica]
+        np.add.at(loads, holders.ravel(), spread.num_bytes.ravel())
+        alike = (*key[:2], key[-1], spread.cuts, holders.shape, replica)
+        if alike not in layouts:
+            layouts[alike] = _as_grid(spread.cuts, holders)
+        records[name] = TensorRecord(dtype, tuple(shape), layouts[alike])
+    return {name: records[name] for name in rows}
+
+
+def boxes_in(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) -> list[Box]:
+    """What a rank writes, in the order of its file. `seen` spares work to those who ask for several ranks."""
+    boxes = {}
+    for name, record in records.items():
+        layout = record.layout
+        assert isinstance(layout, Grid)
+        cells = seen.get(key := (id(layout), *layout.counts(record.shape), math.prod(record.shape) > 0))
+        if cells is None:
+            cells = seen[key] = layout.indices_by_file(record.shape)
+        for index in cells.get(rank, ()):
+            box = Box(name, record.dtype, *layout.cell(record.shape, index))
+            boxes[box.entry.key] = box
+    return [boxes[entry.key] for entry in file_order(box.entry for box in boxes.values())]
+
+
+def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence[int]], item_bytes: int) -> Spread:
+    """`ranks` is a mesh, `placements` one for each of its dimensions, as `_describe_placement` writes them."""
+    replicated = [dim for dim, placement in enumerate(placements) if not placement]
+    num_cut = max((placement[0] + 1 for placement in placements if placement), default=0)
+    orders = [cut_order(ranks.shape, placements, dim) for dim in range(num_cut)]
+    holders = ranks.transpose([*replicated, *itertools.chain(*orders)]).reshape(
+        *(math.prod(ranks.shape[i] for i in mesh_dims) for mesh_dims in (replicated, *orders))
     )
+    num_bytes = np.array(math.prod(shape[num_cut:]) * item_bytes, np.int64)
+    cuts: list[Cut] = []
+    for dim, mesh_dims in enumerate(orders):
+        cut, filled, sizes = cut_dimension(shape[dim], [ranks.shape[i] for i in mesh_dims])
+        cuts.append(cut)
+        holders = np.take(holders, filled, axis=dim + 1)
+        num_bytes = np.multiply.outer(num_bytes, np.array(sizes, np.int64))
+    return Spread(tuple(cuts), holders, num_bytes)
 
 
-def _tuples(box: Sequence[Any]) -> list[Any]:
-    return [tuple(value) if isinstance(value, list) else value for value in box]
+def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], dim: int) -> list[int]:
+    """The mesh dimensions that cut a dimension, the first to cut first: from left to right, but a strided one comes
+    after those to its right that together cut as many ways as its factor says. FSDP2 over tensor parallelism is so."""
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if not placement or placement[0] != dim:
+            continue
+        place, ways = 0, 1
+        while ways < (placement[1] if len(placement) > 1 else 1) and place < len(order):
+            ways *= mesh_shape[order[place]]
+            place += 1
+        if len(placement) > 1 and ways != placement[1]:
+            raise CheckpointError(
+                f"a sharding strided by {placement[1]} on a mesh of {list(mesh_shape)} cannot be saved"
+            )
+        order.insert(place, mesh_dim)
+    return order
 
 
-def file_name(rank: int) -> str:
-    return f"shard-{rank:05d}.safetensors"
+def cut_dimension(length: int, ways: Sequence[int]) -> tuple[Cut, list[int], list[int]]:
+    """Cut as torch.chunk cuts, then each part again: the rule or the places, which parts are not empty, their sizes."""
+    parts = [(0, length)]
+    for count in ways:
+        finer = []
+        for begin, end in parts:
+            chunk = max(-(-(end - begin) // count), 1)
+            cuts = [min(begin + i * chunk, end) for i in range(count + 1)]
+            finer += list(itertools.pairwise(cuts))
+        parts = finer
+    filled = [i for i, (begin, end) in enumerate(parts) if end > begin]
+    begins, sizes = [parts[i][0] for i in filled], [parts[i][1] - parts[i][0] for i in filled]
+    if len(filled) <= 1:
+        return 0, filled or [0], sizes or [0]
+    chunk = sizes[0]
+    if begins == list(range(0, length, chunk)):
+        return chunk, filled, sizes
+    return tuple(begins[1:]), filled, sizes
 
 
-def layout(boxes: Sequence[Box], save_id: str) -> tuple[bytes, list[tuple[Box, int, int]]]:
-    """A rank's file: its header, and where each box lies."""
-    by_key = {box.entry.key: box for box in boxes}
-    entries = file_order(box.entry for box in boxes)
-    header, ranges = build_header(entries, {"save_id": save_id})
-    return header, [(by_key[entry.key], *span) for entry, span in zip(entries, ranges, strict=True)]
+def _as_grid(cuts: tuple[Cut, ...], holders: Ranks) -> Grid:
+    """Arithmetic if the ranks grow evenly along each dimension, else a list."""
+    first = int(holders.flat[0])
+    strides, expected = [], np.array(first, np.int64)
+    for dim, count in enumerate(holders.shape):
+        index = [0] * holders.ndim
+        index[dim] = 1
+        strides.append(int(holders[tuple(index)]) - first if count > 1 else 0)
+        expected = np.add.outer(expected, strides[-1] * np.arange(count))
+    if np.array_equal(expected, holders):
+        return Grid(cuts, (first,), tuple(strides))
+    return Grid(cuts, tuple(holders.ravel().tolist()))
 
 
-def tensor_records(plans: Sequence[Sequence[Box]], save_id: str, tensors: Tensors) -> dict[str, TensorRecord]:
-    slices: dict[str, list[Slice]] = {name: [] for name in tensors}
-    for rank, boxes in enumerate(plans):
-        for box, begin, end in layout(boxes, save_id)[1]:
-            slices[box.name].append(Slice(rank, begin, end, box.offset, box.lengths))
-    return {
-        name: TensorRecord(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(slices[name]))
-        for name, tensor in tensors.items()
-    }
+def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and lengths of what this rank holds of a tensor, a DTensor or a whole one."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:
+        return (0,) * tensor.ndim, (0,) * tensor.ndim
+    placements = [_describe_placement(placement, "a tensor") for placement in tensor.placements]
+    begins, ends = [0] * tensor.ndim, list(tensor.shape)
+    for dim in {placement[0] for placement in placements if placement}:
+        for mesh_dim in cut_order(tensor.device_mesh.shape, placements, dim):
+            begin, end = begins[dim], ends[dim]
+            chunk = -(-(end - begin) // tensor.device_mesh.shape[mesh_dim])
+            begins[dim] = min(begin + place[mesh_dim] * chunk, end)
+            ends[dim] = min(begins[dim] + chunk, end)
+    return tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+
+
+def check_parts(tensors: Tensors) -> None:
+    """That this rank holds of each tensor what the arithmetic says. Raises CheckpointError."""
+    for name, tensor in tensors.items():
+        offset, lengths = box_of(tensor)
+        held = tuple(local_part(tensor).shape)
+        if isinstance(tensor, DTensor) and any(isinstance(p, _StridedShard) for p in tensor.placements):
+            torchs_shape, torchs_offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            if math.prod(lengths) and (tuple(torchs_shape), tuple(torchs_offset)) != (lengths, offset):
+                held = f"{tuple(torchs_shape)} at {tuple(torchs_offset)}"
+        if held != lengths and (math.prod(lengths) or not isinstance(held, tuple) or math.prod(held)):
+            raise CheckpointError(
+                f"{name}: this rank holds {held} of it, not {lengths} at {offset}; this sharding cannot be saved"
+            )

@@ -5,36 +5,29 @@
 
 Every rank reads into memory of its own, verifies just the blocks it reads, and all ranks agree, before any of them
 touches the model. Rank 0 judges a file that another rank alone cannot read as it was written: it looks at the file
-itself, and then either the checkpoint is at fault, or that rank's node, which is named. DCP's load planner says which
-boxes of which slices a rank needs; see `format` for why its planners are called directly.
+itself, and then either the checkpoint is at fault, or that rank's node, which is named. Which slices reach into a
+rank's part of a tensor follows from the tensor's layout; a rank opens the files that have these and no others.
 """
 
 import math
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import exchange, state
 from llmfoundry_lite.checkpoint.exchange import Group
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, Slice, decode, encode
+from llmfoundry_lite.checkpoint.layouts import Slice
+from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
 from llmfoundry_lite.checkpoint.places import open_place
-from llmfoundry_lite.checkpoint.shards import Want, read_wanted, verify_file
+from llmfoundry_lite.checkpoint.planning import box_of
+from llmfoundry_lite.checkpoint.shards import Want, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_readable
@@ -151,15 +144,16 @@ def _load_together(
     group: Group,
 ) -> Manifest:
     """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
-    told = [checkpoint.where, encode(checkpoint.manifest).decode()] if checkpoint else None
-    url, raw = exchange.tell_all(told, group)
-    manifest = checkpoint.manifest if checkpoint else decode(raw.encode(), url)
+    url = exchange.tell_all(checkpoint.where if checkpoint else None, group)
+    raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"", group)
+    manifest = checkpoint.manifest if checkpoint else decode(raw, url)
     checkpoint = checkpoint or Checkpoint(url, open_place(url), manifest)
+    held = hold_together(model, optimizer, group)
     error: Exception | None = None
     targets, staging = None, {}
     try:
         check(manifest)
-        targets = find_targets(checkpoint, model, optimizer, cast=cast, ignore=ignore_keys)
+        targets = find_targets(checkpoint, model, optimizer, held, cast=cast, ignore=ignore_keys)
         staging = read_tensors(checkpoint, targets.tensors, verify=verify, num_threads=num_threads)
     except Exception as caught:
         error = caught
@@ -215,8 +209,36 @@ class Targets(NamedTuple):
                 state.write_optimizer(self.optimizer, self.parameters, self.numbers, slots, self.tensors)
 
 
+class Held(NamedTuple):
+    """What all ranks hold together, of which each may hold a part."""
+
+    keys: set[str]
+    groups: list[set[str]]
+    """The names of the parameters in each group of the optimizer."""
+
+
+def hold_together(model: nn.Module, optimizer: Optimizer | None, group: Group) -> Held:
+    """Raises CheckpointError on all ranks when an optimizer is not of its model."""
+    mine, error = None, None
+    try:
+        groups = state.group_names(model, optimizer) if optimizer is not None else []
+        mine = [sorted(state.model_tensors(model)[0]), [sorted(names) for names in groups]]
+    except CheckpointError as caught:
+        error = caught
+    exchange.agree(error, group)
+    held = [value for value, _ in exchange.gather_distinct(mine, group)]
+    groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
+    return Held(set().union(*(keys for keys, _ in held)), groups)
+
+
 def find_targets(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None, *, cast: bool, ignore: Sequence[str]
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    held: Held,
+    *,
+    cast: bool,
+    ignore: Sequence[str],
 ) -> Targets:
     """The same keys on both sides, shapes and dtypes too. Raises CheckpointError naming those that differ."""
     manifest, where = checkpoint.manifest, checkpoint.where
@@ -229,9 +251,10 @@ def find_targets(
             )
     tensors = {key: t for key, t in everything.items() if not is_ignored(key, ignore)}
     there = {key for key in manifest.tensors if key.startswith("model/") and not is_ignored(key, ignore)}
-    if there != tensors.keys():
+    needed = {key for key in held.keys if not is_ignored(key, ignore)}
+    if there != needed:
         raise CheckpointError(
-            f"{where}: {describe_keys(there - tensors.keys(), tensors.keys() - there)}; is this the same model? "
+            f"{where}: {describe_keys(there - needed, needed - there)}; is this the same model? "
             "load_ignore_keys leaves tensors out"
         )
     for key, tensor in tensors.items():
@@ -246,8 +269,7 @@ def find_targets(
         return Targets(tensors, None, {}, {})
     if manifest.optimizer is None:
         raise CheckpointError(f"{where}: holds no optimizer state; load_weights_only: true starts a new optimizer")
-    names = state.parameter_names(model, optimizer)
-    state.check_optimizer(optimizer, names, manifest.optimizer, where)
+    state.check_optimizer(optimizer, held.groups, manifest.optimizer, where)
     anew = state.without_slots(manifest, ignore)
     slots, parameters = state.optimizer_targets(model, optimizer, manifest, anew)
     numbers = {name: kept for name, kept in manifest.optimizer["state"].items() if name not in anew}
@@ -257,112 +279,88 @@ def find_targets(
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
+MAX_REMOTE_READS = 16
+"""Files of an object store that are read at a time."""
+
+
+class Part(NamedTuple):
+    """What a slice has of one of this rank's tensors."""
+
+    name: str
+    cell: Slice
+    offset: tuple[int, ...]
+    """Within the cell."""
+    target: torch.Tensor
+    """Of the shape of what they have in common."""
+
+
 def read_tensors(checkpoint: Checkpoint, like: Tensors, *, verify: bool = True, num_threads: int = 4) -> Tensors:
     """This rank's parts of `like`, as stored, on the host. Raises UnsoundCheckpointError."""
-    reader = ShardReader(checkpoint, verify, num_threads)
-    metadata = reader.read_metadata()
-    planner = StagingPlanner(checkpoint.manifest)
-    planner.set_up_planner(dict(like), metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner)
-    return planner.staging
+    staging, by_file = find_parts(checkpoint.manifest, like)
+
+    def read(index: int, threads: int) -> None:
+        read_parts(checkpoint, index, by_file[index], verify=verify, num_threads=threads)
+
+    at_once = min(len(by_file), num_threads if checkpoint.place.is_local else MAX_REMOTE_READS)
+    if at_once <= 1:
+        for index in by_file:
+            read(index, num_threads)
+        return staging
+    with ThreadPoolExecutor(at_once, thread_name_prefix="checkpoint") as pool:
+        futures = [pool.submit(read, index, max(num_threads // at_once, 1)) for index in sorted(by_file)]
+        for future in futures:
+            future.result()
+    return staging
 
 
-class StagingPlanner(DefaultLoadPlanner):
-    """DCP's plan for a load, whose targets are fresh host tensors in the checkpoint's dtype."""
-
-    def __init__(self, manifest: Manifest):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.manifest = manifest
-        self.staging: Tensors = {}
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # Not torch's: it would give memory to tensors that are only there for their shape.
-        self.state_dict, self.original_state_dict = state_dict, state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-        for key, tensor in state_dict.items():
-            dtype = DTYPES[self.manifest.tensors[key].dtype]
-            self.staging[key] = torch.empty(local_part(tensor).shape, dtype=dtype, device="cpu")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self.staging[read_item.dest_index.fqn]
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
+def find_parts(manifest: Manifest, like: Tensors) -> tuple[Tensors, dict[int, list[Part]]]:
+    """Memory for this rank's parts of `like`, and what to read into it, by the number of the file."""
+    staging: Tensors = {}
+    by_file: dict[int, list[Part]] = {}
+    for name, tensor in like.items():
+        record = manifest.tensors[name]
+        offset, lengths = box_of(tensor)
+        assert math.prod(lengths) == local_part(tensor).numel(), f"{name}: {lengths} at {offset}"
+        staging[name] = torch.empty(local_part(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
+        for cell in record.overlapping(offset, lengths):
+            by_file.setdefault(cell.file, []).append(_part(name, cell, offset, lengths, staging[name]))
+    return staging, by_file
 
 
-class ShardReader(StorageReader):
-    """DCP's view of a checkpoint: metadata from the manifest, data from the shards, each block touched verified."""
+def _part(name: str, cell: Slice, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Part:
+    within = []
+    for dim, (begin, length, cell_begin, cell_length) in enumerate(
+        zip(offset, lengths, cell.offset, cell.shape, strict=True)
+    ):
+        first = max(begin, cell_begin)
+        within.append(first - cell_begin)
+        target = target.narrow(dim, first - begin, min(begin + length, cell_begin + cell_length) - first)
+    return Part(name, cell, tuple(within), target)
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool = True, num_threads: int = 4):
-        self.checkpoint = checkpoint
-        self.verify = verify
-        self.num_threads = num_threads
-        self.slices: dict[MetadataIndex, Slice] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-                    size=torch.Size(tensor.shape),
-                    chunks=[ChunkStorageMetadata(torch.Size(s.offset), torch.Size(s.shape)) for s in tensor.slices],
-                )
-                for name, tensor in self.checkpoint.manifest.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        for name, tensor in self.checkpoint.manifest.tensors.items():
-            for part in tensor.slices:
-                self.slices[MetadataIndex(name, part.offset)] = part
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, items=[item for item in plan.items if math.prod(item.lengths)])
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        by_file: dict[int, list[tuple[ReadItem, Slice]]] = {}
-        for item in plan.items:
-            part = self.slices[item.storage_index]
-            by_file.setdefault(part.file, []).append((item, part))
-        for index, pairs in sorted(by_file.items()):
-            self._read_file(index, pairs, planner)
-        result: torch.futures.Future[None] = torch.futures.Future()
-        result.set_result(None)
-        return result
-
-    def _read_file(self, index: int, pairs: list[tuple[ReadItem, Slice]], planner: LoadPlanner) -> None:
-        manifest = self.checkpoint.manifest
-        wants, gathers = [], []
-        for item, part in pairs:
-            name = item.storage_index.fqn
+def read_parts(
+    checkpoint: Checkpoint, index: int, parts: Sequence[Part], *, verify: bool = True, num_threads: int = 4
+) -> None:
+    """Out of one file. Raises UnsoundCheckpointError."""
+    manifest = checkpoint.manifest
+    wants, gathers = [], []
+    with open_shard(checkpoint.place, manifest.files[index], verify=verify) as shard:
+        for name, cell, offset, target in parts:
             dtype = manifest.tensors[name].dtype
-            first, count = hull(part.shape, item.storage_offsets, item.lengths)
-            begin = part.begin + first * ITEM_BYTES[dtype]
+            stored = shard.find(cell.key(name), dtype, cell.shape)
+            first, count = hull(cell.shape, offset, target.shape)
+            begin = stored.begin + first * ITEM_BYTES[dtype]
             end = begin + count * ITEM_BYTES[dtype]
-            target = planner.resolve_tensor(item)
-            if count == math.prod(item.lengths) and target.is_contiguous():
+            if count == target.numel() and target.is_contiguous():
                 memory = target.reshape(-1).view(torch.uint8).numpy()
             else:
                 memory = np.empty(end - begin, np.uint8)
-                strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-                gathers.append((target, torch.from_numpy(memory).view(DTYPES[dtype]), list(item.lengths), strides))
+                strides = [math.prod(cell.shape[dim + 1 :]) for dim in range(len(cell.shape))]
+                gathers.append((target, torch.from_numpy(memory).view(DTYPES[dtype]), strides))
             wants.append(Want(begin, end, memory, name))
-        read_wanted(
-            self.checkpoint.place, manifest.files[index], wants, verify=self.verify, num_threads=self.num_threads
-        )
-        for target, values, lengths, strides in gathers:
-            target.copy_(values.as_strided(lengths, strides))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+        shard.read(wants, verify=verify, num_threads=num_threads)
+    for target, values, strides in gathers:
+        target.copy_(values.as_strided(target.shape, strides))
 
 
 def hull(shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:

@@ -1,22 +1,29 @@
 """Shard files: safetensors, written and read in one pass over their bytes, which hashes them block by block.
 
-Owns the layout of a file and the hashing; what the bytes mean is `format`'s, where they lie is the manifest's. Data
-starts at a multiple of 4096 and each slice at a multiple of its item size, so that a file can be mapped. No torch.
+Owns the layout of a file and the hashing; what the bytes mean is `format`'s, which tensors it has is the manifest's.
+Data starts at a multiple of 4096 and each slice at a multiple of its item size, so that a file can be mapped. No torch.
+
+The hashes of a shard's blocks are its own last tensor, HASHES: 16 bytes for each block of all bytes before it. So a
+file can be streamed from its first byte to its last, needs no second file, and stays plain safetensors. The manifest
+has one digest for header and table together. A reader fetches these two, checks them, and can then trust the byte
+ranges of the one and the hashes of the other.
 """
 
 import json
+import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.codec import write_json
-from llmfoundry_lite.checkpoint.manifest import ALGORITHM, ITEM_BYTES, FileRecord, Manifest
+from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, Stored
 from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable, wrong_twice
 from llmfoundry_lite.errors import DamagedCheckpointError
 
@@ -26,6 +33,8 @@ CHUNK_BYTES = 8 << 20
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
+HASHES = "__hashes__"
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -69,37 +78,77 @@ def file_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.key))
 
 
-def build_header(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The file's first bytes, and where in the file each of `entries` (in `file_order`) lies."""
-    ends = list(accumulate(entry.num_bytes for entry in entries))
-    ranges = [(end - entry.num_bytes, end) for entry, end in zip(entries, ends, strict=True)]
+def build_header(
+    entries: Sequence[Entry], metadata: dict[str, str], *, block_bytes: int = 0
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """The file's first bytes, and where in the file each of `entries` (in `file_order`) lies.
+
+    With `block_bytes` the file ends with the hashes of its blocks.
+    """
+    ends = [0, *accumulate(entry.num_bytes for entry in entries)]
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    for entry, (begin, end) in zip(entries, ranges, strict=True):
+    for entry, (begin, end) in zip(entries, pairwise(ends), strict=True):
         header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
-    text = write_json(header)
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [(start + begin, start + end) for begin, end in ranges]
+    start, is_settled = 8, False
+    text = b""
+    while not is_settled:  # how long the table is depends on how long the header is that says so
+        if block_bytes:
+            table = HASH_BYTES * -(-(start + ends[-1]) // block_bytes)
+            header[HASHES] = {"dtype": "U8", "shape": [table], "data_offsets": [ends[-1], ends[-1] + table]}
+        text = write_json(header)
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        is_settled = not block_bytes or start == 8 + len(text)
+        start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [(start + begin, start + end) for begin, end in pairwise(ends)]
 
 
 def write_shard(
     place: Place,
     name: str,
+    header: bytes,
     pieces: Sequence[Buffer],
     *,
     num_threads: int = 4,
     block_bytes: int = BLOCK_BYTES,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> FileRecord:
-    """Write `pieces` (uint8; header first) one after the other; hash and write in the same pass. Durable on return.
+    """Write a header that `build_header` made for these blocks, `pieces` (uint8) and the hashes. Durable on return.
 
     Whatever goes wrong in a thread is raised here, and then the file is worthless.
     """
+    size, table = _write(place, name, [header, *pieces], num_threads, block_bytes, on_phase, with_table=True)
+    return FileRecord(
+        name=name,
+        num_bytes=size + len(table),
+        algorithm=ALGORITHM,
+        block_bytes=block_bytes,
+        header_bytes=len(header),
+        digest=hash_pieces([header, table]).hex(),
+    )
+
+
+def write_file(place: Place, name: str, content: Buffer, *, block_bytes: int = BLOCK_BYTES) -> FileRecord:
+    """A file that is no shard; its hashes are in the record. Durable on return."""
+    size, table = _write(place, name, [content], 1, block_bytes, lambda phase: None, with_table=False)
+    return FileRecord(name=name, num_bytes=size, algorithm=ALGORITHM, block_bytes=block_bytes, block_hashes=table.hex())
+
+
+def _write(
+    place: Place,
+    name: str,
+    pieces: Sequence[Buffer],
+    num_threads: int,
+    block_bytes: int,
+    on_phase: Callable[[str], None],
+    *,
+    with_table: bool,
+) -> tuple[int, bytes]:
+    """Hash and write in the same pass. Returns how many bytes there are before the table, and the table."""
     views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
-    hashes = [""] * -(-size // block_bytes)
-    sink = place.sink(name, size)
+    hashes = [b""] * -(-size // block_bytes)
+    sink = place.sink(name, size + HASH_BYTES * len(hashes))
     has_failed = threading.Event()
 
     def write(begin: int) -> None:
@@ -120,104 +169,236 @@ def write_shard(
     chunk_bytes = max(block_bytes, CHUNK_BYTES // block_bytes * block_bytes)
     try:
         _for_each(write, range(0, size, chunk_bytes), num_threads if sink.any_order else 1)
+        table = b"".join(hashes)
+        if with_table:
+            sink.write_at(size, [table])
     except BaseException:
         sink.abandon()
         raise
     sink.close()
     on_phase("shard synced")
-    return FileRecord(name, size, ALGORITHM, block_bytes, "".join(hashes))
+    return size, table
 
 
-def read_wanted(
-    place: Place, file: FileRecord, wants: Sequence[Want], *, verify: bool = True, num_threads: int = 4
-) -> None:
-    """Fill each target; verify every block touched, once, in the same pass.
+class Shard:
+    """A file open for reading, of which header and hashes are known to be what was written."""
 
-    Raises UnsoundCheckpointError naming the file and a tensor. Targets are then undefined.
+    def __init__(self, place: Place, file: FileRecord, source: Source, verify: bool):
+        self.place, self.file, self.source = place, file, source
+        self.where = f"{place.url}/{file.name}"
+        self.hashes = bytes.fromhex(file.block_hashes)
+        self.contents = file.contents or {}
+        if file.digest:
+            self.hashes, self.contents = self._look(lambda source: self._read_header(source, verify))
+
+    def _read_header(self, source: Source, verify: bool) -> tuple[bytes, dict[str, Stored]]:
+        file = self.file
+        header, hashes = _read_bytes(source, 0, file.header_bytes), b""
+        if verify:
+            hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
+            if hash_pieces([header, hashes]).hex() != file.digest:
+                raise self.damage("its header or its hashes are not what was written")
+        return hashes, parse_header(header, self)
+
+    def damage(self, text: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.where}: {text}", self.file.name)
+
+    def _look(self, read: Callable[[Source], T]) -> T:
+        """What `read` finds; with a source of its own if it finds damage, which must be there twice."""
+
+        def once(is_anew: bool) -> T:
+            source = _open_once(self.place, self.file, is_anew=True) if is_anew else self.source
+            try:
+                return read(source)
+            except EOFError as error:
+                raise self.damage(str(error)) from None
+            except OSError as error:
+                raise unreadable(self.place, self.file.name, error) from error
+            finally:
+                if is_anew:
+                    source.close()
+
+        return wrong_twice(once)
+
+    def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
+        """Where a slice lies. Raises DamagedCheckpointError when the file has it otherwise, or not."""
+        stored = self.contents.get(key)
+        if stored is None or stored.dtype != dtype or stored.shape != tuple(shape):
+            found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
+            raise self.damage(f"{key} is {found} in its header and {dtype} {list(shape)} in the manifest")
+        return stored
+
+    def read(self, wants: Sequence[Want], *, verify: bool = True, num_threads: int = 4) -> None:
+        """Fill each target; verify every block touched, once, in the same pass.
+
+        Raises UnsoundCheckpointError naming the file and a tensor. Targets are then undefined.
+        """
+        wants = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
+        if any(a.end > b.begin for a, b in pairwise(wants)):
+            raise self.damage("slices share bytes")
+        _for_each(lambda run: self._read_run(run, run.wants, verify), _runs(self.file, wants, verify), num_threads)
+
+    def verify(self, num_threads: int = 2) -> None:
+        """All blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
+        file = self.file
+        named = [Span(stored.begin, stored.end, key.partition("@")[0]) for key, stored in self.contents.items()]
+        chunk_bytes = max(file.block_bytes, CHUNK_BYTES // file.block_bytes * file.block_bytes)
+        cuts = [*range(0, file.hashed_bytes, chunk_bytes), file.hashed_bytes]
+        runs = [Run(begin, end, []) for begin, end in pairwise(cuts)]
+        _for_each(lambda run: self._read_run(run, named, True), runs, num_threads)
+
+    def _read_run(self, run: Run, named: Sequence[Want | Span], verify: bool) -> None:
+        """Straight into the targets; into scratch memory what no one wants but must be hashed. Twice if wrong."""
+        begin, end = run.begin, run.end
+        pieces: list[Buffer] = []
+        position = begin
+        for want in run.wants:
+            start, stop = max(want.begin, position), min(want.end, end)
+            if start >= stop:
+                continue
+            if start > position:
+                pieces.append(np.empty(start - position, np.uint8))
+            pieces.append(want.target[start - want.begin : stop - want.begin])
+            position = stop
+        if position < end:
+            pieces.append(np.empty(end - position, np.uint8))
+
+        def read(source: Source) -> None:
+            source.read_into(begin, pieces)
+            if verify:
+                self._check_blocks(run, pieces, named)
+
+        self._look(read)
+
+    def _check_blocks(self, run: Run, pieces: Sequence[Buffer], named: Sequence[Want | Span]) -> None:
+        begin, end = run.begin, run.end
+        starts = [begin, *(begin + n for n in accumulate(len(piece) for piece in pieces))]
+        for block in range(begin // self.file.block_bytes, -(-end // self.file.block_bytes)):
+            first, last = block * self.file.block_bytes, min((block + 1) * self.file.block_bytes, end)
+            expected = self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+            if hash_pieces(_cut(pieces, starts, first, last)) != expected:
+                raise self.damage(f"bytes {first:,} to {last:,} are not what was written" + _inside(named, first, last))
+
+
+def find_absent(place: Place, files: Sequence[FileRecord]) -> tuple[FileRecord, int | None] | None:
+    """The first file that is not there (None) or has another size than it should; one listing of each folder.
+
+    What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
     """
-    wants = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
-    if not wants:
-        return
-    assert all(a.end <= b.begin for a, b in pairwise(wants)), "no byte is wanted twice"
+    folders = {file.name.rpartition("/")[0] for file in files}
+    sizes = {folder: (place.child(folder) if folder else place).sizes() for folder in folders}
+    for file in files:
+        folder, _, name = file.name.rpartition("/")
+        if sizes[folder].get(name) != file.num_bytes:
+            try:
+                source = place.source(file.name)
+            except FileNotFoundError:
+                return file, None
+            size = source.num_bytes
+            source.close()
+            if size != file.num_bytes:
+                return file, size
+    return None
+
+
+@contextmanager
+def open_shard(place: Place, file: FileRecord, *, verify: bool = True) -> Iterator[Shard]:
+    """Raises UnsoundCheckpointError for a file that is gone, has another size, or another header or other hashes."""
     source = _open(place, file)
     try:
-        _for_each(
-            lambda run: _read_run(source, place, file, run, run.wants, verify), _runs(file, wants, verify), num_threads
-        )
+        yield Shard(place, file, source, verify)
     finally:
         source.close()
 
 
 def read_verified(place: Place, file: FileRecord) -> bytes:
-    """All of a file. Raises UnsoundCheckpointError."""
-    _open(place, file).close()  # the size first: the memory for one that lies may not be there
-    content = np.empty(file.num_bytes, np.uint8)
-    read_wanted(place, file, [Want(0, file.num_bytes, content, file.name)])
+    """All of a file that is no shard. Raises UnsoundCheckpointError."""
+    with open_shard(place, file) as opened:  # the size first: the memory for one that lies may not be there
+        content = np.empty(file.num_bytes, np.uint8)
+        opened.read([Want(0, file.num_bytes, content, file.name)])
     return content.tobytes()
 
 
-def verify_file(place: Place, file: FileRecord, named: Sequence[Span] = (), *, num_threads: int = 2) -> None:
-    """All blocks. Raises UnsoundCheckpointError naming the file and, from `named`, a tensor in the damaged block."""
-    source = _open(place, file)
-    chunk_bytes = max(file.block_bytes, CHUNK_BYTES // file.block_bytes * file.block_bytes)
-    runs = [Run(begin, min(begin + chunk_bytes, file.num_bytes), []) for begin in range(0, file.num_bytes, chunk_bytes)]
+def verify_file(place: Place, file: FileRecord, *, num_threads: int = 2) -> None:
+    with open_shard(place, file) as opened:
+        opened.verify(num_threads)
+
+
+def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
+    """What a safetensors header says, less the hashes. Raises DamagedCheckpointError unless its slices lie one after
+    the other, each as long as its shape says."""
     try:
-        _for_each(lambda run: _read_run(source, place, file, run, named, True), runs, num_threads)
-    finally:
-        source.close()
-
-
-def check_header(place: Place, manifest: Manifest, index: int) -> None:
-    """That the file's own header says what the manifest says. Raises UnsoundCheckpointError."""
-    wrong_twice(lambda is_anew: _check_header(place, manifest, index, is_anew))
-
-
-def _check_header(place: Place, manifest: Manifest, index: int, is_anew: bool) -> None:
-    file = manifest.files[index]
-    where = f"{place.url}/{file.name}"
-    source = _open_once(place, file, is_anew)
-    try:
-        length = int.from_bytes(_read_bytes(source, 0, 8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, file.num_bytes - 8):
-            raise DamagedCheckpointError(f"{where}: its header claims {length:,} bytes", file.name)
-        header = json.loads(_read_bytes(source, 8, length))
-    except DamagedCheckpointError:
-        raise
-    except (ValueError, RecursionError, EOFError):
-        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file", file.name) from None
-    except OSError as error:
-        raise unreadable(place, file.name, error) from error
-    finally:
-        source.close()
-    if not isinstance(header, dict):
-        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file", file.name)
-    header.pop("__metadata__", None)
-    expected = {
-        part.key(name): {
-            "dtype": tensor.dtype,
-            "shape": list(part.shape),
-            "data_offsets": [part.begin - 8 - length, part.end - 8 - length],
+        if int.from_bytes(raw[:8], "little") != len(raw) - 8:
+            raise ValueError
+        header = json.loads(raw[8:])
+        header.pop("__metadata__", None)
+        header.pop(HASHES, None)
+        contents = {
+            key: Stored(str(entry["dtype"]), tuple(entry["shape"]), *(len(raw) + int(n) for n in entry["data_offsets"]))
+            for key, entry in header.items()
         }
-        for name, tensor in manifest.tensors.items()
-        for part in tensor.slices
-        if part.file == index
-    }
-    for key in sorted(expected.keys() | header.keys()):
-        if expected.get(key) != header.get(key):
+        end = len(raw)
+        for stored in sorted(contents.values(), key=lambda stored: (stored.begin, stored.end)):
+            size = math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
+            if stored.begin != end or stored.end != end + size:
+                raise ValueError
+            end = stored.end
+        if end > shard.file.hashed_bytes:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise shard.damage("its header is not that of a safetensors file") from None
+    return contents
+
+
+def read_header(shard: Shard) -> dict[str, Stored]:
+    """What the file's own header says, of any format. Raises UnsoundCheckpointError."""
+    if shard.file.digest:
+        return shard.contents
+
+    def read(source: Source) -> dict[str, Stored]:
+        length = int.from_bytes(_read_bytes(source, 0, 8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, shard.file.num_bytes - 8):
+            raise shard.damage(f"its header claims {length:,} bytes")
+        return parse_header(_read_bytes(source, 0, 8 + length), shard)
+
+    return shard._look(read)
+
+
+def check_headers(place: Place, manifest: Manifest) -> None:
+    """That all headers together have every slice of every tensor, and nothing else. Raises UnsoundCheckpointError."""
+    seen = dict.fromkeys(manifest.tensors, 0)
+    for index, file in enumerate(manifest.files):
+        with open_shard(place, file) as shard:
+            for key, stored in read_header(shard).items():
+                if file.contents is not None and file.contents.get(key) != stored:
+                    expected = file.contents.get(key, "missing")
+                    raise shard.damage(f"{key} is {stored} in its header and {expected} in the manifest")
+                name, _, offset = key.rpartition("@")
+                record = manifest.tensors.get(name)
+                cell = None if record is None else record.layout.at(record.shape, _numbers(offset))
+                found = (index, stored.shape, stored.dtype)
+                if record is None or cell is None or (cell.file, cell.shape, record.dtype) != found:
+                    raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
+                seen[name] += 1
+    for name, count in seen.items():
+        if count != manifest.tensors[name].num_slices:
             raise DamagedCheckpointError(
-                f"{where}: {key} is {header.get(key, 'missing')} in its header and {expected.get(key, 'missing')} in "
-                "the manifest",
-                file.name,
+                f"{place.url}: {name} has {manifest.tensors[name].num_slices} slices in the manifest and {count} in "
+                "the files' headers"
             )
 
 
-def hash_pieces(pieces: Sequence[Buffer]) -> str:
+def hash_blocks(content: bytes, block_bytes: int) -> bytes:
+    return b"".join(hash_pieces([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
+
+
+def hash_pieces(pieces: Sequence[Buffer]) -> bytes:
     if len(pieces) == 1:
-        return xxhash.xxh3_128_hexdigest(pieces[0])
+        return xxhash.xxh3_128_digest(pieces[0])
     state = xxhash.xxh3_128()
     for piece in pieces:
         state.update(piece)
-    return state.hexdigest()
+    return state.digest()
 
 
 # ------------------------------------------------------------------------------------------------------ the insides
@@ -241,7 +422,7 @@ def _runs(file: FileRecord, wants: Sequence[Want], verify: bool) -> list[Run]:
     runs: list[Run] = []
     for want in wants:
         begin = want.begin // grain * grain
-        end = min(-(-want.end // grain) * grain, file.num_bytes)
+        end = min(-(-want.end // grain) * grain, file.hashed_bytes)
         if runs and begin < runs[-1].end:  # shares a block with the one before
             runs[-1].wants.append(want)
             begin = runs[-1].end
@@ -254,61 +435,6 @@ def _runs(file: FileRecord, wants: Sequence[Want], verify: bool) -> list[Run]:
             runs.append(Run(begin, stop, [want]))
             begin = stop
     return runs
-
-
-def _read_run(
-    first_source: Source,
-    place: Place,
-    file: FileRecord,
-    run: Run,
-    named: Sequence[Want | Span],
-    verify: bool,
-) -> None:
-    """Straight into the targets; into scratch memory what no one wants but must be hashed. Twice if wrong."""
-    begin, end = run.begin, run.end
-    pieces: list[Buffer] = []
-    position = begin
-    for want in run.wants:
-        start, stop = max(want.begin, position), min(want.end, end)
-        if start >= stop:
-            continue
-        if start > position:
-            pieces.append(np.empty(start - position, np.uint8))
-        pieces.append(want.target[start - want.begin : stop - want.begin])
-        position = stop
-    if position < end:
-        pieces.append(np.empty(end - position, np.uint8))
-
-    def read(is_anew: bool) -> None:
-        source = _open_once(place, file, is_anew=True) if is_anew else first_source
-        try:
-            source.read_into(begin, pieces)
-            if verify:
-                _check_blocks(place, file, run, pieces, named)
-        except EOFError as error:
-            raise DamagedCheckpointError(f"{place.url}/{file.name}: {error}", file.name) from None
-        except OSError as error:
-            raise unreadable(place, file.name, error) from error
-        finally:
-            if is_anew:
-                source.close()
-
-    wrong_twice(read)
-
-
-def _check_blocks(
-    place: Place, file: FileRecord, run: Run, pieces: Sequence[Buffer], named: Sequence[Want | Span]
-) -> None:
-    begin, end = run.begin, run.end
-    starts = [begin, *(begin + n for n in accumulate(len(piece) for piece in pieces))]
-    for block in range(begin // file.block_bytes, -(-end // file.block_bytes)):
-        first, last = block * file.block_bytes, min((block + 1) * file.block_bytes, end)
-        if hash_pieces(_cut(pieces, starts, first, last)) != file.block_hash(block):
-            raise DamagedCheckpointError(
-                f"{place.url}/{file.name}: bytes {first:,} to {last:,} are not what was written"
-                + _inside(named, first, last),
-                file.name,
-            )
 
 
 def _inside(named: Sequence[Want | Span], first: int, last: int) -> str:
@@ -339,6 +465,10 @@ def _read_bytes(source: Source, offset: int, size: int) -> bytes:
     buffer = bytearray(size)
     source.read_into(offset, [memoryview(buffer)])
     return bytes(buffer)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) if n.isdecimal() else -1 for n in text.split(",")] if text else []
 
 
 def _for_each(work: Callable[[Any], None], items: Sequence[Any], num_threads: int) -> None:

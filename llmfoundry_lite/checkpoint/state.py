@@ -67,14 +67,14 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    persistent = {_clean(name) for name in model.state_dict()}
+    passing = _passing_buffers(model)
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]:
-        name = _clean(name)
-        if name not in persistent:
+        if name in passing:
             continue
+        name = _clean(name)
         key = f"model/{name}"
         first = first_names.setdefault(id(tensor), key)
         if first == key:
@@ -82,6 +82,15 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
         else:
             aliases[key] = first
     return tensors, aliases
+
+
+def _passing_buffers(model: nn.Module) -> set[str]:
+    """Names of buffers that no state dict holds. Asking for the state dict would copy thousands of handles."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def reshard(model: nn.Module) -> None:
@@ -124,7 +133,7 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
         name = names[id(parameter)]
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                tensors[f"optim/{name}/{slot}"] = value.detach()
+                tensors[f"optim/{name}/{slot}"] = value.detach() if value.requires_grad else value
             elif isinstance(value, torch.Tensor):
                 numbers.setdefault(name, {})[slot] = {"value": value, "dtype": DTYPE_NAMES[value.dtype]}
             elif value is not None:
@@ -153,6 +162,23 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
         values = torch.stack([local_part(number["value"]) for number in same]).tolist()
         for number, value in zip(same, values, strict=True):
             number["value"] = value
+
+
+def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One out of those of ranks that hold different parameters. Raises CheckpointError when their options differ."""
+    first, *others = parts
+    if first is None:
+        return None
+    groups, numbers = [dict(group) for group in first["groups"]], dict(first["state"])
+    for other in others:
+        if other is None or (other["class"], len(other["groups"])) != (first["class"], len(groups)):
+            raise CheckpointError("not saved: ranks have optimizers of different kinds or numbers of groups")
+        for group, more in zip(groups, other["groups"], strict=True):
+            if group["options"] != more["options"]:
+                raise CheckpointError("not saved: ranks have other options in the same optimizer group")
+            group["params"] = [*group["params"], *(name for name in more["params"] if name not in group["params"])]
+        numbers |= other["state"]
+    return {"class": first["class"], "groups": groups, "state": numbers}
 
 
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
@@ -197,16 +223,20 @@ def optimizer_targets(
     return targets, parameters
 
 
-def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], where: str) -> None:
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[set[str]]:
+    names = parameter_names(model, optimizer)
+    return [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+
+
+def check_optimizer(optimizer: Optimizer, groups: Sequence[set[str]], saved: Mapping[str, Any], where: str) -> None:
     """That the checkpoint's optimizer is of this kind and updates these parameters. Raises CheckpointError."""
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{where}: holds the state of {saved['class']}, this run uses {type(optimizer).__name__}; "
             "load_weights_only: true starts a new optimizer on its weights"
         )
-    groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     saved_groups = [set(group["params"]) for group in saved["groups"]]
-    if groups == saved_groups:
+    if list(groups) == saved_groups:
         return
     here, there = set().union(*groups), set().union(*saved_groups)
     if here != there:

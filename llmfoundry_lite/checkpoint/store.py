@@ -33,17 +33,29 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
+from llmfoundry_lite.checkpoint.manifest import (
+    HEAD_BYTES,
+    MANIFEST,
+    MAX_BYTES,
+    Head,
+    Manifest,
+    decode,
+    encode,
+    read_head,
+)
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable, wrong_twice
+from llmfoundry_lite.checkpoint.shards import find_absent
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
+    NewerFormatError,
     UnreadableCheckpointError,
 )
 
@@ -54,6 +66,9 @@ DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 HINT = "latest.json"
+LOG = "log"
+"""The folder of the parts of the run's log: see `log_parts`."""
+READS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +78,69 @@ class Checkpoint:
     name: str
     place: Place
     manifest: Manifest
+    raw: bytes = field(default=b"", repr=False, compare=False)
+    """The manifest as it was read."""
 
     @property
     def where(self) -> str:
         return self.place.url
 
 
-class Candidate(NamedTuple):
-    """A folder that looks like a checkpoint: read, or the reason why it could not be."""
+class Candidate:
+    """A folder that looks like a checkpoint. Its manifest is decoded when it is first asked for, and not to list it."""
 
-    name: str
-    checkpoint: Checkpoint | None
-    error: CheckpointError | None
+    def __init__(
+        self, name: str, place: Place, head: Head | None, checkpoint: Checkpoint | None, error: CheckpointError | None
+    ):
+        self.name = name
+        self.head = head
+        """What the beginning of its manifest says; None: all of it had to be read."""
+        self._place = place
+        self._found = checkpoint
+        self._error = error
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """None: see `error`."""
+        self._read()
+        return self._found
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why it cannot be read."""
+        self._read()
+        return self._error
+
+    @property
+    def is_listed(self) -> bool:
+        """Its place among the others is known."""
+        return self.head is not None or self._found is not None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        if self.head is not None:
+            return self.head.lease_epoch, self.head.batch
+        if self._found is not None:
+            return self._found.manifest.order
+        return 1 << 62, _batch(self.name)
+
+    @property
+    def batch(self) -> int:
+        return self.order[1]
+
+    def _read(self) -> None:
+        if self._found is None and self._error is None:
+            try:
+                self._found = read_checkpoint(self._place)
+            except CheckpointError as error:
+                self._error = error
+
+
+def refuse_newer(candidates: Sequence[Candidate]) -> None:
+    """Raises NewerFormatError if a newer release has written one: to carry on beside it could not be meant."""
+    for candidate in candidates:
+        if not candidate.is_listed and isinstance(candidate.error, NewerFormatError):
+            raise candidate.error
 
 
 class Search(NamedTuple):
@@ -110,7 +176,8 @@ def _read_once(place: Place) -> Checkpoint:
         raise CheckpointError(f"{place.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
     except OSError as error:
         raise unreadable(place, MANIFEST, error) from error
-    return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, decode(raw, f"{place.url}/{MANIFEST}"))
+    manifest = decode(raw, f"{place.url}/{MANIFEST}")
+    return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, manifest, raw)
 
 
 def kind_of(error: CheckpointError | None) -> str:
@@ -129,6 +196,8 @@ class CheckpointStore:
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
         self.root = open_place(url)
         self.leases = Leases(self.root)
+        self._logs: dict[str, set[str]] = {}
+        """By save_id, the parts of the log that it has."""
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
@@ -150,7 +219,7 @@ class CheckpointStore:
             self.leases.check(lease)
 
     def _committed_epochs(self) -> list[int]:
-        return [found.checkpoint.manifest.lease_epoch for found in self.candidates() if found.checkpoint]
+        return [found.order[0] for found in self.candidates() if found.is_listed]
 
     def _clear_remains(self, lease: Lease) -> None:
         """Drafts, replaced and half-deleted saves of earlier leases; a save replaced by nothing is put back."""
@@ -189,11 +258,14 @@ class CheckpointStore:
             if not COMMITTED.fullmatch(name):
                 continue
             place = self.root.child(name)
+            children = place.names()
+            drafts = [child for child in children if (m := SAVE_ID.fullmatch(child)) and int(m[1]) < lease.epoch]
+            if len(drafts) < 1 + (MANIFEST in children):
+                continue
             with contextlib.suppress(CheckpointError):  # a manifest that cannot be read: leave everything for a person
-                used = read_checkpoint(place).manifest.save_id if MANIFEST in place.names() else None
-                for child in place.names():
-                    save = SAVE_ID.fullmatch(child)
-                    if save is not None and child != used and int(save[1]) < lease.epoch:
+                used = read_checkpoint(place).manifest.save_id if MANIFEST in children else None
+                for child in drafts:
+                    if child != used:
                         place.child(child).remove_all()
 
     # ---------------------------------------------------------------------------------------------------- publish
@@ -237,25 +309,26 @@ class CheckpointStore:
                 self.on_phase("before rename")
                 place.put(MANIFEST, raw)
             self.on_phase("after rename")
+        self._logs[manifest.save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
         with contextlib.suppress(OSError):
             self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, place, manifest)
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         place, prefix = self.draft(manifest.save_id)
-        for file in (*manifest.files, *manifest.attachments):
-            name = file.name.removeprefix(prefix)
-            try:
-                source = place.source(name)
-            except FileNotFoundError:
-                raise CheckpointError(
-                    f"{place.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
-                    "on a disk that all nodes share, or a URL"
-                ) from None
-            size = source.num_bytes
-            source.close()
-            if size != file.num_bytes:
-                raise CheckpointError(f"{place.url}/{name}: {size:,} bytes, written were {file.num_bytes:,}")
+        files = [
+            replace(file, name=file.name.removeprefix(prefix)) for file in (*manifest.files, *manifest.attachments)
+        ]
+        absent = find_absent(place, files)
+        if absent is None:
+            return
+        file, size = absent
+        if size is None:
+            raise CheckpointError(
+                f"{place.url}/{file.name}: written by another rank but not to be seen from rank 0; save_folder must be "
+                "on a disk that all nodes share, or a URL"
+            )
+        raise CheckpointError(f"{place.url}/{file.name}: {size:,} bytes, written were {file.num_bytes:,}")
 
     def _commit_by_rename(self, root: LocalPlace, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)
@@ -277,9 +350,16 @@ class CheckpointStore:
             root.rename(DRAFT + manifest.save_id, name)
 
     def _check_not_newer(self, name: str, manifest: Manifest) -> None:
-        with contextlib.suppress(CheckpointError):
-            present = read_checkpoint(self.root.child(name)).manifest
-            if present.lease_epoch > manifest.lease_epoch:
+        place = self.root.child(name)
+        try:
+            head = _head(place)
+            epoch = head.lease_epoch if head is not None else read_checkpoint(place).manifest.lease_epoch
+        except NewerFormatError as error:
+            raise _Fenced(f"not published: {error}") from None
+        except (CheckpointError, OSError):
+            return
+        else:
+            if epoch > manifest.lease_epoch:
                 raise _Fenced(f"{self.root.url}/{name}: saved there by a later launch; this one may not replace it")
 
     def abandon(self, save_id: str) -> None:
@@ -298,25 +378,29 @@ class CheckpointStore:
         """All checkpoints, newest first; those whose manifest cannot be read come where their name puts them."""
         with _os_errors(f"{self.root.url}: cannot be listed"):
             names = self.root.names()
-            committed = [name for name in names if COMMITTED.fullmatch(name)]
-            found = [self._candidate(name) for name in (*committed, *self._only_replaced(names))]
-        found = [candidate for candidate in found if candidate is not None]
-        return sorted(found, key=_candidate_order, reverse=True)
+            names = [*filter(COMMITTED.fullmatch, names), *self._only_replaced(names)]
+            with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
+                found = list(pool.map(self._candidate, names))
+        return sorted((one for one in found if one is not None), key=lambda one: one.order, reverse=True)
 
     def _candidate(self, name: str) -> Candidate | None:
         place = self.root.child(name)
+        with contextlib.suppress(OSError):  # which reading all of it will name
+            head = _head(place)
+            if head is not None and _committed_name(head.save_id) == _name_of_batch(name):
+                return Candidate(name, place, head, None, None)
         try:
             checkpoint = read_checkpoint(place)
         except CheckpointError as error:
             if MANIFEST in (names := place.names()):
-                return Candidate(name, None, error)
+                return Candidate(name, place, None, None, error)
             if not self.root.is_local or not names:
                 return None  # not committed yet, or being removed
-            return Candidate(name, None, IncompleteCheckpointError(f"{place.url}/{MANIFEST}: missing"))
+            return Candidate(name, place, None, None, IncompleteCheckpointError(f"{place.url}/{MANIFEST}: missing"))
         if _committed_name(checkpoint.manifest.save_id) != _name_of_batch(name):
             error = DamagedCheckpointError(f"{place.url}: holds the manifest of {checkpoint.manifest.save_id}")
-            return Candidate(name, None, error)
-        return Candidate(name, checkpoint, None)
+            return Candidate(name, place, None, None, error)
+        return Candidate(name, place, None, checkpoint, None)
 
     def newest_intact(
         self,
@@ -354,7 +438,7 @@ class CheckpointStore:
         line = f"passed over {kind_of(error)} checkpoint"
         if lease is None or not isinstance(self.root, LocalPlace) or not isinstance(error, DamagedCheckpointError):
             return f"{line}: {error}"
-        others = [found for found in self.candidates() if found.checkpoint is not None and found.name != name]
+        others = any(found.name != name and found.checkpoint is not None for found in self.candidates())
         target = f"{DAMAGED}{_name_of_batch(name)}-{uuid.uuid4().hex[:6]}"
         with contextlib.suppress(OSError):
             if others:
@@ -402,22 +486,44 @@ class CheckpointStore:
         """
         if lease is not None:
             self.check(lease)
-        readable = [c.checkpoint for c in self.candidates() if c.checkpoint is not None]
+        candidates = self.candidates()
+        listed = [candidate for candidate in candidates if candidate.is_listed]
         doomed = [
-            checkpoint
-            for checkpoint in readable[max(keep_newest, 1) :]
-            if not keep_every_batches or checkpoint.manifest.timestamp.batch % keep_every_batches
+            candidate
+            for candidate in listed[max(keep_newest, 1) :]
+            if (not keep_every_batches or candidate.batch % keep_every_batches) and candidate.checkpoint is not None
         ]
         if not doomed:
             return []
-        intact = next((checkpoint for checkpoint in readable if _passes(verify, checkpoint)), None)
+        intact = next((one for one in listed if one.checkpoint is not None and _passes(verify, one.checkpoint)), None)
         if intact is None:
             return []
-        doomed = [checkpoint for checkpoint in reversed(doomed) if checkpoint is not intact]
+        doomed = [candidate for candidate in reversed(doomed) if candidate is not intact]
         if not dry_run:
-            for checkpoint in doomed:
-                self.remove(checkpoint.name, checkpoint.manifest.save_id)
-        return [checkpoint.name for checkpoint in doomed]
+            for candidate in doomed:
+                assert candidate.checkpoint is not None
+                self.remove(candidate.name, candidate.checkpoint.manifest.save_id)
+            if lease is not None:
+                self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)
+        return [candidate.name for candidate in doomed]
+
+    def _remove_log(self, kept: Sequence[Candidate], lease: Lease) -> None:
+        """Parts of the log that no checkpoint has any more; none if a checkpoint cannot be asked."""
+        used: set[str] = set()
+        for candidate in kept:
+            save_id = candidate.head.save_id if candidate.head is not None else ""
+            if save_id not in self._logs:
+                if candidate.checkpoint is None:
+                    return
+                manifest = candidate.checkpoint.manifest
+                save_id = manifest.save_id
+                self._logs[save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
+            used |= self._logs[save_id]
+        place = self.root.child(LOG)
+        for name in place.names():
+            save = SAVE_ID.search(name)
+            if save is not None and name not in used and int(save[1]) <= lease.epoch:
+                place.remove(name)
 
 
 class _Fenced(Exception):
@@ -464,7 +570,5 @@ def _epoch(name: str) -> int:
     return int(save[1]) if save else 0
 
 
-def _candidate_order(candidate: Candidate) -> tuple[int, int]:
-    if candidate.checkpoint is None:
-        return 1 << 62, _batch(candidate.name)
-    return candidate.checkpoint.manifest.order
+def _head(place: Place) -> Head | None:
+    return read_head(place.read(MANIFEST, HEAD_BYTES))

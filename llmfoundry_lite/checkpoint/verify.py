@@ -1,6 +1,7 @@
 """Is a checkpoint whole, and what is in it? Answers on a machine without torch.
 
 verify_checkpoint(checkpoint)            every byte hashed; UnsoundCheckpointError names file and tensor
+check_present(checkpoint)                files there, sizes right: one listing
 check_structure(checkpoint)              files there, sizes right, headers agree: a few kilobytes read
 check_readable(checkpoint)               the same, and what was saved beside the tensors hashed
 read_attachment(checkpoint, name)        that, hashed
@@ -12,8 +13,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.shards import Span, check_header, read_verified, verify_file
+from llmfoundry_lite.checkpoint.places import unreadable
+from llmfoundry_lite.checkpoint.shards import check_headers, find_absent, read_verified, verify_file
 from llmfoundry_lite.checkpoint.store import Checkpoint
+from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +31,28 @@ class Description:
     """Number of tensors of each."""
 
 
+def check_present(checkpoint: Checkpoint) -> None:
+    """Every file is there with its size."""
+    try:
+        absent = find_absent(checkpoint.place, (*checkpoint.manifest.files, *checkpoint.manifest.attachments))
+    except OSError as error:
+        raise unreadable(checkpoint.place.parent(), checkpoint.name, error) from error
+    if absent is not None:
+        file, size = absent
+        where = f"{checkpoint.where}/{file.name}"
+        if size is None:
+            raise IncompleteCheckpointError(f"{where}: missing", file.name)
+        raise DamagedCheckpointError(f"{where}: {size:,} bytes, written were {file.num_bytes:,}", file.name)
+
+
 def check_structure(checkpoint: Checkpoint) -> None:
     """Every file is there with its size and a header that says what the manifest says."""
-    for index in range(len(checkpoint.manifest.files)):
-        check_header(checkpoint.place, checkpoint.manifest, index)
+    check_headers(checkpoint.place, checkpoint.manifest)
 
 
 def check_readable(checkpoint: Checkpoint) -> None:
     """What one rank looks at before all read the tensors, which are verified as they are read."""
-    check_structure(checkpoint)
+    check_present(checkpoint)
     for file in checkpoint.manifest.attachments:
         verify_file(checkpoint.place, file)
 
@@ -50,14 +66,11 @@ def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
 
 
 def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
-    """Every block of every file is hashed, then `check_readable`."""
+    """Every block of every file is hashed, and all headers are compared with the manifest."""
     manifest = checkpoint.manifest
-    named: list[list[Span]] = [[] for _ in manifest.files]
-    for name, tensor in manifest.tensors.items():
-        for part in tensor.slices:
-            named[part.file].append(Span(part.begin, part.end, name))
-    for file, spans in zip(manifest.files, named, strict=True):
-        verify_file(checkpoint.place, file, spans, num_threads=num_threads)
+    for file in manifest.files:
+        verify_file(checkpoint.place, file, num_threads=num_threads)
+    check_structure(checkpoint)
     check_readable(checkpoint)
 
 

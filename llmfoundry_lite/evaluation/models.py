@@ -27,6 +27,7 @@ from llmfoundry_lite.checkpoint.store import (
     is_checkpoint,
     kind_of,
     open_checkpoint,
+    refuse_newer,
 )
 from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.checkpoint.where import read_tokenizer
@@ -88,6 +89,7 @@ def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
     """Of a run or folder, those whose manifest can be read, in order of batch, and a line for each that cannot."""
     stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
+    refuse_newer(candidates)
     checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
     notes = [
         f"passed over {kind_of(candidate.error)} checkpoint: {candidate.error}"

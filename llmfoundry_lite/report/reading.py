@@ -12,10 +12,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
-from llmfoundry_lite.checkpoint.verify import read_attachment
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.log_lines import Record, merge_logs, read_lines
 from llmfoundry_lite.status import LAUNCHES
@@ -172,7 +172,8 @@ def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> lis
     """With the lines of batches that another machine trained, which travel with its checkpoints."""
     lines = content.splitlines(keepends=True)
     try:
-        carried = read_attachment(newest, METRICS)
+        carried, _, lost = read_log(newest)
+        notes.extend(lost)
     except CheckpointError as error:
         notes.append(f"the log that came with {newest.name} is damaged: {error}")
         return lines

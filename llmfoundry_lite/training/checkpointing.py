@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from llmfoundry_lite.checkpoint import manifest as portable
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
+from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
+from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
 from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
@@ -100,7 +101,7 @@ class Checkpointing(Callback):
                 for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
                     group.update(options)
                 self._restore_scalars(restored.manifest, state)
-                self._restore_log(restored)
+                self._restore_log(restored, self.begins.is_own)
                 self.segments = restored.manifest.segments
             self.saver.parent_save_id = restored.manifest.save_id
         if self.begins.note:
@@ -197,12 +198,17 @@ class Checkpointing(Callback):
         batch_size = getattr(getattr(loader, "dataset", None), "global_batch_size", None)
         return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
 
-    def _restore_log(self, restored: Restored) -> None:
+    def _restore_log(self, restored: Restored, is_own: bool) -> None:
+        """`is_own`: from this run's folder, where later checkpoints may refer to the log's parts."""
         assert restored.manifest is not None
         error = None
         try:
             if dist.get_rank() == 0:
-                self.history = read_attachment(open_checkpoint(restored.url), METRICS)
+                log = read_log(open_checkpoint(restored.url))
+                self.history = log.content
+                self._say(*log.notes)
+                if is_own:
+                    self.saver.log_parts = log.parts
         except CheckpointError as caught:
             error = caught
         agree(error)
@@ -303,7 +309,7 @@ class Checkpointing(Callback):
                 lease,
                 keep_newest=self.config.save_num_checkpoints_to_keep,
                 keep_every_batches=self.config.save_keep_every_batches,
-                verify=check_structure,
+                verify=check_present,
             )
         except CheckpointError as error:
             self.store.check(lease)
@@ -333,11 +339,8 @@ class Checkpointing(Callback):
             config=as_dict(self.config),
             segments=(*self.segments, self._segment(state)),
             scalars=scalars,
-            attachments=partial(self._attachments, int(stamp.batch)),
+            log=partial(log_until, self.log_path, int(stamp.batch)) if self.carries_log else None,
         )
-
-    def _attachments(self, batch: int) -> dict[str, bytes]:
-        return {METRICS: log_until(self.log_path, batch)} if self.carries_log else {}
 
     def _data_state(self, state: State) -> dict[str, Any] | None:
         dataset = getattr(state.train_dataloader, "dataset", None)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.store import CheckpointStore, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import CheckpointStore, is_checkpoint, open_checkpoint, refuse_newer
 from llmfoundry_lite.checkpoint.where import check_not_from_elsewhere, folder_of_checkpoints
 from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
@@ -74,6 +74,7 @@ def look(config: TrainConfig, fingerprints: dict[str, str]) -> tuple[bool, str]:
             "choose another run_name"
         )
     if candidates:
+        refuse_newer(candidates)
         newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
         if newest is not None:
             check_fit(config, fingerprints, newest.manifest)
@@ -112,6 +113,7 @@ def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, st
             newest = open_checkpoint(where)
         else:
             candidates = CheckpointStore(folder_of_checkpoints(where)).candidates()
+            refuse_newer(candidates)
             newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
     except CheckpointError as error:
         raise type(error)(f"load_path: {error}") from None

@@ -1,10 +1,12 @@
 """Small saves without torch, for tests of files, stores and crashes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.manifest import Manifest, TensorRecord, Timestamp
 from llmfoundry_lite.checkpoint.shards import Entry, build_header, write_shard
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease
 
@@ -21,27 +23,21 @@ def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | 
     """Two shards with half a tensor each."""
     save_id = store.new_save_id(lease, batch)
     place, prefix = store.open_draft(save_id)
-    files, slices = [], []
+    files = []
     for rank, half in enumerate(np.split(values_of(batch), 2)):
         offset = (rank * ROWS,)
-        header, ((begin, end),) = build_header([Entry(f"model/w@{offset[0]}", "I64", (ROWS,), 8 * ROWS)], {})
+        entry = Entry(f"model/w@{offset[0]}", "I64", (ROWS,), 8 * ROWS)
+        header, _ = build_header([entry], {}, block_bytes=BLOCK_BYTES)
         name = f"shard-{rank:05d}.safetensors"
-        pieces = [header, half.view(np.uint8)]
-        record = write_shard(place, name, pieces, block_bytes=BLOCK_BYTES, num_threads=2, on_phase=store.on_phase)
-        files.append(
-            FileRecord(
-                prefix + name,
-                *[getattr(record, f) for f in ("num_bytes", "algorithm", "block_bytes")],
-                record.block_hashes,
-            )
-        )
-        slices.append(Slice(rank, begin, end, offset, (ROWS,)))
+        options = {"block_bytes": BLOCK_BYTES, "num_threads": 2, "on_phase": store.on_phase}
+        record = write_shard(place, name, header, [half.view(np.uint8)], **options)
+        files.append(replace(record, name=prefix + name))
     return Manifest(
         save_id=save_id,
         parent_save_id=parent,
         lease_epoch=lease.epoch,
         timestamp=Timestamp(batch=batch),
-        tensors={"model/w": TensorRecord("I64", (2 * ROWS,), tuple(slices))},
+        tensors={"model/w": TensorRecord("I64", (2 * ROWS,), Grid((ROWS,), (0,), (1,)))},
         files=tuple(files),
     )
 

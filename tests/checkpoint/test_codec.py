@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmfoundry_lite.checkpoint.codec import MAX_VALUES, decode_value, encode_value, parse_json, write_json
+from llmfoundry_lite.checkpoint.codec import decode_value, encode_value, parse_json, write_json
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
@@ -55,8 +55,8 @@ def test_what_json_cannot_hold_is_refused_with_its_place(value):
 @pytest.mark.fault
 @pytest.mark.parametrize(
     "raw",
-    [b"[NaN]", b"[1e", b'{"a":1,"a":2}', b"[" * 100_000, b"\xff", b"9" * 5000, b"," * (MAX_VALUES + 1)],
-    ids=["nan", "torn", "twice", "deep", "not utf-8", "a huge number", "a billion values"],
+    [b"[NaN]", b"[1e", b'{"a":1,"a":2}', b"[" * 100_000, b"\xff", b"9" * 5000],
+    ids=["nan", "torn", "twice", "deep", "not utf-8", "a huge number"],
 )
 def test_hostile_json_is_refused(raw):
     with pytest.raises(DamagedCheckpointError, match="the manifest"):

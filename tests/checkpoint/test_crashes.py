@@ -10,7 +10,7 @@ import torch
 
 from llmfoundry_lite import cli
 from llmfoundry_lite.checkpoint.restore import load_newest
-from llmfoundry_lite.checkpoint.shards import Want, read_wanted
+from llmfoundry_lite.checkpoint.shards import Want, open_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.saves import ROWS, flip, save, values_of
@@ -48,9 +48,10 @@ def read_values(checkpoint):
     record = checkpoint.manifest.tensors["model/w"]
     halves = []
     for part in record.slices:
-        target = np.empty(part.end - part.begin, np.uint8)
-        want = Want(part.begin, part.end, target, "model/w")
-        read_wanted(checkpoint.place, checkpoint.manifest.files[part.file], [want])
+        with open_shard(checkpoint.place, checkpoint.manifest.files[part.file]) as shard:
+            stored = shard.find(part.key("model/w"), "I64", part.shape)
+            target = np.empty(stored.end - stored.begin, np.uint8)
+            shard.read([Want(stored.begin, stored.end, target, "model/w")])
         halves.append(target.view(np.int64))
     return np.concatenate(halves)
 

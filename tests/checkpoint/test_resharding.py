@@ -1,4 +1,4 @@
-"""Resharding through DCP's planners over random meshes, one simulated rank after the other in this process.
+"""Resharding over random meshes, one simulated rank after the other in this process.
 
 torch's fake process group gives each simulated rank its place in a mesh; only the exchange of plans, which needs live
 neighbours, is done by hand.
@@ -14,18 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmfoundry_lite.checkpoint import exchange
-from llmfoundry_lite.checkpoint.format import as_bytes
+from llmfoundry_lite.checkpoint.format import as_bytes, file_name
+from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.places import LocalPlace
-from llmfoundry_lite.checkpoint.planning import StagedPlanner, agree_on_plans, box_of, file_name, layout, tensor_records
+from llmfoundry_lite.checkpoint.planning import box_of, check_parts, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
-from llmfoundry_lite.checkpoint.shards import write_shard
+from llmfoundry_lite.checkpoint.shards import build_header, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError
 
 SAVE_ID = "e1-ba1-0123456789ab"
 
@@ -64,33 +66,41 @@ def distribute(whole, layouts, mesh_shape):
     return tensors
 
 
-def save_simulated(folder, whole, layouts, mesh_shape):
-    """What each rank's plan is, then what each rank writes."""
+def plan_simulated(whole, layouts, mesh_shape, absent=()):
+    """Each rank's plan. `absent` are pairs of a rank and a tensor that it does not have."""
     world_size = math.prod(mesh_shape)
-    boxes = []
+    tables = []
     for rank in range(world_size):
         with rank_of(rank, world_size):
-            plan = StagedPlanner(distribute(whole, layouts, mesh_shape), rank == 0).create_local_plan()
-            boxes.append([box_of(item) for item in plan.items])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "gather_json", lambda mine, group: boxes)
-        plans = agree_on_plans(StagedPlanner({}, True), None)
-    place, files = LocalPlace(folder), []
-    for rank, mine in enumerate(plans):
-        with rank_of(rank, world_size):
             tensors = distribute(whole, layouts, mesh_shape)
-            header, ranges = layout(mine, SAVE_ID)
-            pieces = [as_bytes(local_part(tensors[box.name]).contiguous()) for box, _, _ in ranges]
-        files.append(write_shard(place, file_name(rank), [header, *pieces], block_bytes=4096))
-    manifest = Manifest(
-        save_id=SAVE_ID,
-        timestamp=Timestamp(batch=1),
-        tensors=tensor_records(plans, SAVE_ID, whole),
-        files=tuple(FileRecord(f.name, f.num_bytes, f.algorithm, f.block_bytes, f.block_hashes) for f in files),
-    )
+            check_parts(tensors)
+            table = describe({name: t for name, t in tensors.items() if (rank, name) not in absent})
+            same = next((ranks for known, ranks in tables if known == table), None)
+            if same is None:
+                tables.append((table, [rank]))
+            else:
+                same.append(rank)
+    return [make_plan(tables, rank, world_size) for rank in range(world_size)]
+
+
+def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
+    """What each rank's plan is, then what each rank writes."""
+    plans = plan_simulated(whole, layouts, mesh_shape, absent)
+    place, files = LocalPlace(folder), []
+    place.make(with_parents=True)
+    for rank, plan in enumerate(plans):
+        with rank_of(rank, len(plans)):
+            tensors = distribute(whole, layouts, mesh_shape)
+            for box in plan.mine:
+                assert box_of(tensors[box.name]) == (box.offset, box.lengths)
+            pieces = [as_bytes(local_part(tensors[box.name]).contiguous()) for box in plan.mine]
+        header, _ = build_header([box.entry for box in plan.mine], {"save_id": SAVE_ID}, block_bytes=4096)
+        files.append(write_shard(place, file_name(rank), header, pieces, block_bytes=4096))
+        assert plan.tensors == plans[0].tensors
+    manifest = Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plans[0].tensors, files=tuple(files))
     checkpoint = Checkpoint("ba1", place, decode(encode(manifest), "m"))
     verify_checkpoint(checkpoint)
-    return checkpoint, plans
+    return checkpoint, [plan.mine for plan in plans]
 
 
 def same_bits(a, b):
@@ -151,6 +161,63 @@ def test_replicated_tensors_are_written_once_and_spread_evenly(tmp_path):
     layouts = dict.fromkeys(whole, None)
     _, plans = save_simulated(tmp_path / "plain", whole, layouts, (4,))
     assert [len(plan) for plan in plans] == [4, 4, 4, 4]
+
+
+def test_tensors_need_not_be_on_every_rank(tmp_path):
+    """As under pipeline parallelism: each stage has its own, and both have the embedding."""
+    whole = {"model/embed": torch.randn(12, 4), "model/first": torch.randn(6, 4), "model/last": torch.randn(5, 4)}
+    layouts = {"model/embed": None, "model/first": None, "model/last": None}
+    absent = {(rank, "model/last" if rank < 2 else "model/first") for rank in range(4)}
+    checkpoint, plans = save_simulated(tmp_path, whole, layouts, (4,), absent)
+    assert list(checkpoint.manifest.tensors) == list(whole)
+    where = {box.name: rank for rank, boxes in enumerate(plans) for box in boxes}
+    assert where["model/first"] in (0, 1) and where["model/last"] in (2, 3)
+    loaded = read_tensors(checkpoint, whole)
+    assert all(same_bits(loaded[name], whole[name]) for name in whole)
+
+
+def test_ranks_that_have_drifted_apart_are_refused():
+    tables = [({"meshes": [], "tensors": [["model/w", "F32", [n], None, []]]}, [n - 3]) for n in (3, 4)]
+    with pytest.raises(CheckpointError, match=r"model/w is F32 \[3\] on rank 0 and F32 \[4\] on rank 1"):
+        make_plan(tables, 0, 2)
+
+
+def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
+    whole = {"model/w": torch.randn(24, 2)}
+    placements = {"model/w": (_StridedShard(0, split_factor=2), Shard(0))}
+    for rank in range(6):
+        with rank_of(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
+            begin = 12 * (rank % 2) + 4 * (rank // 2)
+            local = whole["model/w"][begin : begin + 4].clone()
+            tensor = DTensor.from_local(
+                local, mesh, placements["model/w"], run_check=False, shape=(24, 2), stride=(2, 1)
+            )
+            check_parts({"model/w": tensor})
+            assert box_of(tensor) == ((begin, 0), (4, 2))
+            plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
+            assert [(box.offset, box.lengths) for box in plan.mine] == [((begin, 0), (4, 2))]
+            assert plan.tensors["model/w"].layout == Grid((4,), (0, 2, 4, 1, 3, 5))
+
+
+def test_a_few_layouts_describe_many_tensors_on_many_ranks():
+    whole = {f"model/t{i}": torch.empty(4096, 64, device="meta") for i in range(50)}
+    with rank_of(0, 512):
+        mesh = init_device_mesh("cpu", (512,))
+        like = {
+            n: DTensor.from_local(t[:8], mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
+            for n, t in whole.items()
+        }
+        plan = make_plan([(describe(like), list(range(512)))], 0, 512)
+    files = tuple(
+        FileRecord(name=file_name(i), num_bytes=8192, block_bytes=4096, header_bytes=4096, digest="0" * 32)
+        for i in range(512)
+    )
+    raw = encode(Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plan.tensors, files=files))
+    assert {id(record.layout) for record in plan.tensors.values()} == {id(plan.tensors["model/t0"].layout)}
+    assert plan.tensors["model/t0"].layout == Grid((8,), (0,), (1,))
+    assert len(raw) < 50_000, "a list of all slices has 1.2 MB"
+    assert [cell.file for cell in decode(raw, "m").tensors["model/t7"].overlapping((15, 0), (10, 64))] == [1, 2, 3]
 
 
 def test_a_rank_reads_and_verifies_only_what_it_needs(tmp_path):

@@ -6,19 +6,23 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmfoundry_lite.checkpoint import places, shards
+from llmfoundry_lite.checkpoint.manifest import FileRecord
 from llmfoundry_lite.checkpoint.places import LocalPlace, open_place
 from llmfoundry_lite.checkpoint.shards import (
+    HASHES,
     Entry,
     Want,
     build_header,
     file_order,
-    read_wanted,
+    open_shard,
     verify_file,
+    write_file,
     write_shard,
 )
 from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
@@ -47,42 +51,81 @@ def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, size
         place = open_place("memory://shards") if remote else LocalPlace(tmp_path_factory.mktemp("shards"))
         pieces = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
         whole = np.concatenate(pieces)
-        record = write_shard(place, "s", pieces, num_threads=num_threads, block_bytes=BLOCK)
+        record = write(place, "s", pieces, num_threads=num_threads)
         cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=12)) | {0, len(whole)})
         ranges = [pair for pair in pairwise(cuts) if data.draw(st.booleans())]
-        wants = [Want(begin, end, np.zeros(end - begin, np.uint8), "t") for begin, end in ranges]
-        read_wanted(place, record, wants, verify=verify, num_threads=num_threads)
+        start = record.header_bytes
+        wants = [Want(start + begin, start + end, np.zeros(end - begin, np.uint8), "t") for begin, end in ranges]
+        with open_shard(place, record, verify=verify) as shard:
+            shard.read(wants, verify=verify, num_threads=num_threads)
         for want in wants:
-            assert np.array_equal(want.target, whole[want.begin : want.end])
+            assert np.array_equal(want.target, whole[want.begin - start : want.end - start])
         verify_file(place, record)
     finally:
         shards.CHUNK_BYTES = chunk
 
 
-def write(folder, num_bytes=40_000, **options):
+def write(place, name, pieces, **options):
+    entries = [Entry(f"t{i:02}@0", "U8", (len(piece),), len(piece)) for i, piece in enumerate(pieces)]
+    header, _ = build_header(entries, {}, block_bytes=BLOCK)
+    return write_shard(place, name, header, pieces, block_bytes=BLOCK, **options)
+
+
+def write_one(folder, num_bytes=40_000, **options):
     content = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-    return content, write_shard(LocalPlace(folder), "s", [content], block_bytes=BLOCK, **options)
+    return content, write(LocalPlace(folder), "s", [content], **options)
 
 
 @pytest.mark.fault
 def test_only_the_blocks_that_are_read_are_verified(tmp_path):
-    content, record = write(tmp_path)
+    content, record = write_one(tmp_path)
     flip(tmp_path / "s", 5 * BLOCK + 1)
-    wants = [Want(0, 5 * BLOCK, np.zeros(5 * BLOCK, np.uint8), "a")]
-    read_wanted(LocalPlace(tmp_path), record, wants)
-    assert np.array_equal(wants[0].target, content[: 5 * BLOCK])
-    wants = [Want(5 * BLOCK + 9, 5 * BLOCK + 10, np.zeros(1, np.uint8), "model/w")]
-    with pytest.raises(
-        DamagedCheckpointError, match=r"s: bytes 20,480 to 24,576 are not what was written \(in model/w\)"
+    wants = [Want(BLOCK, 5 * BLOCK, np.zeros(4 * BLOCK, np.uint8), "a")]
+    with open_shard(LocalPlace(tmp_path), record) as shard:
+        shard.read(wants)
+        assert np.array_equal(wants[0].target, content[: 4 * BLOCK])
+        wants = [Want(5 * BLOCK + 9, 5 * BLOCK + 10, np.zeros(1, np.uint8), "model/w")]
+        text = r"s: bytes 20,480 to 24,576 are not what was written \(in model/w\)"
+        with pytest.raises(DamagedCheckpointError, match=text):
+            shard.read(wants)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("place", [9, -1], ids=["header", "hashes"])
+def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, place):
+    _, record = write_one(tmp_path)
+    flip(tmp_path / "s", place)
+    with (
+        pytest.raises(DamagedCheckpointError, match="s: its header or its hashes are not what was written"),
+        open_shard(LocalPlace(tmp_path), record),
     ):
-        read_wanted(LocalPlace(tmp_path), record, wants)
+        pass
+
+
+def test_the_last_tensor_has_the_hashes_of_all_blocks_before_it(tmp_path):
+    _, record = write_one(tmp_path, num_bytes=2 * BLOCK + 7)
+    raw = (tmp_path / "s").read_bytes()
+    hashes = load_file(tmp_path / "s")[HASHES].tobytes()
+    before = raw[: -len(hashes)]
+    assert raw.endswith(hashes)
+    blocks = [before[i : i + BLOCK] for i in range(0, len(before), BLOCK)]
+    assert hashes == b"".join(xxhash.xxh3_128_digest(block) for block in blocks)
+    assert record.digest == xxhash.xxh3_128_hexdigest(raw[: record.header_bytes] + hashes)
+    assert (record.hashed_bytes, record.num_blocks) == (len(before), len(blocks))
+
+
+@given(st.integers(1, 2_000_000), st.integers(1, 2_000))
+def test_how_much_is_hashed_follows_from_the_size_of_the_file(hashed_bytes, block_bytes):
+    num_blocks = -(-hashed_bytes // block_bytes)
+    record = FileRecord(name="s", num_bytes=hashed_bytes + 16 * num_blocks, block_bytes=block_bytes, digest="x")
+    assert (record.hashed_bytes, record.num_blocks) == (hashed_bytes, num_blocks)
 
 
 @pytest.mark.fault
 def test_a_file_cut_short_or_gone_is_named(tmp_path):
-    _, record = write(tmp_path)
+    _, record = write_one(tmp_path)
     os.truncate(tmp_path / "s", 39_999)
-    with pytest.raises(DamagedCheckpointError, match="39,999 bytes, written were 40,000"):
+    with pytest.raises(DamagedCheckpointError, match="bytes, written were"):
         verify_file(LocalPlace(tmp_path), record)
     (tmp_path / "s").unlink()
     with pytest.raises(IncompleteCheckpointError, match="s: missing"):
@@ -101,7 +144,7 @@ def test_an_exception_in_a_writer_thread_is_raised(tmp_path, small_chunks, monke
 
     monkeypatch.setattr(places, "WRITE", fail_later)
     with pytest.raises(OSError, match="Input/output error"):
-        write(tmp_path, num_bytes=100 * BLOCK, num_threads=3)
+        write_one(tmp_path, num_bytes=100 * BLOCK, num_threads=3)
     assert len(calls) < 33, "the others stop too"
 
 
@@ -111,15 +154,15 @@ def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
         return os.pwrite(descriptor, pieces[0][:1000], offset)
 
     monkeypatch.setattr(places, "WRITE", write_a_little)
-    content, _ = write(tmp_path, num_threads=2)
-    assert (tmp_path / "s").read_bytes() == content.tobytes()
+    content, _ = write_one(tmp_path, num_threads=2)
+    assert load_file(tmp_path / "s")["t00@0"].tobytes() == content.tobytes()
 
 
 @pytest.mark.fault
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(places, "WRITE", lambda descriptor, pieces, offset: 0)
     with pytest.raises(EOFError, match="took no more bytes"):
-        write(tmp_path)
+        write_one(tmp_path)
 
 
 @pytest.mark.fault
@@ -129,14 +172,14 @@ def test_a_failing_sync_is_an_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        write(tmp_path)
+        write_one(tmp_path)
 
 
 @pytest.mark.fault
 def test_a_full_disk_is_an_error(tmp_path, small_chunks):
     with mounted(tmp_path / "disk", "256k") as disk:
         with pytest.raises(OSError, match="No space left") as caught:
-            write(disk.path, num_bytes=400_000, num_threads=3)
+            write_one(disk.path, num_bytes=400_000, num_threads=3)
         assert caught.value.errno == errno.ENOSPC
 
 
@@ -145,8 +188,7 @@ def test_files_are_plain_safetensors_that_can_be_mapped(tmp_path):
     names = {"b": "U8", "a": "F64", "c": "F32"}
     entries = file_order(Entry(k, names[k], v.shape, v.nbytes) for k, v in arrays.items())
     header, ranges = build_header(entries, {"save_id": "x"})
-    pieces = [np.frombuffer(header, np.uint8), *(arrays[e.key].reshape(-1).view(np.uint8) for e in entries)]
-    write_shard(LocalPlace(tmp_path), "s.safetensors", pieces)
+    write_file(LocalPlace(tmp_path), "s.safetensors", header + b"".join(arrays[e.key].tobytes() for e in entries))
     loaded = load_file(tmp_path / "s.safetensors")
     assert all(np.array_equal(loaded[key], arrays[key]) for key in arrays)
     assert len(header) % 4096 == 0

@@ -328,7 +328,7 @@ def test_a_header_that_lies_about_its_length_is_not_believed(tmp_path, claim):
     raw = bytearray(shard.read_bytes())
     raw[:8] = claim.to_bytes(8, "little")
     shard.write_bytes(raw)
-    with pytest.raises(DamagedCheckpointError, match=r"ba1/shard-00000.safetensors: its header (claims|is not)"):
+    with pytest.raises(DamagedCheckpointError, match=r"ba1/shard-00000.safetensors: its header or its hashes"):
         check_structure(open_checkpoint(tmp_path / "ba1"))
 
 
@@ -350,17 +350,6 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_that(tmp_path):
     save(store, store.acquire(), 1)
     os.rename(tmp_path / "ba1", tmp_path / "ba9")
     assert "holds the manifest of e1-ba1" in store.newest_intact().notes[0]
-
-
-def test_a_newer_format_stops_the_search(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest.VERSION", 2)
-    save(store, lease, 2)
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="install a newer one"):
-        store.newest_intact()
 
 
 HINTS = {

@@ -1,11 +1,13 @@
 """Two clusters, one run: what goes along from the one to the other besides the weights."""
 
-import os
+import json
 import shutil
 import uuid
 
 import pytest
 
+from llmfoundry_lite.checkpoint.log_parts import read_log
+from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.checkpoint.s3_server import s3_server
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -83,12 +85,12 @@ def test_without_a_run_directory_the_log_is_the_checkpoint_s(tmp_path, data):
     path = write_config(tmp_path / "tiny.yaml", {**config, "stop_after": "4ba"})
     train([path], tmp_path).check()
     shutil.rmtree(tmp_path / "runs")
-    damaged = tmp_path / "shared/ba4/metrics.jsonl"
-    raw = damaged.read_bytes()
+    (part,) = (tmp_path / "shared/log").iterdir()
+    assert part.read_bytes().count(b"\n") == 4
     train([write_config(tmp_path / "tiny.yaml", config)], tmp_path).check()
     assert [record["batch"] for record in read_metrics(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
-    assert raw.count(b"\n") == 4
-    assert os.listdir(tmp_path / "shared/ba6").count("metrics.jsonl") == 1
+    log = read_log(open_checkpoint(tmp_path / "shared/ba6")).content
+    assert log is not None and [json.loads(line)["batch"] for line in log.splitlines()][-2:] == [5, 6]
 
 
 def test_a_run_that_begins_from_another_takes_its_curve_along(tmp_path, data):

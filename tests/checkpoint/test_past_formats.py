@@ -1,0 +1,120 @@
+"""What a past release has saved is restored bit for bit, and what a later one has saved is left alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, decode, encode
+from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import read_attachment, verify_checkpoint
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.errors import CheckpointError, NewerFormatError
+from tests.checkpoint.make_fixture import ABOUT, LOG, digests_of
+from tests.checkpoint.ranks import build, whole_state
+from tests.checkpoint.saves import save, write_draft
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("format-*/*-ranks"))
+
+
+def rewrite(folder: Path, change) -> None:
+    """The manifest with another content and a right checksum."""
+    content = json.loads((folder / MANIFEST).read_bytes())["manifest"]
+    change(content)
+    inside = json.dumps(content).encode()
+    checksum = xxhash.xxh3_128_hexdigest(inside).encode()
+    (folder / MANIFEST).write_bytes(b'{"checksum":"xxh3_128:%s","manifest":%s}\n' % (checksum, inside))
+
+
+def test_there_are_files_of_every_format_up_to_the_present_one():
+    assert {path.parent.name for path in FIXTURES} >= {f"format-{version}" for version in range(1, VERSION + 1)}
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_past_save_is_restored_bit_for_bit(fixture):
+    checkpoint = open_checkpoint(fixture / "ba3")
+    verify_checkpoint(checkpoint)
+    model, optimizer = build("plain", seed=9)
+    manifest = load(fixture / "ba3", model, optimizer)
+    assert digests_of(whole_state(model, optimizer)) == json.loads((fixture / "expected.json").read_text())
+    for name in ("timestamp", "run_name", "fingerprints", "config", "segments", "scalars"):
+        assert getattr(manifest, name) == getattr(ABOUT, name), name
+    assert manifest.parent_save_id == "e1-ba2-000000000000"
+    assert manifest.lease_epoch == 1
+    assert read_attachment(checkpoint, "metrics.jsonl") == LOG
+    assert set(load_full_tensors(fixture / "ba3")) >= {"embed.weight", "head.weight", "count"}
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_past_manifest_can_be_written_again(fixture):
+    manifest = open_checkpoint(fixture / "ba3").manifest
+    assert decode(encode(manifest), "m") == manifest
+
+
+# ---------------------------------------------------------------------------------------------------- the version rule
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """ba1 of this release, ba2 to be changed."""
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    save(store, lease, 2)
+    return tmp_path
+
+
+@pytest.mark.fault
+def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_renamed_nor_passed_over(folder):
+    rewrite(folder / "ba2", lambda content: content.update(version=VERSION + 1, files={"laid out": "otherwise"}))
+    before = sorted(path.name for path in folder.iterdir())
+    store = CheckpointStore(folder)
+    lease = store.acquire()
+    text = rf"ba2/manifest.json: written by a newer release \(format {VERSION + 1}; this one reads up to {VERSION}\)"
+    with pytest.raises(NewerFormatError, match=f"{text}: install a newer release"):
+        store.newest_intact(quarantine=lease)
+    with pytest.raises(CheckpointError, match=r"not published: .*newer release"):
+        store.publish(write_draft(store, lease, 2), lease)
+    assert store.prune(lease, keep_newest=1) == []
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".tmp")) == before
+
+
+def test_a_manifest_of_a_newer_release_may_be_of_any_size(folder, monkeypatch):
+    rewrite(folder / "ba2", lambda content: content.update(version=VERSION + 1, more=[0] * 1000))
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest.MAX_BYTES", 2000)
+    with pytest.raises(NewerFormatError):
+        open_checkpoint(folder / "ba2")
+
+
+@pytest.mark.fault
+def test_fields_that_a_later_release_adds_are_kept_and_written_again(folder):
+    added = {"colour": ["blue", {"$unknown": 1}]}
+
+    def add(content):
+        for record in (content, content["timestamp"], *content["segments"], *content["attachments"]):
+            record.update(added)
+
+    fixture = FIXTURES[-1] / "ba3"
+    shutil.copytree(fixture, folder / "ba3")
+    rewrite(folder / "ba3", add)
+    checkpoint = open_checkpoint(folder / "ba3")
+    verify_checkpoint(checkpoint)
+    again = decode(encode(checkpoint.manifest), "m")
+    assert again == checkpoint.manifest
+    assert [record.extra for record in (again, again.timestamp, *again.segments, *again.attachments)] == [added] * 5
+    following = Manifest(save_id="e1-ba4-00", timestamp=again.timestamp, segments=again.segments)
+    assert decode(encode(following), "m").segments[0].extra == added
+
+
+def test_the_reader_in_the_format_s_description_reads_a_tensor(monkeypatch):
+    text = (Path(__file__).parents[2] / "docs/checkpoint-format.md").read_text()
+    code = text.rpartition("```python\n")[2].partition("```")[0]
+    fixture = next(path for path in FIXTURES if path.parent.name == f"format-{VERSION}" and path.name == "2-ranks")
+    monkeypatch.chdir(fixture)
+    found = {}
+    exec(code.replace("ba200", "ba3").replace("model/w", "model/embed.weight"), found)
+    expected = load_full_tensors(fixture / "ba3")["embed.weight"]
+    assert found["whole"].tolist() == expected.tolist()
