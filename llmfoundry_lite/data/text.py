@@ -546,12 +546,14 @@ class TextDataset(StreamingDataset):
         return sum(stream.get_index_size() for stream in self.streams if stream.remote)
 
     def _check_cache_limit(self) -> None:
+        if not self.cache_limit or not any(stream.remote for stream in self.streams):
+            return
         largest = max(
             int((self.table.of_stream(i, "raw_bytes") + self.table.of_stream(i, "zip_bytes")).max())
             for i in range(self.num_streams)
         )
         least = self._index_bytes() + 4 * largest
-        if self.cache_limit and self.cache_limit < least and any(stream.remote for stream in self.streams):
+        if self.cache_limit < least:
             raise DataError(
                 f"cache_limit is {self.cache_limit} bytes, expected at least {least}: the indexes and four times the "
                 "largest shard, compressed and not"
