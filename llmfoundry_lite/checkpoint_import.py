@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from llmfoundry_lite.checkpoint.format import About, open_saver
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.store import HINT, Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.where import TOKENIZER
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.load import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig
@@ -93,6 +94,12 @@ def open_empty_store(out: str) -> CheckpointStore:
         raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
+    for name in ("ba0", TOKENIZER, HINT):
+        if name in store.root.names():
+            raise CheckpointError(
+                f"{store.root.url}: already holds {name}, which the import would replace; give another folder, or "
+                "remove it"
+            )
     return store
 
 
@@ -338,8 +345,8 @@ def keep_tokenizer(files: dict[str, bytes], out: str, about: About) -> tuple[Abo
     """Its files beside the checkpoint, its fingerprint and folder in the manifest; or why not."""
     if "://" in out:
         return about, "its tokenizer is not carried to a URL"
-    folder = Path(out).resolve() / "tokenizer"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(out).resolve() / TOKENIZER
+    folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     try:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.cli_checkpoint import checkpoint
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, UserError
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, UserError, printable
 
 EXIT_INTERRUPTED = 130
 """What shells report for a program ended by Ctrl-C."""
@@ -41,6 +41,22 @@ class OnError(StrEnum):
     skip = "skip"
 
 
+class FigureFormat(StrEnum):
+    """A file that a figure can be."""
+
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
+
+
+class FigureAxis(StrEnum):
+    """What batches are placed by."""
+
+    batch = "batch"
+    tokens = "tokens"
+    flops = "flops"
+
+
 @data.callback()
 def data_commands() -> None:
     """Prepare training data."""
@@ -48,13 +64,22 @@ def data_commands() -> None:
 
 @data.command("prepare")
 def data_prepare(
-    source: Annotated[list[str], typer.Option(help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs.")],
     out: Annotated[Path, typer.Option(help="The folder for train, val, tokenizer and summary.json.")],
     tokenizer: Annotated[str, typer.Option(help="A Hub name, a local folder, or train:VOCAB_SIZE.")],
     max_seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")],
-    more_sources: Annotated[list[str] | None, typer.Argument(metavar="[MORE SOURCES]", help="As --source.")] = None,
-    text_key: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
-    split: Annotated[str, typer.Option(help="The split of a Hub data set to read.")] = "train",
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOURCES]...", help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs."),
+    ] = None,
+    source: Annotated[list[str] | None, typer.Option(help="The same, before the others.")] = None,
+    text_key: Annotated[
+        list[str] | None,
+        typer.Option(help="The field or column that holds the text, such as meta.text; several are joined [text]."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split of a Hub data set, or of a saved one, to read.")] = "train",
+    encoding: Annotated[
+        str | None, typer.Option(help="Of text, JSON lines and CSV: latin-1, utf-16, … [utf-8]")
+    ] = None,
     val_fraction: Annotated[
         float | None, typer.Option(help="Share held out for validation [0.005; python-stdlib: 0.05].")
     ] = None,
@@ -70,11 +95,12 @@ def data_prepare(
     from llmfoundry_lite.data.summary import print_summary
 
     request = Request(
-        sources=(*source, *(more_sources or ())),
+        sources=(*(source or ()), *(sources or ())),
         tokenizer=tokenizer,
         max_seq_len=max_seq_len,
-        text_key=text_key,
+        text_key=tuple(text_key) if text_key and len(text_key) > 1 else (text_key or ["text"])[0],
         split=split,
+        encoding=encoding,
         on_error=on_error.value,
         val_fraction=val_fraction,
         size_limit_bytes=size_limit,
@@ -252,6 +278,17 @@ def bench_eval(
     )
 
 
+@bench.command("intervals")
+def bench_intervals(
+    num_draws: Annotated[int, typer.Option(min=20, help="Simulated comparisons of each case.")] = 20_000,
+    out: Annotated[Path | None, typer.Option(help="A folder for intervals.md.")] = None,
+) -> None:
+    """Coverage of `compare`'s intervals and size of its tests, by simulation."""
+    from llmfoundry_lite.bench.intervals import run
+
+    run(num_draws=num_draws, out=out)
+
+
 @bench.command("switch")
 def bench_switch(
     data_folder: Annotated[
@@ -295,12 +332,21 @@ def report_runs(
         list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
     ] = None,
     prompt: Annotated[str, typer.Option(help="What the sample of generated text starts with.")] = "def ",
+    form: Annotated[FigureFormat, typer.Option("--format", help="Of the figure.")] = FigureFormat.png,
+    x: Annotated[FigureAxis, typer.Option("--x", help="What stands along the figure.")] = FigureAxis.batch,
+    smooth: Annotated[
+        int | None, typer.Option(min=1, help="Batches in the running mean; 1: none [9, or a fiftieth of many].")
+    ] = None,
+    with_csv: Annotated[
+        bool, typer.Option("--csv", help="Also write report.csv: a row for each batch and run, repeats removed.")
+    ] = False,
 ) -> None:
-    """Show a run: losses beside baselines, where it ran and what that took, a sample, a plot. Several: how far they
-    are apart, batch by batch."""
+    """Show a run: losses beside baselines, how launches ended, where it ran and what that took, a sample, a plot.
+    Several: how far they are apart, batch by batch."""
     from llmfoundry_lite.report.report import report
 
-    report(runs, out=out, prices=price or (), prompt=prompt)
+    options = {"form": form.value, "x": x.value, "smooth_batches": smooth, "with_csv": with_csv}
+    report(runs, out=out, prices=price or (), prompt=prompt, **options)
 
 
 @app.command("compare")
@@ -369,7 +415,7 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(arguments, prog_name="llmfoundry-lite", standalone_mode=False)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except typer.TyperException as error:  # a command line that does not parse
         context = getattr(error, "ctx", None)
@@ -377,7 +423,8 @@ def run(arguments: list[str]) -> int:
             print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands
             return EXIT_USER
         hint = f"; see {context.command_path} --help" if context is not None else ""
-        print(f"error: {' '.join(error.format_message().split()).rstrip('.')}{hint}", file=sys.stderr)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(f"error: {printable(message)}{hint}", file=sys.stderr)
         return EXIT_USER
     except typer.Abort:
         return EXIT_INTERRUPTED

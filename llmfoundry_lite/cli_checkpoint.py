@@ -4,17 +4,27 @@
 and how answers look: tables and lines on standard output, progress and asides on standard error.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
-from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.checkpoint.store import (
+    Candidate,
+    Checkpoint,
+    CheckpointStore,
+    is_checkpoint,
+    kind_of,
+    open_checkpoint,
+)
+from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, read_tokenizer
+from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
     help="Portable checkpoints: what is in them, are they whole, what can be made of them.",
@@ -43,7 +53,7 @@ def find(where: str) -> Checkpoint:
     if search.checkpoint is None:
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is intact ({'; '.join(search.notes)})")
     for note in search.notes:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
     return search.checkpoint
 
 
@@ -61,14 +71,9 @@ def find_newest(where: str) -> Checkpoint:
 def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
     """The checkpoints of a folder, newest first, at least one; a run directory keeps its own under `checkpoints`."""
     place = open_place(where)
-    if isinstance(place, LocalPlace):
-        if not place.exists():
-            raise CheckpointError(
-                f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory"
-            )
-        inside = place.path / "checkpoints"
-        where = str(inside if inside.is_dir() else place.path)
-    store = CheckpointStore(where)
+    if isinstance(place, LocalPlace) and not place.exists():
+        raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
+    store = CheckpointStore(folder_of_checkpoints(where))
     candidates = store.candidates()
     if not candidates:
         raise CheckpointError(
@@ -87,16 +92,16 @@ def list_checkpoints(where: Where) -> None:
     rows, damaged = [], []
     for candidate in candidates:
         if candidate.checkpoint is None:
-            damaged.append(f"{candidate.name} is damaged: {candidate.error}")
+            damaged.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
             continue
         manifest = candidate.checkpoint.manifest
         stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
         rows.append((candidate.name, f"{stamp.batch:,}", f"{stamp.token:,}", megabytes(manifest.num_bytes), written))
-    print(store.root.url)
+    say(store.root.url)
     if rows:
         print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
     for line in damaged:
-        print(line)
+        say(line)
 
 
 @checkpoint.command("inspect")
@@ -122,15 +127,16 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if isinstance(origin, dict):
         lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
         del lines["position"]
-    print(found.where)
+    say(found.where)
     print_lines(lines)
     if manifest.segments:
-        print("\nwhere it ran")
+        say()
+        say("where it ran")
         columns = ("batches", "device", "ranks", "sharding", "precision", "tokens/s")
         print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
         print_lines({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
     if tensors:
-        print()
+        say()
         rows = [
             (name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.slices)))
             for name, tensor in manifest.tensors.items()
@@ -154,7 +160,7 @@ def verify(where: Where) -> None:
     found = find_newest(where)
     verify_visibly(found)
     manifest = found.manifest
-    print(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
+    say(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
 
 
 @checkpoint.command("diff")
@@ -174,12 +180,13 @@ def diff_checkpoints(a: Where, b: Where) -> None:
         elif num_different:
             rows.append((name, f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
     scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
-    print(f"a  {first.where}\nb  {second.where}")
+    say(f"a  {first.where}")
+    say(f"b  {second.where}")
     if rows:
         print_table(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:
         print_table(("number", "a", "b"), scalars)
-    print(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
+    say(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
 
 
 @checkpoint.command("export")
@@ -187,25 +194,45 @@ def export(
     where: Where,
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the run's tokenizer lies now, or none to leave it out.")
+    ] = None,
 ) -> None:
-    """Write the weights as safetensors in a Hugging Face layout that plain transformers loads."""
+    """Write the weights as safetensors in a Hugging Face layout that plain transformers loads, with the tokenizer.
+
+    The tokenizer must be the one that the model was trained with: the manifest has its fingerprint.
+    """
     found = find(where)
     config = found.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")
-    tokenizer = Path((config.get("tokenizer") or {}).get("name") or "no-such-folder")
 
     from llmfoundry_lite.checkpoint.whole import load_full_tensors
     from llmfoundry_lite.models.hf import export_model
 
-    export_model(
-        load_full_tensors(found.where),
-        model_config(config),
-        out,
-        dtype=dtype,
-        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
-    )
-    print(f"exported {found.where} to {out}" + ("" if tokenizer.is_dir() else ", without a tokenizer"))
+    with tokenizer_of(found, tokenizer) as folder:
+        export_model(load_full_tensors(found.where), model_config(config), out, dtype=dtype, tokenizer_folder=folder)
+    say(f"exported {found.where} to {out}" + ("" if folder else ", without a tokenizer"))
+
+
+@contextlib.contextmanager
+def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
+    """A folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises DataError
+    for another tokenizer than the model was trained with."""
+    from llmfoundry_lite.data.tokenizer import FILES, find_tokenizer
+
+    name = wish or (found.manifest.config.get("tokenizer") or {}).get("name")
+    tokenizer = None
+    if wish != "none":
+        copy = {} if wish else read_tokenizer(found, FILES)
+        trained_with = found.manifest.fingerprints.get("tokenizer")
+        tokenizer = find_tokenizer(name, trained_with, copy, found.where, is_asked_for=wish is not None)
+    if tokenizer is None or Path(tokenizer.name).is_dir():
+        yield Path(tokenizer.name) if tokenizer else None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        yield Path(folder)
 
 
 def model_config(config: dict[str, Any]) -> Any:
@@ -243,7 +270,7 @@ def import_weights(
         if (manifest.fingerprints)
         else ["none"]
     )
-    print(f"imported {source} as {imported.checkpoint.where}")
+    say(f"imported {source} as {imported.checkpoint.where}")
     print_lines(
         {
             "from": imported.kind,
@@ -254,7 +281,7 @@ def import_weights(
         }
     )
     for note in imported.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
 
 
 @checkpoint.command("consolidate")
@@ -270,7 +297,7 @@ def consolidate_checkpoint(
 
     with status(f"writing {out}"):
         path = consolidate(found.where, out, everything=everything)
-    print(f"wrote {path}")
+    say(f"wrote {path}")
 
 
 @checkpoint.command("prune")
@@ -287,10 +314,15 @@ def prune(
     doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=verify_visibly, dry_run=dry_run)
     kept = [candidate.name for candidate in reversed(candidates) if candidate.name not in doomed]
     verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
+    say(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
 
 
 # ------------------------------------------------------------------------------------------- how answers look
+
+
+def say(text: str = "", file: TextIO | None = None) -> None:
+    """Every line of an answer, which may quote what others have written."""
+    print(printable(text), file=file)
 
 
 def verify_visibly(found: Checkpoint) -> None:
@@ -304,7 +336,7 @@ def verify_visibly(found: Checkpoint) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
     with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
-        task = progress.add_task(found.name, total=num_bytes)
+        task = progress.add_task(printable(found.name), total=num_bytes)
 
         def show(count: int) -> None:  # headers are read twice
             progress.update(task, completed=min(progress.tasks[task].completed + count, num_bytes))
@@ -320,8 +352,8 @@ class WatchedPlace:
         self._place, self._on_read = place, on_read
         self.url, self.is_local = place.url, place.is_local
 
-    def source(self, name: str) -> "WatchedSource":
-        return WatchedSource(self._place.source(name), self._on_read)
+    def source(self, name: str, *, is_anew: bool = False) -> "WatchedSource":
+        return WatchedSource(self._place.source(name, is_anew=is_anew), self._on_read)
 
 
 class WatchedSource:
@@ -344,21 +376,21 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
     for i, heading in enumerate(columns):
         table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        table.add_row(*(printable(cell).replace("[", r"\[") for cell in row))
     console.print(table)
 
 
 def print_lines(lines: dict[str, str | None]) -> None:
     for name, value in lines.items():
         if value is not None:
-            print(f"  {name:<14}{value}")
+            say(f"  {name:<14}{value}")
 
 
 def status(text: str) -> Any:
     """A spinner on a terminal, until the work is done."""
     from rich.console import Console
 
-    return Console(stderr=True).status(text)
+    return Console(stderr=True).status(printable(text).replace("[", r"\["))
 
 
 def megabytes(num_bytes: int) -> str:

@@ -12,6 +12,16 @@ EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` for a terminal: control characters escaped, but those in `keep`.
+
+    Names of runs and of files may come from anybody, and a terminal obeys what it is shown.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
+    )
+
+
 class UserError(ValueError):
     """Something outside our code is wrong: configuration, data, disk. One line, exit code 2."""
 
@@ -31,7 +41,7 @@ class ExportError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient of a batch is not finite, and the policy says stop."""
+    """The loss or the gradient of a batch is not finite, and the policy says stop; or logits are not."""
 
 
 class OutOfMemoryError(UserError):
@@ -42,5 +52,22 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, read, or fitted to this run."""
 
 
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what was written: bytes changed, files missing. Older ones may still be whole."""
+class UnsoundCheckpointError(CheckpointError):
+    """A file of a checkpoint cannot be had as it was written. One of the three below."""
+
+    def __init__(self, text: str, file: str = ""):
+        super().__init__(text)
+        self.file = file
+        """Its name in the manifest; empty for the manifest itself."""
+
+
+class DamagedCheckpointError(UnsoundCheckpointError):
+    """A file is there, and its bytes were not those written, twice. Older checkpoints may still be whole."""
+
+
+class IncompleteCheckpointError(UnsoundCheckpointError):
+    """A file is not there. Another machine may have it, or an older checkpoint all of its own."""
+
+
+class UnreadableCheckpointError(UnsoundCheckpointError):
+    """The system refuses to read a file, again and again. A mount, a server or a permission can be mended."""

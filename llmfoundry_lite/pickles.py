@@ -1,13 +1,14 @@
 """Other programs' pickles -> tensors and plain values. The one module of this package that unpickles anything.
 
 LLM Foundry's and Composer's checkpoints, and Hugging Face weights older than safetensors, exist as pickles only. A
-pickle is a program that may call whatever Python can import, so nobody comes here without `--trust-pickle`, and what
-was asked for is done with as little trust as it takes: torch's own weights-only reader first; what it refuses is read
-again with everything but tensors and plain containers replaced by `StandIn`s, which do nothing. So the classes a
-checkpoint mentions need not be installed, and none of them is ever imported or called.
+pickle is a program that may call whatever Python can import. Without `--trust-pickle` torch's own weights-only reader
+alone is asked, for files of weights. With it, what that reader refuses is read again with everything but tensors and
+plain containers replaced by `StandIn`s, which do nothing. So the classes a checkpoint mentions need not be installed,
+and none of them is ever imported or called.
 """
 
 import collections
+import dataclasses
 import enum
 import io
 import os
@@ -16,7 +17,7 @@ import re
 import types
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 import torch._utils
@@ -33,10 +34,11 @@ class Unpickled(NamedTuple):
     """What torch's weights-only reader would not touch; None if it read everything."""
 
 
-def read_torch_file(source: Path | bytes, where: str) -> Unpickled:
+def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool = True) -> Unpickled:
     """What `torch.save` was given: a file, memory-mapped where its layout allows, or bytes. Tensors on the CPU.
 
-    `where` names it in errors. Raises CheckpointError.
+    `where` names it in errors. Raises CheckpointError; unless `is_trusted`, also for what torch's weights-only reader
+    refuses.
     """
     is_zip = zipfile.is_zipfile(io.BytesIO(source) if isinstance(source, bytes) else source)
     head = source[:1] if isinstance(source, bytes) else _first_byte(source)
@@ -54,7 +56,14 @@ def read_torch_file(source: Path | bytes, where: str) -> Unpickled:
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             refused = named[1] if named else "something in it"
+            if not is_trusted:
+                raise CheckpointError(
+                    f"{where}: a pickle that holds more than tensors ({refused}); if you trust where it comes from, "
+                    "make a checkpoint of its folder: llmfoundry-lite checkpoint import FOLDER OUT --trust-pickle"
+                ) from None
             return Unpickled(read(weights_only=False, pickle_module=_TENSORS_ONLY), refused)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes
         raise CheckpointError(f"{where}: cannot be read: {_first_line(error)}") from None
 
@@ -83,6 +92,14 @@ class StandIn:
     __setstate__ = __setitem__ = append = extend = add = __init__
 
 
+RECORDS = (
+    *(dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
+    *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp.StorageMeta),
+    *(dcp_files._StorageInfo, older_dcp.TensorProperties),
+)
+"""Dataclasses that a sharded checkpoint's metadata consists of: an instance of these may be given its fields."""
+
+
 def _allowed() -> dict[tuple[str, str], Any]:
     things = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -95,12 +112,10 @@ def _allowed() -> dict[tuple[str, str], Any]:
     for name, value in vars(torch).items():
         if isinstance(value, torch.dtype):
             things["torch", name] = value
-    classes = (
-        *(dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
-        *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING),
-        *(dcp_files._StorageInfo, older_dcp.TensorProperties, older_dcp.MEM_FORMAT_ENCODING),
-    )
-    things |= {(cls.__module__, cls.__qualname__): cls for cls in classes}
+    things |= {
+        (cls.__module__, cls.__qualname__): cls
+        for cls in (*RECORDS, dcp._MEM_FORMAT_ENCODING, older_dcp.MEM_FORMAT_ENCODING)
+    }
     # How Python 3.11's first releases write a member of an enumeration.
     things["builtins", "getattr"] = _member
     return things
@@ -114,11 +129,39 @@ def _member(owner: Any, name: str) -> Any:
 ALLOWED = _allowed()
 
 
-class TensorsOnly(pickle.Unpickler):
-    """Never imports: a name is looked up in ALLOWED or stands for nothing."""
+class TensorsOnly(pickle._Unpickler):
+    """Never imports: a name is looked up in ALLOWED or stands for nothing.
+
+    Sets no attributes but the fields of torch's records. In Python, because the unpickler in C lets nobody say what
+    may be set.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         return ALLOWED.get((module, name), StandIn)
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) in (StandIn, collections.OrderedDict):  # of a state_dict its `_metadata`, which no one reads
+            return
+        if type(target) not in RECORDS:
+            raise pickle.UnpicklingError(f"it sets attributes of {_name_of(target)}, which no checkpoint needs")
+        if hasattr(target, "__setstate__"):
+            target.__setstate__(state)
+        elif isinstance(state, dict):
+            fields = {field.name for field in dataclasses.fields(target)}
+            vars(target).update({name: value for name, value in state.items() if name in fields})
+        else:
+            raise pickle.UnpicklingError(f"the state of {_name_of(target)} is no dict of its fields")
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _name_of(target: Any) -> str:
+    kind = target if isinstance(target, type | types.FunctionType) else type(target)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _load_tensors_only(file: BinaryIO, **options: Any) -> Any:

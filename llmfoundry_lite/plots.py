@@ -4,9 +4,11 @@
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
 
 A hundred thousand batches are thinned before they are drawn: of each stretch its lowest and its highest value.
+A figure is PNG, PDF or SVG, as the suffix of its path says. Batches are placed by `Axis`: tokens or FLOPs may stand
+along it as well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no formula
 
 TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
 CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
@@ -30,6 +35,28 @@ CROWD = 400
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Place = Callable[[Any], Any]
+"""Of `Axis`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Where along the figure a batch stands: by its number, or by how much had been trained after it."""
+
+    label: str = "batch"
+    batches: Ints | None = None
+    """Ascending; None places every batch by its number."""
+    totals: Floats | None = None
+    """After each of `batches`: tokens, FLOPs."""
+
+    def place(self, batches: Any) -> Any:
+        """Batches without a total stand between their neighbours; 0 is where the run began, and dead branches go on at
+        the run's mean pace behind its last batch."""
+        if self.batches is None or self.totals is None:
+            return batches
+        known = np.isfinite(self.totals)
+        at, totals = self.batches[known], self.totals[known]
+        return np.interp(batches, [0, *at, 2 * at[-1]], [0.0, *totals, 2 * totals[-1]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +71,9 @@ class Curve:
     eval_losses: Floats = field(default_factory=lambda: np.empty(0))
     not_finite: Sequence[int] = ()
     """The batches to mark."""
+    dead: Sequence[tuple[Ints, Floats]] = ()
+    """Batches and losses of branches that no later state comes from."""
+    axis: Axis = Axis()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +103,48 @@ def plot_run(
     *,
     title: str,
     baselines: Mapping[str, float] | None = None,
+    reach: int | None = None,
 ) -> None:
-    """Loss against batch, with validation and baselines, above throughput; written to `path` as PNG."""
+    """Loss, with validation and baselines, above throughput; written to `path`.
+
+    `reach` is that of `smooth`; 0 draws no mean.
+    """
     strips = 1 if spans else 0
+    place = curve.axis.place
     figure, (*strip, loss, speed) = _stack(strips, 0.32, (3, 1))
-    loss.plot(*thin(curve.batches, curve.losses), color=TRAIN, linewidth=1, alpha=0.35)
-    loss.plot(*thin(curve.batches, smooth(curve.losses)), color=TRAIN, linewidth=1.8, label="training (smoothed)")
+    for i, (batches, losses) in enumerate(curve.dead):
+        label = "dead branches" if len(curve.dead) > 1 else "dead branch"
+        _draw(loss, place, batches, losses, color=REFERENCE, linewidth=0.9, label="" if i else label)
+    if reach == 0:
+        _draw(loss, place, curve.batches, curve.losses, color=TRAIN, linewidth=1.2, label="training")
+    else:
+        mean, label = (
+            smooth(curve.losses, reach),
+            f"training (mean of {2 * reach_of(len(curve.losses), reach) + 1} batches)",
+        )
+        _draw(loss, place, curve.batches, curve.losses, color=TRAIN, linewidth=1, alpha=0.35)
+        _draw(loss, place, curve.batches, mean, color=TRAIN, linewidth=1.8, label=label)
     if len(curve.eval_losses):
-        dots = "o-" if len(curve.eval_losses) <= 100 else "-"
-        points = thin(curve.eval_batches, curve.eval_losses)
+        dots = "o" if len(curve.eval_losses) <= 100 else None
         label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
-        loss.plot(*points, dots, color=VALIDATION, linewidth=1.5, markersize=4, label=label)
+        look = {"color": VALIDATION, "linewidth": 1.5, "marker": dots, "markersize": 4, "label": label}
+        _draw(loss, place, curve.eval_batches, curve.eval_losses, **look)
+        _mark_last_validation(loss, curve, VALIDATION)
     for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
     _mark_not_finite(loss, curve)
     loss.set_ylabel("loss, nats per token")
     loss.legend(frameon=False, fontsize=9, loc="upper right")
-    speed.plot(*thin(curve.batches, curve.tokens_per_second), color=TRAIN, linewidth=1.2)
+    _draw(speed, place, curve.batches, curve.tokens_per_second, color=TRAIN, linewidth=1.2)
     speed.set_ylim(bottom=0)
     speed.set_ylabel("tokens/s")
     speed.yaxis.set_major_formatter("{x:,.0f}")
     _finish_axes((loss, speed), [curve])
     if spans:
-        _shade((loss, speed), spans)
-        _label_strips(figure, strip, [spans], [""])
+        _shade((loss, speed), spans, curve.axis)
+        _label_strips(figure, strip, [spans], [""], [curve.axis])
     figure.axes[0].set_title(title, fontsize=11)
-    figure.savefig(path)
-    plt.close(figure)
+    _write(figure, path)
 
 
 def plot_comparison(
@@ -109,26 +154,30 @@ def plot_comparison(
     spans: Sequence[Sequence[Span]] = (),
     *,
     title: str,
+    reach: int | None = None,
 ) -> None:
     """The losses of several runs, and below, on a logarithmic scale, how far each is from the first one.
 
     `spans`, where any are known, are those of each curve. Differences of exactly zero have no place on the scale; the
-    legend says how many there are.
+    legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
     """
     strips = len(curves) if any(spans) else 0
     figure, (*strip, loss, gap) = _stack(strips, 0.2, (2.6, 1.4))
     for i, curve in enumerate(curves):
         look = {"color": CURVES[i % len(CURVES)], "linestyle": "-" if i == 0 else "--"}
-        _plot_with_mean(loss, curve.batches, curve.losses, 2.2 if i == 0 else 1.3, curve.name, **look)
+        width = 2.2 if i == 0 else 1.3
+        _plot_with_mean(loss, curve.axis.place, curve.batches, curve.losses, width, curve.name, reach, **look)
         if len(curve.eval_losses):
-            loss.plot(curve.eval_batches, curve.eval_losses, "o" if i == 0 else "x", color=look["color"], markersize=5)
+            marks = {"color": look["color"], "linestyle": "", "marker": "o" if i == 0 else "x", "markersize": 5}
+            _draw(loss, curve.axis.place, curve.eval_batches, curve.eval_losses, **marks)
+            _mark_last_validation(loss, curve, look["color"], marker=marks["marker"])
         _mark_not_finite(loss, curve)
     if any(len(curve.eval_losses) for curve in curves):
         loss.plot([], [], "o", color=REFERENCE, markersize=5, label="validation (x: other runs)")
     loss.set_ylabel("loss, nats per token")
     loss.legend(frameon=False, fontsize=9, loc="upper right")
     for i, difference in enumerate(differences, start=1):
-        _plot_difference(gap, difference, CURVES[i % len(CURVES)])
+        _plot_difference(gap, curves[0].axis.place, difference, CURVES[i % len(CURVES)], reach)
     gap.set_yscale("log")
     if not gap.lines:
         gap.set_ylim(1e-7, 1)
@@ -137,10 +186,30 @@ def plot_comparison(
         gap.legend(frameon=False, fontsize=8, loc="best")
     _finish_axes((loss, gap), curves)
     if strips:
-        _label_strips(figure, strip, spans, [curve.name for curve in curves])
+        axes = [curve.axis for curve in curves]
+        _label_strips(figure, strip, spans, [curve.name for curve in curves], axes)
     figure.axes[0].set_title(title, fontsize=11)
-    figure.savefig(path)
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
+    """Text stays text in SVG and PDF, and the same figure is the same bytes."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "llmfoundry-lite"}):
+        undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+        figure.savefig(path, metadata=undated[path.suffix.removeprefix(".")])
     plt.close(figure)
+
+
+def _draw(axes: Any, place: Place, batches: Ints, values: Floats, **look: Any) -> None:
+    batches, values = thin(batches, values)
+    axes.plot(place(batches), values, **look)
+
+
+def _mark_last_validation(axes: Any, curve: Curve, color: str, marker: str = "o") -> None:
+    """The last one stands at the edge of the figure as a rule, where half of it would be cut off."""
+    look = {"markeredgecolor": "white", "zorder": 5} if marker == "o" else {"zorder": 5}
+    at = curve.axis.place(curve.eval_batches[-1:])
+    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, **look)
 
 
 def _stack(num_strips: int, strip_height: float, heights: tuple[float, float]) -> tuple[Any, Any]:
@@ -156,7 +225,7 @@ def _stack(num_strips: int, strip_height: float, heights: tuple[float, float]) -
     )
 
 
-def _plot_difference(axes: Any, difference: Difference, color: str) -> None:
+def _plot_difference(axes: Any, place: Place, difference: Difference, color: str, reach: int | None) -> None:
     known = difference.absolute[np.isfinite(difference.absolute)]
     num_zero = int((known == 0).sum())
     label = difference.name
@@ -166,29 +235,40 @@ def _plot_difference(axes: Any, difference: Difference, color: str) -> None:
         label += f": zero at {num_zero:,} of {len(known):,} batches"
     above = np.where(difference.absolute > 0, difference.absolute, np.nan)
     if np.isfinite(above).any():
-        _plot_with_mean(axes, difference.batches, above, 1.3, label, color=color, marker=".", markersize=2)
+        look = {"color": color, "marker": ".", "markersize": 2}
+        _plot_with_mean(axes, place, difference.batches, above, 1.3, label, reach, **look)
     else:
         axes.plot([], [], color=color, linewidth=1, label=label)
     if difference.digests_part_at is not None:
         at = difference.digests_part_at
-        axes.axvline(at, color="#333333", linestyle=":", label=f"{difference.name}: other data from batch {at:,}")
+        label = f"{difference.name}: other data from batch {at:,}"
+        axes.axvline(place(at), color="#333333", linestyle=":", label=label)
 
 
-def _plot_with_mean(axes: Any, batches: Ints, values: Floats, linewidth: float, label: str, **look: Any) -> None:
+def _plot_with_mean(
+    axes: Any,
+    place: Place,
+    batches: Ints,
+    values: Floats,
+    linewidth: float,
+    label: str,
+    reach: int | None,
+    **look: Any,
+) -> None:
     """Each value, and where they are too many to be told apart, the mean of neighbours over them."""
-    if len(values) <= CROWD:
-        axes.plot(batches, values, linewidth=linewidth, label=label, **look)
+    if reach == 0 or (reach is None and len(values) <= CROWD):
+        _draw(axes, place, batches, values, linewidth=linewidth, label=label, **look)
         return
-    axes.plot(*thin(batches, values), color=look["color"], linewidth=0.6, alpha=0.35)
-    axes.plot(*thin(batches, smooth(values)), linewidth=linewidth, label=label, **look | {"marker": None})
+    _draw(axes, place, batches, values, color=look["color"], linewidth=0.6, alpha=0.35)
+    mean = smooth(values, reach)
+    _draw(axes, place, batches, mean, linewidth=linewidth, label=label, **look | {"marker": None})
 
 
 def _mark_not_finite(axes: Any, curve: Curve) -> None:
     if curve.not_finite:
-        heights = np.zeros(len(curve.not_finite))
-        label = f"not finite: {len(curve.not_finite):,} of {curve.name}"
+        places, heights = curve.axis.place(curve.not_finite), np.zeros(len(curve.not_finite))
         label, at_the_foot = f"not finite: {len(curve.not_finite):,} of {curve.name}", axes.get_xaxis_transform()
-        (marks,) = axes.plot(curve.not_finite, heights, "|", color=VALIDATION, label=label, transform=at_the_foot)
+        (marks,) = axes.plot(places, heights, "|", color=VALIDATION, label=label, transform=at_the_foot)
         marks.set(markersize=10, clip_on=False)
 
 
@@ -196,21 +276,33 @@ def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-    first = min(int(curve.batches[0]) for curve in curves)
-    last = max(int(curve.batches[-1]) for curve in curves)
-    panels[-1].set_xlim(first - 0.5, last + 0.5)
-    panels[-1].set_xlabel("batch")
-    panels[-1].xaxis.set_major_formatter("{x:,.0f}")
+    first = min(curve.axis.place(curve.batches[0] - 0.5) for curve in curves)
+    last = max(curve.axis.place(_last_batch(curve) + 0.5) for curve in curves)
+    panels[-1].set_xlim(first, last)
+    panels[-1].set_xlabel(curves[0].axis.label)
+    if curves[0].axis.totals is None:
+        panels[-1].xaxis.set_major_formatter("{x:,.0f}")
+    else:
+        panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _last_batch(curve: Curve) -> int:
+    """Dead branches included, which may end after the newest batch."""
+    return max(int(curve.batches[-1]), *(int(batches[-1]) for batches, _ in curve.dead), 0)
 
 
 # ------------------------------------------------------------------------------------------------ hardware
 
 
-def _shade(panels: Sequence[Any], spans: Sequence[Span]) -> None:
+def _shade(panels: Sequence[Any], spans: Sequence[Span], axis: Axis) -> None:
     shades = _shades([spans])
     for axes in panels:
         for span in spans:
-            axes.axvspan(span.first_batch - 0.5, span.last_batch + 0.5, color=shades[span.label], linewidth=0, zorder=0)
+            axes.axvspan(*_ends(span, axis), color=shades[span.label], linewidth=0, zorder=0)
+
+
+def _ends(span: Span, axis: Axis) -> tuple[float, float]:
+    return axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
 
 
 def _shades(spans: Sequence[Sequence[Span]]) -> dict[str, str]:
@@ -218,13 +310,19 @@ def _shades(spans: Sequence[Sequence[Span]]) -> dict[str, str]:
     return {label: SHADES[i % len(SHADES)] for i, label in enumerate(labels)}
 
 
-def _label_strips(figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Span]], names: Sequence[str]) -> None:
+def _label_strips(
+    figure: Any,
+    strips: Sequence[Any],
+    rows: Sequence[Sequence[Span]],
+    names: Sequence[str],
+    scales: Sequence[Axis],
+) -> None:
     """A bar for each run, with what each span ran on: written into it if all labels fit, else numbers and a legend."""
     shades = _shades(rows)
     numbers = {label: str(i) for i, label in enumerate(shades, start=1)}
-    for axes, spans, name in zip(strips, rows, names, strict=True):
+    for axes, spans, name, scale in zip(strips, rows, names, scales, strict=True):
         for span in spans:
-            axes.axvspan(span.first_batch - 0.5, span.last_batch + 0.5, color=shades[span.label], linewidth=0)
+            axes.axvspan(*_ends(span, scale), color=shades[span.label], linewidth=0)
         for side in axes.spines.values():
             side.set_visible(False)
         axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
@@ -236,16 +334,20 @@ def _label_strips(figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Sp
     texts = {label: label.replace(" · ", "\n", 1) if is_tall else label for label in shades}
     wide = {text: _width(figure, text) for text in (*texts.values(), *numbers.values())}
 
-    def fits(axes: Any, span: Span, text: str) -> bool:
-        (left, _), (right, _) = axes.transData.transform([(span.first_batch - 0.5, 0), (span.last_batch + 0.5, 0)])
+    def fits(axes: Any, ends: tuple[float, float], text: str) -> bool:
+        (left, _), (right, _) = axes.transData.transform([(end, 0) for end in ends])
         return wide[text] + 6 < right - left
 
-    spans_of_strips = [(axes, span) for axes, spans in zip(strips, rows, strict=True) for span in spans]
-    all_fit = all(fits(axes, span, texts[span.label]) for axes, span in spans_of_strips)
-    for axes, span in spans_of_strips:
-        text = texts[span.label] if all_fit else numbers[span.label]
-        if fits(axes, span, text):
-            middle = (span.first_batch + span.last_batch) / 2
+    bars = [
+        (axes, _ends(span, scale), span.label)
+        for axes, spans, scale in zip(strips, rows, scales, strict=True)
+        for span in spans
+    ]
+    all_fit = all(fits(axes, ends, texts[label]) for axes, ends, label in bars)
+    for axes, ends, label in bars:
+        text = texts[label] if all_fit else numbers[label]
+        if fits(axes, ends, text):
+            middle = sum(ends) / 2
             axes.text(middle, 0.5, text, ha="center", va="center", fontsize=8, color="#333333")
     if not all_fit:
         handles = [Patch(color=shades[label], label=f"{numbers[label]}  {label}") for label in shades]
@@ -278,10 +380,15 @@ def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[N
     return batches[chosen], values[chosen]
 
 
-def smooth(values: Floats) -> Floats:
-    """Mean over some nine neighbours, or a fiftieth of many, as many on either side; NaN are passed over."""
+def reach_of(num: int, reach: int | None) -> int:
+    """How many neighbours on either side a mean takes in: four, or a hundredth of many, where nobody says."""
+    return max(4, num // 100) if reach is None else reach
+
+
+def smooth(values: Floats, reach: int | None = None) -> Floats:
+    """Mean over `reach` neighbours on either side, fewer at the ends; NaN are passed over."""
     num = len(values)
-    reach = max(4, num // 100)
+    reach = reach_of(num, reach)
     at = np.arange(num)
     half = np.minimum(reach, np.minimum(at, num - 1 - at))
     known = np.isfinite(values)
@@ -291,8 +398,20 @@ def smooth(values: Floats) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def plot_curves(panels: dict[str, dict[str, list[tuple[float, float, float]]]], path: Path, *, x_label: str) -> None:
-    """Small multiples: title -> name -> (x, y, error of y); written to `path` as PNG."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One of small multiples."""
+
+    title: str
+    y_label: str
+    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
+    """Name -> (x, y, error of y)."""
+    chance: float | None = None
+    """What guessing makes of y."""
+
+
+def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
+    """Small multiples; written to `path`."""
     num_columns = min(3, len(panels))
     num_rows = -(-len(panels) // num_columns)
     figure, grid = plt.subplots(
@@ -300,18 +419,35 @@ def plot_curves(panels: dict[str, dict[str, list[tuple[float, float, float]]]], 
     )
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
-    for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
-        for name, points in curves.items():
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for name, points in panel.points.items():
             x, y, error = zip(*points, strict=True)
             axes.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1.5, capsize=2, label=name)
-        axes.set_title(title, fontsize=10)
+        if panel.chance is not None:
+            label = f"chance, {panel.chance:.2f}"
+            axes.axhline(panel.chance, color=REFERENCE, linestyle="--", linewidth=1.2, zorder=1)
+            axes.annotate(
+                label,
+                (1, panel.chance),
+                (0, 2),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                fontsize=8,
+                color="#555555",
+            )
+        axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(x_label)
+        axes.set_ylabel(panel.y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-    if any(len(curves) > 1 for curves in panels.values()):
-        grid.flat[0].legend(frameon=False, fontsize=9)
-    figure.savefig(path)
-    plt.close(figure)
+    if any(len(panel.points) > 1 for panel in panels):
+        handles, labels = grid.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    _write(figure, path)
 
 
 def plot_differences(
@@ -363,8 +499,7 @@ def plot_differences(
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
     grid.flat[0].set_title(title, fontsize=11)
-    figure.savefig(path)
-    plt.close(figure)
+    _write(figure, path)
 
 
 def _plot_interval(axes: Any, point: tuple[float, float, float, bool], y: float, color: str, *, is_mean: bool) -> None:

@@ -1,11 +1,20 @@
 """status.json in the run directory: how the last launch ended, for scripts, whatever their launcher does to exit codes.
+launches.jsonl beside it: a line for each beginning and each end of a launch, of which `report` counts failures.
 
 `running | done | stopped | preempted | failed`, the last batch, and the reason in words. While a run runs, it also says
-which process that is: what such a launch has written, another one that is refused must not touch.
+which process that is: what such a launch has written, another one that is refused must not touch. A process that is
+killed, or aborted by NCCL's watchdog, writes nothing: a guard, a small process of its own, then does.
 """
 
+import contextlib
 import json
+import os
+import select
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +23,54 @@ import psutil
 from llmfoundry_lite.files import write_atomically
 
 STATUS = "status.json"
+LAUNCHES = "launches.jsonl"
+"""{"time": seconds since 1970, "status", "batch", "reason", "has_begun", "host"}. A killed launch has no line for its
+end; `has_begun` is false where a launch ended before it carried on."""
 
 
-def write_status(folder: Path, status: str, batch: int, reason: str | None = None) -> None:
+def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
+    """`reason`, of a run that is `running`: why it has been asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
+    event = {"time": time.time(), **content, "has_begun": has_begun, "host": socket.gethostname()}
+    is_known = False
     if status == "running":
         me = psutil.Process()
         content["process"] = {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()}
+        is_known = (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
+    if not is_known:
+        with (folder / LAUNCHES).open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((folder / STATUS).read_text())
-    except (OSError, ValueError):
-        return None
+    """How the last launch stands. A process that is gone without a word, killed or aborted, does not run any more:
+    that launch has failed, or was preempted if it had been asked to leave. None if there is no status."""
+    content = _read(folder)
+    if content is None or content.get("status") != "running" or is_running(content):
+        return content
+    asked = content.get("reason")
+    gone = "the process of rank 0 is gone without a word, killed or aborted; the last save stands"
+    status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
+    return {"status": status, "batch": content.get("batch", 0), "reason": reason}
+
+
+def start_guard(folder: Path) -> None:
+    """A process that outlives this one and writes down how it ended, if it has not done so itself."""
+    command = [sys.executable, "-m", __name__, str(folder.resolve()), str(os.getpid())]
+    root, silent = Path(__file__).resolve().parents[1], subprocess.DEVNULL
+    with contextlib.suppress(OSError):  # a machine that has no room for it is no reason to fail
+        subprocess.Popen(command, cwd=root, start_new_session=True, stdin=silent, stdout=silent, stderr=silent)
+
+
+def guard(folder: Path, pid: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for the process that is guarded
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    found = read_status(folder)
+    if found is not None and found != _read(folder):
+        write_status(folder, found["status"], found["batch"], found["reason"])
 
 
 def write_ended_early(folder: Path, status: str, reason: str) -> None:
@@ -40,7 +82,7 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    write_status(folder, status, before.get("batch", 0), reason)
+    write_status(folder, status, before.get("batch", 0), reason, has_begun=False)
 
 
 def is_running(content: dict[str, Any]) -> bool:
@@ -49,6 +91,18 @@ def is_running(content: dict[str, Any]) -> bool:
     if process is None or process["host"] != socket.gethostname():
         return process is not None
     try:
-        return abs(psutil.Process(process["pid"]).create_time() - process["started"]) < 1
+        found = psutil.Process(process["pid"])
+        return found.status() != psutil.STATUS_ZOMBIE and abs(found.create_time() - process["started"]) < 1
     except psutil.Error:
         return False
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / STATUS).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    guard(Path(sys.argv[1]), int(sys.argv[2]))

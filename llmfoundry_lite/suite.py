@@ -13,14 +13,23 @@ from rich.console import Console
 from torch import nn
 
 from llmfoundry_lite.checkpoint.exchange import agree, tell_all
+from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
-from llmfoundry_lite.errors import DamagedCheckpointError, DataError, UserError
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DataError,
+    IncompleteCheckpointError,
+    UserError,
+    printable,
+)
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline_tasks
+from llmfoundry_lite.evaluation.reading import ACCURACIES
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, alone_in, outline_tasks, read_others
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.launch import place
-from llmfoundry_lite.plots import plot_curves
+from llmfoundry_lite.plots import Panel, plot_curves
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
@@ -36,15 +45,20 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
             all_results.append(evaluate_one(config, tasks, device, subject, results, files))
-        except DamagedCheckpointError as error:
+        except CheckpointError as error:
             if not config.all_checkpoints:
                 raise
-            tell([f"models.{results.model}: passed over damaged checkpoint: {error}"])
+            if tell_all(is_gone(subject.source)):
+                tell([f"models.{results.model}: passed over {subject.source}, which was removed meanwhile"])
+            elif isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
+                tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
+            else:
+                raise
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if place().rank == 0:
         print_table(all_results, Console())
-        for path in write_tables(all_results, folder / config.suite):
+        for path in write_suite(all_results, folder / config.suite):
             print(path)
         if config.all_checkpoints:
             print(plot_learning_curves(all_results, folder / config.suite / "learning.png"))
@@ -65,8 +79,15 @@ def find_models(
     if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
         error = DataError(f"rank {place().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     agree(error)
+    models = {}
     try:
-        for name, where in expand_models(config).items():
+        models = expand_models(config)
+    except UserError as caught:
+        error = caught
+    agree(error)
+    for name, where in tell_all(models).items():  # ranks may see a live run's checkpoints at different times
+        error = None
+        try:
             subject = find_subject(
                 where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
             )
@@ -85,10 +106,24 @@ def find_models(
             files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
             files.refuse_to_replace(results, asked)
             found.append((subject, results, files))
-    except UserError as caught:
-        error = caught
-    agree(error)
+        except UserError as caught:
+            error = caught
+        try:
+            agree(error)
+        except UserError:
+            if not (config.all_checkpoints and tell_all(is_gone(where))):
+                raise
+            found = [model for model in found if model[1].model != name]
+            tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
     return found
+
+
+def is_gone(where: str) -> bool:
+    """Whether a checkpoint that was seen is no longer there, as of a live run that keeps its newest alone."""
+    try:
+        return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
+    except CheckpointError:  # it cannot be seen: not known to be removed
+        return False
 
 
 def evaluate_one(
@@ -127,6 +162,15 @@ def evaluate_one(
     return results
 
 
+def write_suite(all_results: Sequence[Results], folder: Path) -> list[Path]:
+    """The tables, with the models that earlier launches have evaluated on this suite below these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
+        others, notes = read_others(folder, [results.model for results in all_results])
+        tell(notes)
+        return write_tables([*all_results, *others], folder)
+
+
 def expand_models(config: EvalConfig) -> dict[str, str]:
     """The models to evaluate; with all_checkpoints, each run's checkpoints in order of batch."""
     if not config.all_checkpoints:
@@ -146,7 +190,7 @@ def expand_models(config: EvalConfig) -> dict[str, str]:
 def tell(lines: Sequence[str]) -> None:
     if place().rank == 0:
         for line in lines:
-            print(line, file=sys.stderr)
+            print(printable(line), file=sys.stderr)
 
 
 def start_process_group(config: EvalConfig) -> torch.device:
@@ -180,14 +224,18 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
 
 def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
     """The main metric of every task against the batch of the checkpoint, one panel for each task."""
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    panels: dict[str, Panel] = {}
     for results in all_results:
         name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
         for task, record in results.tasks.items():
             metric = record["metric"]
+            is_accuracy = metric in ACCURACIES
+            y_label = f"accuracy ({metric})" if is_accuracy else metric.replace("_", " ")
+            chance = record.get("chance") if is_accuracy else None
+            panel = panels.setdefault(task, Panel(title=task, y_label=y_label, chance=chance))
             point = (int(batch), record[metric], record.get(f"{metric}_stderr", 0.0))
-            curves.setdefault(f"{task}, {metric}", {}).setdefault(name, []).append(point)
-    plot_curves(curves, path, x_label="batch")
+            panel.points.setdefault(name, []).append(point)
+    plot_curves(list(panels.values()), path, x_label="batch")
     return path
 
 
@@ -216,6 +264,7 @@ class ProgressLine:
             text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
         elif done:
             text += f" · ETA {datetime.timedelta(seconds=round(seconds * (total - done) / done))}"
+        text = printable(text)
         if self.is_terminal:
             print(f"\r\033[K{text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
         elif done == total:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.load import load_train_config
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.launch import place, run_and_exit
 
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
         raise
     if place().rank == 0:
         for note in invocation.notes:
-            print(note)
+            print(printable(note))
     if invocation.dry_run:
         if place().rank == 0:
             print(preflight.describe(config, world_size, found, place().local_world_size))

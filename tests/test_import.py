@@ -1,5 +1,6 @@
 """Weights from elsewhere become a checkpoint like any other; pickles are read only when trusted, and never run."""
 
+import io
 import pickle
 import re
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint.metadata as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
@@ -18,7 +20,9 @@ from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.checkpoint_import import import_checkpoint
 from llmfoundry_lite.cli_checkpoint import model_config
-from llmfoundry_lite.errors import CheckpointError, ConfigError, ExportError
+from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError
+from llmfoundry_lite.evaluation.models import find_subject
 from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.pickles import StandIn, TensorsOnly
@@ -128,6 +132,62 @@ def test_a_pytorch_bin_is_read_only_when_trusted(tmp_path):
     assert imported.notes == ["pytorch_model.bin was read by torch's weights-only reader"]
     weights = load_full_tensors(imported.checkpoint.where)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "ba0", "latest.json"])
+def test_what_lies_in_the_folder_already_stays_as_it_is(tmp_path, name):
+    folder_of(tmp_path / "hf")
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    assert str(error.value) == (
+        f"{tmp_path}/out: already holds {name}, which the import would replace; give another folder, or remove it"
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert not list((tmp_path / "out" / name).iterdir())
+
+
+def test_an_export_has_the_tokenizer_of_its_weights_or_none(tmp_path, capsys):
+    folder_of(tmp_path / "hf")
+    import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "out", copy)
+    train_tokenizer(["something else"] * 3, 280).save(tmp_path / "out" / "tokenizer")  # where the manifest points to
+    train_tokenizer(["something else"] * 3, 280).save(tmp_path / "other")
+
+    code, _, err = run(capsys, "export", tmp_path / "out", tmp_path / "one")
+    assert (code, err.count("\n")) == (2, 1) and not (tmp_path / "one").exists()
+    assert "out/ba0 was trained with another tokenizer (sha256:" in err and "--tokenizer … to export" in err
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "one", "--tokenizer", tmp_path / "other")[0] == 2
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "one", "--tokenizer", tmp_path / "nowhere")[0] == 2
+    assert not (tmp_path / "one").exists()
+
+    assert run(capsys, "export", copy, tmp_path / "two")[0] == 0, "the copy beside the checkpoint is the right one"
+    right = load_tokenizer(copy / "tokenizer").fingerprint
+    assert load_tokenizer(tmp_path / "two").fingerprint == right
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "three", "--tokenizer", copy / "tokenizer")[0] == 0
+    assert load_tokenizer(tmp_path / "three").fingerprint == right
+    code, out, _ = run(capsys, "export", tmp_path / "out", tmp_path / "four", "--tokenizer", "none")
+    assert code == 0 and out.endswith("four, without a tokenizer\n")
+    assert not (tmp_path / "four/tokenizer.json").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys):
+    tokenizer = train_tokenizer(["some words of some kind"] * 3, 280)
+    tokenizer.save(tmp_path / "mine")
+    config = tiny_config(write_data(tmp_path / "data"), tokenizer__name=str(tmp_path / "mine"), model__vocab_size=280)
+    saves = {"max_duration": "2ba", "save_interval": "1ba", "save_folder": str(tmp_path / "bucket")}
+    train([write_config(tmp_path / "tiny.yaml", {**config, **saves})], tmp_path).check()
+    shutil.rmtree(tmp_path / "mine")
+    (tmp_path / "bucket").rename(tmp_path / "moved")
+    subject = find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
+    assert subject.fingerprint == tokenizer.fingerprint
+    assert run(capsys, "export", tmp_path / "moved", tmp_path / "hf")[0] == 0
+    assert load_tokenizer(tmp_path / "hf").fingerprint == tokenizer.fingerprint
+    train_tokenizer(["something else"] * 3, 280).save(tmp_path / "moved/tokenizer")
+    with pytest.raises(DataError, match=r"trained with another tokenizer \(sha256:.*\) than the copy beside it"):
+        find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
 
 
 def test_what_is_there_is_never_replaced(tmp_path):
@@ -302,6 +362,53 @@ def test_a_member_of_an_enumeration_may_be_named_as_python_3_11_2_names_it_and_n
     assert isinstance(read(Getattr(MemoryFormat, member.name)), MemoryFormat)
     assert isinstance(read(Getattr(Path, "touch")), StandIn)
     assert isinstance(read(Getattr(torch.Size, "numel")), StandIn)
+
+
+def named(module, name):
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def with_attribute(target, name, value):
+    """A pickle of `target` after `setattr(target, name, value)`, as BUILD does it to whatever is on the stack."""
+    return b"\x80\x04" + target + b"(N}\x8c" + bytes([len(name)]) + name.encode() + value + b"stb."
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+INSTANCE = named(DCP, "BytesStorageMetadata") + b")\x81"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (named("torch._utils", "_rebuild_tensor_v2"), "__defaults__"),
+        (named(DCP, "Metadata"), "__eq__"),
+        (named(DCP, "MetadataIndex"), "__hash__"),
+        (named("torch", "float32"), "itemsize"),
+        (named("os", "system"), "__call__"),
+        (INSTANCE, "__class__"),
+    ],
+    ids=["function", "class", "frozen class", "dtype", "stand-in", "instance"],
+)
+def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, name):
+    def attributes():
+        owners = (torch._utils._rebuild_tensor_v2, dcp.Metadata, dcp.MetadataIndex, StandIn)
+        return [getattr(owner, name, None) for owner in owners]
+
+    before = attributes()
+    (tmp_path / "old.pt").write_bytes(with_attribute(target, name, named("torch", "Size")))
+    message = refusal(tmp_path / "old.pt", tmp_path / "out", trust_pickle=True)
+    assert re.search(
+        "old.pt: cannot be read: (it sets attributes of |the state of .* is no dict of its fields)", message
+    )
+    assert attributes() == before
+
+
+def test_a_record_is_given_its_fields_and_no_others():
+    index = dcp.MetadataIndex("w", torch.Size([1]))
+    vars(index)["__reduce__"] = "more"
+    found = TensorsOnly(io.BytesIO(pickle.dumps(index))).load()
+    assert found == dcp.MetadataIndex("w", torch.Size([1])) and vars(found).keys() == {"fqn", "offset", "index"}
 
 
 PEERS = ["bench/checkpoint_sides.py"]

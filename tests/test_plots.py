@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llmfoundry_lite import plots
-from llmfoundry_lite.plots import Curve, Difference, Span, smooth, thin
+from llmfoundry_lite.plots import Axis, Curve, Difference, Panel, Span, smooth, thin
 
 
 @pytest.fixture
@@ -108,3 +108,74 @@ def test_smoothing_lags_behind_nothing_and_passes_over_what_is_not_finite():
     line[50] = np.nan
     assert smooth(line)[50] == pytest.approx(50)
     assert np.isnan(smooth(np.array([np.nan]))[0])
+    assert smooth(np.array([0.0, 3.0, 6.0, 0.0]), 1) == pytest.approx([0, 3, 3, 0])
+    assert smooth(line, 0)[49] == 49
+
+
+def test_the_mean_is_as_wide_as_asked_and_left_out_at_one_batch(tmp_path, drawn):
+    plots.plot_run(tmp_path / "a.png", curve(), title="run", reach=2)
+    plots.plot_run(tmp_path / "b.png", curve(), title="run", reach=0)
+    wide, none = ([text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in drawn)
+    assert (wide, none) == (["training (mean of 5 batches)"], ["training"])
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_a_figure_is_what_its_suffix_says_and_the_same_each_time(tmp_path, suffix, start):
+    paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for path in paths:
+        plots.plot_run(path, curve(), title="run")
+    one, two = (path.read_bytes() for path in paths)
+    assert one.startswith(start) and one == two
+    assert suffix != "svg" or b">loss, nats per token<" in one
+
+
+def test_tokens_stand_along_the_figure_with_everything_in_its_place(tmp_path, drawn):
+    """The batch grows from 10 to 1,000 tokens after half of the batches."""
+    totals = np.cumsum(np.where(np.arange(1, 101) <= 50, 10.0, 1000.0))
+    axis = Axis("training tokens", np.arange(1, 101), totals)
+    evaluated = {"eval_batches": np.array([50, 100]), "eval_losses": np.array([2.0, 1.0])}
+    lost = (np.arange(101, 106), np.full(5, 0.1))
+    spans = [Span(1, 50, "2 x cpu"), Span(51, 100, "1 x cpu")]
+    run = curve(axis=axis, not_finite=[50], dead=[lost], **evaluated)
+    plots.plot_run(tmp_path / "loss.png", run, spans, title="run")
+    _, loss, speed = drawn[0].axes
+    lines = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
+    assert speed.get_xlabel() == "training tokens"
+    assert lines["validation, 1.000 at batch 100"] == [500, 50_500]
+    assert lines["not finite: 1 of run"] == [500]
+    assert lines["dead branch"] == pytest.approx([50_500 + 505 * i for i in range(1, 6)])
+    assert loss.patches[0].get_x() + loss.patches[0].get_width() == pytest.approx(1000)  # halfway to batch 51
+    assert loss.get_xlim()[1] >= max(lines["dead branch"])
+
+
+def test_the_validation_after_the_last_batch_is_not_cut_in_half(tmp_path, drawn):
+    last = curve(eval_batches=np.array([100]), eval_losses=np.array([2.0]))
+    plots.plot_run(tmp_path / "loss.png", last, title="run")
+    plots.plot_comparison(tmp_path / "two.png", [last, last], [], title="two")
+    for figure in drawn:
+        marks = [line for line in figure.axes[0].lines if not line.get_clip_on()]
+        assert marks and all((mark.get_xdata()[0], mark.get_ydata()[0]) == (100, 2.0) for mark in marks)
+
+
+def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):
+    points = {name: [(100, 0.3, 0.02), (200, 0.4, 0.02)] for name in "ab"}
+    panels = [
+        Panel(title="choice/0-shot", y_label="accuracy (acc)", points=points, chance=0.25),
+        Panel(title="text/0-shot", y_label="bits per byte", points=points),
+    ]
+    plots.plot_curves(panels, tmp_path / "learning.png", x_label="batch")
+    choice, text, *_ = drawn[0].axes
+    assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in (choice, text)] == [
+        ("batch", "accuracy (acc)"),
+        ("batch", "bits per byte"),
+    ]
+    assert [note.get_text() for note in choice.texts] == ["chance, 0.25"] and not text.texts
+    assert choice.get_ylim()[0] < 0.25
+    assert [label.get_text() for label in drawn[0].legends[0].get_texts()] == ["a", "b"]
+
+
+def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
+    points = {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}
+    plots.plot_curves([Panel(title="a $ b $x_{", y_label="$", points=points)], tmp_path / "a.png", x_label="b")
+    plots.plot_run(tmp_path / "b.png", curve(), [Span(1, 100, "$x_{")], title="$\\frac{ of $")
+    assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size

@@ -1,14 +1,19 @@
 """`llmfoundry-lite report` on run directories written by hand; one real run in legs is at the end."""
 
+import csv
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from llmfoundry_lite import cli
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.shards import write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.report.failures import suggest_save_interval
 from llmfoundry_lite.report.report import report
 from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -26,6 +31,7 @@ def record(batch, loss=2.0, launch=1, *, seconds=2.0, device=None, num_devices=1
         "loss/train/total": loss,
         "data/digest": f"{batch:016x}",
         "throughput/tokens_per_sec": rate,
+        "throughput/device/tokens_per_sec": rate / num_devices,
         "throughput/device/flops_per_sec": rate / num_devices * FLOPS_PER_TOKEN,
         "time/token": batch * TOKENS,
         "time/batch_seconds": seconds,
@@ -46,8 +52,8 @@ def write_run(folder, records, segments=(), **config):
     return str(folder)
 
 
-def save(url, segments):
-    """A checkpoint without tensors."""
+def save(url, segments, log=None):
+    """A checkpoint without tensors, and the log that travels with it."""
     store = CheckpointStore(url)
     lease = store.acquire()
     batch = segments[-1].last_batch
@@ -55,6 +61,12 @@ def save(url, segments):
     manifest = Manifest(
         save_id=save_id, lease_epoch=lease.epoch, timestamp=Timestamp(batch=batch), segments=tuple(segments)
     )
+    store.open_draft(save_id)
+    if log is not None:
+        place, prefix = store.draft(save_id)
+        content = "".join(json.dumps(line) + "\n" for line in log).encode()
+        written = write_shard(place, "metrics.jsonl", [content], num_threads=1)
+        manifest = replace(manifest, attachments=(replace(written, name=prefix + written.name),))
     store.publish(manifest, lease)
 
 
@@ -169,10 +181,54 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
 def test_a_batch_trained_twice_counts_once_and_the_last_time(tmp_path):
     records = [record(1), record(2), record(3, 9.0), {**record(2, launch=2), "time/elapsed_seconds": 2.0}]
     records += [record(3, 1.0, launch=2) | elapsed(2, 2.0), record(3, 1.0, launch=2, checkpoint__bytes=5)]
+    records[-1]["time/elapsed_seconds"] = 4.0
     facts = report([write_run(tmp_path / "run", records)])["runs"][0]
-    assert (facts["num_batches"], facts["training_loss"]) == (3, pytest.approx(5 / 3))
-    assert (facts["batches_trained_twice"], facts["seconds_trained_twice"]) == (2, 4.0)
-    assert "2 batches were trained twice" in " ".join(facts["notes"])
+    assert (facts["num_batches"], facts["training_loss"], facts["num_launches"]) == (3, pytest.approx(5 / 3), 2)
+    assert facts["dead_branches"] == [{"launch": 1, "first_batch": 2, "last_batch": 3, "seconds": 4.0}]
+    assert "batches 2 to 3 of launch 1: a dead branch" in " ".join(facts["notes"])
+
+
+def test_what_was_lost_does_not_stand_in_until_it_is_trained_again(tmp_path):
+    """Saved after batch 4, killed after 8; the launch that carries on is at 6."""
+    records = [record(b, 9.0 if b > 4 else 2.0) for b in range(1, 9)]
+    records += [record(b, 1.0, launch=2) | elapsed(b - 4, 2.0) for b in (5, 6)]
+    facts = report([write_run(tmp_path / "run", records)])["runs"][0]
+    assert (facts["last_batch"], facts["training_loss"]) == (6, pytest.approx(10 / 6))
+    assert [(d["first_batch"], d["last_batch"]) for d in facts["dead_branches"]] == [(5, 8)]
+
+
+@pytest.mark.parametrize("carries", ["all", "its own"])
+@pytest.mark.parametrize("saved_at", [300, 150])
+@pytest.mark.parametrize("launch", [1, 2])
+def test_the_log_that_travelled_with_the_newest_checkpoint_wins(tmp_path, carries, saved_at, launch):
+    """A trains 1-200 and saves at 100 alone; B carries on from there on a slower machine, and A's folder is asked.
+
+    B knows A's log or not, and so may count its launch as A does.
+    """
+    a_lines = [record(b, 9.0 if b > 100 else 2.0, launch=1, num_devices=1, seconds=2.5) for b in range(1, 201)]
+    b_lines = [record(b, 1.0, launch=launch, seconds=4.0) | elapsed(b - 100, 4.0) for b in range(101, saved_at + 1)]
+    carried = b_lines if carries == "its own" else a_lines[:100] + b_lines
+    segments = [on_gpu(1, 100, 1), on_gpu(101, saved_at, 1)]
+    where = write_run(tmp_path / "a", a_lines, save_folder=str(tmp_path / "saves"))
+    save(str(tmp_path / "saves"), segments, log=carried)
+    run = report([where])["runs"][0]
+    first, second = run["segments"]
+    assert (first["tokens_per_second_per_device"], second["tokens_per_second_per_device"]) == (400, 250)
+    assert (first["hours"], second["hours"]) == (pytest.approx(250 / 3600), pytest.approx(4 * (saved_at - 100) / 3600))
+    assert (run["last_batch"], run["training_loss"], run["num_launches"]) == (saved_at, 1.0, 2)
+    assert [(d["launch"], d["first_batch"], d["last_batch"]) for d in run["dead_branches"]] == [(1, 101, 200)]
+    assert f"batches 101 to {saved_at}: from the log that came with ba{saved_at}" in run["notes"]
+
+
+def test_what_was_trained_here_since_the_newest_checkpoint_is_no_dead_branch(tmp_path):
+    """A line that a crash of the machine made unreadable comes back from the checkpoint, and voids nothing."""
+    lines = [record(b) for b in range(1, 21)]
+    where = write_run(tmp_path / "run", lines, save_folder=str(tmp_path / "saves"))
+    save(str(tmp_path / "saves"), [on_gpu(1, 10)], log=lines[:10])
+    log = tmp_path / "run/metrics.jsonl"
+    log.write_text(log.read_text().replace('"batch": 5,', '"batch": 5;'))
+    run = report([where])["runs"][0]
+    assert (run["num_batches"], run["num_launches"], run["dead_branches"]) == (20, 1, [])
 
 
 def test_half_written_lines_and_losses_that_are_not_finite(tmp_path):
@@ -240,6 +296,124 @@ def test_of_a_hundred_thousand_batches_the_one_that_differs_is_found(tmp_path):
     two = write_run(tmp_path / "two", records)
     (pair,) = report([one, two])["comparisons"]
     assert (pair["num_common"], pair["num_equal"], pair["max_absolute_batch"]) == (100_000, 99_999, 77_777)
+
+
+def test_the_csv_has_a_row_for_each_batch_and_run_and_no_repeats(tmp_path):
+    lost = [record(b, 9.0) for b in range(1, 5)]
+    again = [record(b, 1.0, launch=2) | elapsed(b - 2, 2.0) for b in (3, 4)]
+    again.append({**again[-1], "checkpoint/bytes": 5})
+    one = write_run(tmp_path / "one", lost + again)
+    two = write_run(tmp_path / "two", [record(1, 4.0, eval__loss=3.5)])
+    report([one, two], out=tmp_path / "out", with_csv=True)
+    with (tmp_path / "out/report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["run"], r["batch"], r["launch"], r["loss/train/total"]) for r in rows] == [
+        *(("one", "1", "1", "9.0"), ("one", "2", "1", "9.0"), ("one", "3", "2", "1.0"), ("one", "4", "2", "1.0")),
+        ("two", "1", "1", "4.0"),
+    ]
+    assert (rows[3]["checkpoint/bytes"], rows[4]["eval/loss"], rows[0]["eval/loss"]) == ("5", "3.5", "")
+
+
+def test_figures_come_in_the_format_and_along_the_axis_asked_for(tmp_path, capsys):
+    where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)])
+    assert cli.run(["report", where, "--format", "svg", "--x", "flops", "--smooth", "3", "--csv"]) == 0
+    drawn = (tmp_path / "run/loss.svg").read_text()
+    assert ">training FLOPs of the model<" in drawn and ">training (mean of 3 batches)<" in drawn and ">4T<" in drawn
+    assert "![loss](loss.svg)" in (tmp_path / "run/report.md").read_text()
+    assert (tmp_path / "run/report.csv").is_file()
+    assert cli.run(["report", where, "--format", "bmp"]) == 2
+    plain = write_run(tmp_path / "plain", [{"batch": 1, "loss/train/total": 1.0}])
+    assert cli.run(["report", plain, "--x", "tokens"]) == 2
+    assert "--x tokens: the log of " in (error := capsys.readouterr().err) and "has no time/token" in error
+
+
+def test_the_training_loss_is_also_in_bits_per_byte(tmp_path):
+    """Of its own split: another text takes other tokens."""
+    splits = {
+        "train": {"tokens": 10**9, "remainder_tokens": 0, "text_bytes": 4 * 10**9},
+        "val": {"tokens": 90, "remainder_tokens": 10, "text_bytes": 500},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/summary.json").write_text(json.dumps({"splits": splits}))
+    loaders = {
+        key: {"dataset": {"local": str(tmp_path / "data"), "split": split}}
+        for key, split in (("train_loader", "train"), ("eval_loader", "val"))
+    }
+    report([write_run(tmp_path / "run", [record(1, 4 * math.log(2), eval__loss=5 * math.log(2))], **loaders)])
+    page = (tmp_path / "run/report.md").read_text()
+    assert "| training loss, last 1 batches | 2.7726 | 1.000 |" in page
+    assert "| validation loss | 3.4657 | 1.000 |" in page
+
+
+# ------------------------------------------------------------------------------------------ launches and failures
+
+
+def event(status, batch, reason=None, has_begun=True):
+    return {"time": 0.0, "status": status, "batch": batch, "reason": reason, "has_begun": has_begun, "host": "a"}
+
+
+def failing(folder, events):
+    """Saves after 10 and 20 that hold up for 1 s. Killed at 14, failed at 26, preempted after 24, done at 30: batches
+    of 10 s, on two devices."""
+    lines = []
+    for launch, (first, last) in enumerate([(1, 14), (11, 26), (21, 24), (25, 30)], start=1):
+        for b in range(first, last + 1):
+            stall = {"checkpoint__stall_seconds": 1.0} if b % 10 == 0 else {}
+            line = record(b, launch=launch, seconds=10.0, num_devices=2, **stall)
+            lines.append(line | elapsed(b - first + 1, 10.0))
+    where = write_run(folder, lines, save_interval="10ba")
+    (folder / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    return where
+
+
+def test_failures_are_counted_with_what_they_cost_and_how_often_to_save(tmp_path):
+    events = [event("running", 0), event("running", 10), event("failed", 26, "cuda:1 is gone")]
+    events += [
+        event("failed", 26, "disk full", has_begun=False),
+        event("running", 20),
+        event("preempted", 24, "SIGTERM"),
+    ]
+    events += [event("running", 24), event("done", 30)]
+    facts = report([failing(tmp_path / "run", events)])["runs"][0]["failures"]
+    assert [(x["first_batch"], x["last_batch"], x["ended"], x["batches_lost"]) for x in facts["launches"]] == [
+        (1, 14, "killed without a word", 4),
+        (11, 26, "failed", 6),
+        (None, None, "never began", 0),
+        (21, 24, "preempted", 0),
+        (25, 30, "done", 0),
+    ]
+    assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+    assert facts["device_hours_lost"] == pytest.approx(10 * 10 * 2 / 3600)
+    assert facts["hours_between_failures"] == pytest.approx(400 / 2 / 3600)
+    assert facts["save_every_seconds"] == pytest.approx(19.34, abs=0.01)
+    assert facts["save_every_batches"] == 2
+    page = (tmp_path / "run/report.md").read_text()
+    assert "| 2 | 11-26 | 0:02:40 | failed: cuda:1 is gone | 6 | 0.0333 |" in page
+    assert "5 launches: 1 killed without a word, 1 failed, 1 never began, 1 preempted, 1 done; 10 batches and" in page
+    assert "mean time between failures 0:03:20: 2 failures in 0:06:40; fewer than 5 make a rough mean" in page
+    assert "save every 0:00:19, 2 batches (Daly 2006); save_interval is 10ba" in page
+
+
+def test_launches_that_ran_elsewhere_failed_where_they_lost_batches(tmp_path):
+    facts = report([failing(tmp_path / "run", [])])["runs"][0]["failures"]
+    assert facts["causes"] == {"not known here": 4}
+    assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+
+
+def test_a_run_without_failures_has_no_mean_time_between_them(tmp_path):
+    lines = [record(1), record(2, launch=2) | elapsed(1, 2.0)]
+    facts = report([write_run(tmp_path / "run", lines)])["runs"][0]["failures"]
+    assert (facts["num_failures"], facts["hours_between_failures"], facts["save_every_seconds"]) == (0, None, None)
+    assert "no failure in 0:00:04 of training" in (tmp_path / "run/report.md").read_text()
+
+
+def test_the_save_interval_is_that_which_loses_least():
+    """Against the exact cost of exponential failures (Daly 2006, equation 13), searched."""
+    for save, between in ((1.0, 100.0), (5.0, 3600.0), (30.0, 86400.0)):
+        grid = np.geomspace(save / 10, 10 * between, 200_001)
+        cost = (np.exp((grid + save) / between) - 1) / grid
+        assert suggest_save_interval(save, between) == pytest.approx(grid[cost.argmin()], rel=0.01)
+    assert suggest_save_interval(10.0, 4.0) == 4.0
 
 
 # ----------------------------------------------------------------------------------------------- several runs
@@ -312,4 +486,5 @@ def test_a_real_run_in_legs_and_what_travelled_with_its_checkpoints(tmp_path, ca
     assert cli.run(["report", str(tmp_path / "runs/tiny")]) == 0
     first = json.loads((tmp_path / "runs/tiny/report.json").read_text())["runs"][0]
     assert first["num_batches"] == 4, "what the other cluster trained is in the newest checkpoint"
-    assert "batches after 2 are from the log that came with ba4" in capsys.readouterr().out
+    assert "batches 3 to 4: from the log that came with ba4" in capsys.readouterr().out
+    assert [launch["ended"] for launch in first["failures"]["launches"]] == ["stopped", "not known here"]

@@ -1,7 +1,12 @@
 """status.json tells the truth about the last launch, the refused ones included."""
 
+import contextlib
 import json
 import os
+import select
+import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -33,6 +38,23 @@ def test_neither_a_finished_run_nor_one_that_runs_is_said_to_have_failed(tmp_pat
     assert told(tmp_path)["status"] == "running"
 
 
+def test_every_beginning_and_end_of_a_launch_is_on_record_once(tmp_path):
+    """A run that says how far it is does not begin anew; a killed launch leaves its beginning alone."""
+    for batch in (0, 5, 9):
+        status.write_status(tmp_path, "running", batch)
+    content = told(tmp_path)
+    content["process"]["started"] -= 60  # it was killed, and its number is ours now
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    status.write_ended_early(tmp_path, "failed", "no disk")
+    status.write_status(tmp_path, "running", 4)
+    status.write_status(tmp_path, "done", 9)
+    events = [json.loads(line) for line in (tmp_path / "launches.jsonl").read_text().splitlines()]
+    assert [(event["status"], event["batch"], event["has_begun"]) for event in events] == [
+        *(("running", 0, True), ("failed", 9, False), ("running", 4, True), ("done", 9, True)),
+    ]
+    assert all(event["time"] > 0 and event["host"] for event in events)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -49,6 +71,39 @@ def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
     (tmp_path / "status.json").write_text(json.dumps(content))
     status.write_ended_early(tmp_path, "failed", "no")
     assert told(tmp_path)["status"] == expected
+
+
+@pytest.mark.parametrize(("asked_by", "expected"), [(None, "failed"), ("SIGTERM", "preempted")])
+def test_of_a_process_that_is_gone_without_a_word_the_guard_says_how_it_ended(tmp_path, asked_by, expected):
+    """An abort, as by NCCL's watchdog, and the out-of-memory killer leave no time to write anything."""
+    code = f"""
+import os
+from pathlib import Path
+from llmfoundry_lite import status
+folder = Path({str(tmp_path)!r})
+status.write_status(folder, "running", 7, {asked_by!r})
+started = []
+status.subprocess.Popen = lambda *args, popen=status.subprocess.Popen, **kw: started.append(popen(*args, **kw))
+status.start_guard(folder)
+print(started[0].pid, flush=True)
+os.abort()
+"""
+    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
+    assert process.returncode == -signal.SIGABRT
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(int(process.stdout))], [], [], 60)
+    found = told(tmp_path)
+    assert (found["status"], found["batch"]) == (expected, 7)
+    assert "the process of rank 0 is gone without a word, killed or aborted" in found["reason"]
+
+
+def test_a_process_that_is_gone_does_not_run_for_those_who_ask(tmp_path):
+    status.write_status(tmp_path, "running", 7)
+    assert status.read_status(tmp_path) == told(tmp_path)
+    content = told(tmp_path)
+    content["process"]["pid"] = 2**22 + 1
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    assert status.read_status(tmp_path)["status"] == "failed"
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):

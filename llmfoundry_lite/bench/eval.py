@@ -242,7 +242,7 @@ def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, pat
     with path.open("w") as file:
         for index in range(first, min(len(rows), first + num_items)):
             context = ""
-            for example in choose_examples(task, len(rows), index, suite.num_fewshot):
+            for example in choose_examples(task, range(len(rows)), index, suite.num_fewshot):
                 context += render_example(task, rows[example], is_first=not context)
             context += ("\n" if context else "") + rows[index]["query"] + "\nAnswer:"
             row = {"query": context, "choices": rows[index]["choices"], "gold": rows[index]["gold"]}

@@ -298,7 +298,7 @@ class Saver:
 
     def _write(self, planner: StagedPlanner, found: state.State, save_id: str) -> dict[str, Any]:
         """In the background: this rank's file. Returns what rank 0 needs for the manifest."""
-        place, prefix = self.store.draft(save_id)
+        place, prefix = self.store.open_draft(save_id)
         name = file_name(self.rank)
         writer = ShardWriter(place, name, save_id, self.num_threads, self.store.on_phase)
         try:
@@ -319,7 +319,7 @@ class Saver:
     def _publish(self, manifest: Manifest, about: About) -> None:
         """In the background, on rank 0."""
         assert self.lease is not None
-        place, prefix = self.store.draft(manifest.save_id)
+        place, prefix = self.store.open_draft(manifest.save_id)
         records = []
         try:
             for name, content in about.attachments().items():

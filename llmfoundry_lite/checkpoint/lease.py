@@ -1,19 +1,21 @@
 """Who may write into a run's folder: numbered claims, the highest of which holds. No torch.
 
-A claim is the creation of `.leases/<number>.json`, which must not exist yet; the number alone counts, its content tells
-people whose it is. See `store` for what a lease can and cannot prevent.
+A claim is the creation of `.leases/<number>.json`, which must not exist yet. The highest number holds the lease. The
+content says whose it is: a holder that does not find its own any more has lost the disk. See `store` for what a lease
+can and cannot prevent.
 """
 
 import contextlib
 import os
 import re
 import socket
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.checkpoint.codec import parse_json, write_json
-from llmfoundry_lite.checkpoint.places import Place
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 FOLDER = ".leases"
@@ -26,7 +28,7 @@ MAX_BYTES = 1 << 16
 class Lease:
     epoch: int
     owner: dict[str, Any]
-    """Host, boot, pid and when that process began; empty if it cannot be read."""
+    """Host, boot, pid, when that process began, and a name no other claim has; empty if it cannot be read."""
 
 
 class Leases:
@@ -35,14 +37,19 @@ class Leases:
         self.place = root.child(FOLDER)
 
     def acquire(self, *, at_least: int) -> Lease:
-        """The next number. Raises CheckpointError if the holder still runs on this machine, OSError of the disk."""
+        """The next number. Raises CheckpointError if the holder still runs on this machine, OSError of the disk.
+
+        Makes the folder, and alone does so: one that is not there later has vanished.
+        """
         holder = self.holder()
         if holder is not None and is_running_elsewhere(holder.owner):
             raise CheckpointError(
                 f"{self.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or "
                 "give this run another save_folder"
             )
-        owner = describe_this_process()
+        owner = describe_this_process() | {"claim": uuid.uuid4().hex}
+        if isinstance(self.place, LocalPlace):
+            self.place.make(with_parents=True)
         while True:
             epoch = max(self.highest() + 1, at_least)
             try:
@@ -57,13 +64,34 @@ class Leases:
         return Lease(epoch, owner)
 
     def check(self, lease: Lease) -> None:
-        """Raises CheckpointError when there is a higher number."""
-        holder = self.holder()
-        if holder is not None and holder.epoch > lease.epoch:
+        """Raises CheckpointError when there is a higher number, or when this claim is not there as it was made.
+
+        OSError when that cannot be told.
+        """
+        if (highest := self.highest()) > lease.epoch:
+            owner = self._owner(highest)
             raise CheckpointError(
-                f"{self.url}: another launch of this run ({holder.owner.get('host', 'host unknown')}, process "
-                f"{holder.owner.get('pid', 'unknown')}) saves here now; this one may not any more"
+                f"{self.url}: another launch of this run ({owner.get('host', 'host unknown')}, process "
+                f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
             )
+        try:
+            found = self.place.read(_name(lease.epoch), MAX_BYTES)
+        except FileNotFoundError:
+            raise self._vanished(lease.epoch) from None
+        if found != write_json(lease.owner):
+            raise self._vanished(lease.epoch)
+
+    def check_is_seen(self, epoch: int) -> None:
+        """Raises CheckpointError unless this process sees the claim that rank 0 has made."""
+        if not self.place.child(_name(epoch)).exists():
+            raise self._vanished(epoch)
+
+    def _vanished(self, epoch: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self.url}: host {socket.gethostname()} does not find this launch's lease ({FOLDER}/{_name(epoch)}) any "
+            "more; the disk may have been unmounted, or is not shared by all nodes. Nothing was written there; mount "
+            "it and run the same command again"
+        )
 
     def holder(self) -> Lease | None:
         epoch = self.highest()

@@ -77,6 +77,8 @@ class Segment:
     environment: dict[str, str] = field(default_factory=dict)
     """What the hardware overlay sets, such as NCCL's variables, as the processes had it."""
     tokens_per_second: float | None = None
+    changes: dict[str, list[Any]] = field(default_factory=dict)
+    """Key of the configuration -> [before this segment, in it], of those that change by being said."""
 
     @property
     def span(self) -> str:
@@ -101,7 +103,8 @@ class Segment:
             "microbatch ": self.device_train_microbatch_size,
         }
         known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
-        return known + [f"{name}={value}" for name, value in self.environment.items()]
+        changed = [f"{key} {before} -> {now}" for key, (before, now) in self.changes.items()]
+        return changed + known + [f"{name}={value}" for name, value in self.environment.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +430,9 @@ def _decode_segment(item: _Item) -> Segment:
         kind = (int,) if name in ("first_batch", "last_batch") else kind
         if name == "environment":
             item.get(name).strings()
+        elif name == "changes":
+            pairs = value.values() if isinstance(value, dict) else [None]
+            item.expect(all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), "changes as [before, now]")
         elif not isinstance(value, kind) or isinstance(value, bool):
             raise DamagedCheckpointError(f"{item.where}: {name} {shorten(value)}")
     if "first_batch" not in content or "last_batch" not in content:

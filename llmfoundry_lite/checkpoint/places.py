@@ -9,24 +9,42 @@ import ctypes
 import errno
 import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnreadableCheckpointError,
+    UnsoundCheckpointError,
+)
 
+T = TypeVar("T")
 Buffer = Any
 """Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
 
-DISK_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+PASSING = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+)
+"""Answers of disks and of the servers behind them that may be others a moment later."""
 
 EXTRAS = {"s3": "s3", "s3a": "s3"}
 MAX_VECTORS = 512
 """Of one readv or writev; the kernel takes 1024."""
 REMOTE_PART_BYTES = 16 << 20
+MAX_PARTS = 10_000
+"""S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
 ATTEMPTS = 4
+PAUSE_SECONDS = 0.2
+"""After the first attempt; three times as long after each further one."""
 WRITE: Callable[[int, Any, int], int] = os.pwritev
 """(descriptor, pieces, offset) -> bytes taken; tests put failing disks here."""
 
@@ -83,9 +101,13 @@ class Place(Protocol):
     def remove_all(self) -> None:
         """This folder and what is in it."""
 
-    def sink(self, name: str) -> Sink: ...
+    def sink(self, name: str, num_bytes: int) -> Sink:
+        """For a file of `num_bytes`. A local folder must be there: see `LocalPlace.make`."""
+        ...
 
-    def source(self, name: str) -> Source: ...
+    def source(self, name: str, *, is_anew: bool = False) -> Source:
+        """`is_anew`: past what this machine remembers of the file, as far as it lets us."""
+        ...
 
     def age_seconds(self, name: str) -> float | None: ...
 
@@ -111,15 +133,22 @@ def open_place(url: str | os.PathLike[str]) -> Place:
     return RemotePlace(filesystem, path, text.rstrip("/"))
 
 
-def unreadable(place: Place, name: str, error: OSError) -> CheckpointError:
-    """What a file that is there but cannot be read means.
+def unreadable(place: Place, name: str, error: OSError) -> UnsoundCheckpointError:
+    """What a file that cannot be read means: it is not there, or this machine cannot read it. Neither is damage."""
+    reason = error.strerror or str(error)
+    if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
+        is_missing = error.errno == errno.ENOENT or error.errno is None
+        return IncompleteCheckpointError(f"{place.url}/{name}: {'missing' if is_missing else reason}", name)
+    host = socket.gethostname()
+    return UnreadableCheckpointError(f"{place.url}/{name}: cannot be read on host {host}: {reason}", name)
 
-    A bad spot on a disk is damage. A network, a server or a permission can be mended, and going back behind a save for
-    want of that could not be what the user wants.
-    """
-    is_damage = place.is_local and error.errno in DISK_DAMAGE
-    kind = DamagedCheckpointError if is_damage else CheckpointError
-    return kind(f"{place.url}/{name}: cannot be read: {error.strerror or error}")
+
+def wrong_twice(look: Callable[[bool], T]) -> T:
+    """What `look` finds. It is called again, with True, after damage: a bad transfer or a stale cache is none."""
+    try:
+        return look(False)
+    except DamagedCheckpointError:
+        return look(True)
 
 
 # ------------------------------------------------------------------------------------------------------------ local
@@ -137,22 +166,32 @@ class LocalPlace:
 
     def names(self) -> list[str]:
         try:
-            return sorted(os.listdir(self.path))
+            return sorted(_persistently(lambda: os.listdir(self.path), PASSING))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def exists(self) -> bool:
-        return self.path.exists()
+        """A link counts, wherever it leads."""
+        return os.path.lexists(self.path)
+
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
+
+    def make(self, *, with_parents: bool = False) -> None:
+        """This folder. Those above it only when asked: what was there may have been a disk, now unmounted."""
+        self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        try:
+        def content() -> bytes:
             with open(self.path / name, "rb") as file:
                 return file.read(max_bytes + 1)
+
+        try:
+            return _persistently(content, PASSING)
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
         draft = self.path / f".{name}.{uuid.uuid4().hex}"
         try:
             with open(draft, "wb") as file:
@@ -180,13 +219,13 @@ class LocalPlace:
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        if self.path.is_symlink():  # to where someone has moved a checkpoint; what lies there is theirs
+        if self.is_link():  # to where someone has moved a checkpoint; what lies there is theirs
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def rename(self, old: str, new: str) -> None:
         """Atomic, and durable when it returns. `new` must not be there."""
-        if (self.path / new).exists():
+        if os.path.lexists(self.path / new):
             raise FileExistsError(f"{self.path / new} is there already")
         os.rename(self.path / old, self.path / new)
         self.sync()
@@ -199,12 +238,11 @@ class LocalPlace:
         finally:
             os.close(descriptor)
 
-    def sink(self, name: str) -> "LocalSink":
-        self.path.mkdir(parents=True, exist_ok=True)
+    def sink(self, name: str, num_bytes: int) -> "LocalSink":
         return LocalSink(self.path / name)
 
-    def source(self, name: str) -> "LocalSource":
-        return LocalSource(self.path / name)
+    def source(self, name: str, *, is_anew: bool = False) -> "LocalSource":
+        return LocalSource(self.path / name, is_anew)
 
     def age_seconds(self, name: str) -> float | None:
         with contextlib.suppress(OSError):
@@ -217,7 +255,7 @@ class LocalSink:
 
     def __init__(self, path: Path):
         self.path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
 
     def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
         _transfer(WRITE, self._descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
@@ -243,13 +281,30 @@ def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
 
 
 class LocalSource:
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, is_anew: bool = False):
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = _persistently(lambda: os.open(path, os.O_RDONLY), PASSING)
         self.num_bytes = os.fstat(self._descriptor).st_size
+        if is_anew and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        _transfer(os.preadv, self._descriptor, offset, pieces, f"{self.path}: ends before byte {offset}+")
+        if_none = f"{self.path}: ends before byte {offset}+"
+        try:
+            _transfer(os.preadv, self._descriptor, offset, pieces, if_none)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            time.sleep(PAUSE_SECONDS)
+            _persistently(lambda: self._read_anew(offset, pieces, if_none), PASSING)
+
+    def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
+        """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            _transfer(os.preadv, descriptor, offset, pieces, if_none)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -338,10 +393,10 @@ class RemotePlace:
 
         _persistently(removed)
 
-    def sink(self, name: str) -> "RemoteSink":
-        return RemoteSink(self.filesystem, f"{self.path}/{name}")
+    def sink(self, name: str, num_bytes: int) -> "RemoteSink":
+        return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
 
-    def source(self, name: str) -> "RemoteSource":
+    def source(self, name: str, *, is_anew: bool = False) -> "RemoteSource":
         return RemoteSource(self.filesystem, f"{self.path}/{name}")
 
     def age_seconds(self, name: str) -> float | None:
@@ -353,10 +408,10 @@ class RemoteSink:
 
     any_order = False
 
-    def __init__(self, filesystem: Any, path: str):
+    def __init__(self, filesystem: Any, path: str, part_bytes: int):
         self.path = path
         with _as_os_errors():
-            self._file = filesystem.open(path, "wb", block_size=REMOTE_PART_BYTES)
+            self._file = filesystem.open(path, "wb", block_size=part_bytes)
         self._offset = 0
 
     def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
@@ -374,6 +429,12 @@ class RemoteSink:
     def abandon(self) -> None:
         with contextlib.suppress(Exception):
             self._file.discard()
+
+
+def part_bytes(num_bytes: int) -> int:
+    """How large the parts of an upload of `num_bytes` are: as small as the number of parts permits."""
+    mebibytes = -(-num_bytes // (MAX_PARTS << 20))
+    return max(REMOTE_PART_BYTES, mebibytes << 20)
 
 
 class RemoteSource:
@@ -395,18 +456,18 @@ class RemoteSource:
         pass
 
 
-def _persistently(call: Callable[[], Any]) -> Any:
-    """Again after a dropped connection; only for calls that may be made twice."""
+def _persistently(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
+    """Again after an error that may pass (any, without a list of them); only for calls that may be made twice."""
     for attempt in range(ATTEMPTS):
         try:
             with _as_os_errors():
                 return call()
         except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
             raise
-        except OSError:
-            if attempt == ATTEMPTS - 1:
+        except OSError as error:
+            if attempt == ATTEMPTS - 1 or (passing is not None and error.errno not in passing):
                 raise
-            time.sleep(0.2 * 3**attempt)
+            time.sleep(PAUSE_SECONDS * 3**attempt)
     raise AssertionError
 
 
@@ -415,7 +476,7 @@ def _as_os_errors() -> Iterator[None]:
     """Clients of object stores have errors of their own (botocore's, say, without credentials or a network)."""
     try:
         yield
-    except (OSError, TypeError, NotImplementedError, ValueError):
+    except (OSError, EOFError, TypeError, NotImplementedError, ValueError):
         raise
     except Exception as error:
         raise OSError(_first_line(error)) from error

@@ -4,12 +4,14 @@
     restored = load_newest(store, model, optimizer)             the newest intact one
 
 Every rank reads into memory of its own, verifies just the blocks it reads, and all ranks agree, before any of them
-touches the model. DCP's load planner says which boxes of which slices a rank needs; see `format` for why its planners
-are called directly.
+touches the model. Rank 0 judges a file that another rank alone cannot read as it was written: it looks at the file
+itself, and then either the checkpoint is at fault, or that rank's node, which is named. DCP's load planner says which
+boxes of which slices a rank needs; see `format` for why its planners are called directly.
 """
 
 import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,11 +34,19 @@ from llmfoundry_lite.checkpoint import exchange, state
 from llmfoundry_lite.checkpoint.exchange import Group
 from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, Slice, decode, encode
 from llmfoundry_lite.checkpoint.places import open_place
-from llmfoundry_lite.checkpoint.shards import Want, read_wanted
+from llmfoundry_lite.checkpoint.shards import Want, read_wanted, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_readable
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsoundCheckpointError,
+)
+
+MAX_JUDGED = 16
+"""Files that rank 0 reads again when others complain; a node that has lost its disk complains of many."""
 
 Check = Callable[[Manifest], None]
 
@@ -97,6 +107,8 @@ def load_newest(
 ) -> Restored:
     """Restore from the newest intact checkpoint of a run; damaged ones are set aside if rank 0 has the `lease`.
 
+    Only what rank 0 sees itself counts: what is wrong for another rank alone raises, naming its host and the file.
+
     A checkpoint that is whole but does not fit this run raises: an older one would not fit better.
     """
     is_main = exchange.rank_and_size(group)[0] == 0
@@ -109,6 +121,7 @@ def load_newest(
                 search = store.newest_intact(check_readable, quarantine=lease, skip=passed)
                 checkpoint = search.checkpoint
                 notes += search.notes
+                passed.update(search.passed)
             except CheckpointError as caught:
                 error = caught
         exchange.agree(error, group)
@@ -120,10 +133,10 @@ def load_newest(
                 checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group
             )
             return Restored(manifest, store.root.child(name).url, exchange.tell_all(notes, group))
-        except DamagedCheckpointError as damage:
+        except (DamagedCheckpointError, IncompleteCheckpointError) as fault:
             passed.add(name)
             if is_main:
-                notes.append(store.set_aside(name, damage, lease))
+                notes.append(store.set_aside(name, fault, lease))
 
 
 def _load_together(
@@ -150,10 +163,34 @@ def _load_together(
         staging = read_tensors(checkpoint, targets.tensors, verify=verify, num_threads=num_threads)
     except Exception as caught:
         error = caught
-    exchange.agree(error, group)
+    exchange.agree(_judge(error, checkpoint, group), group)
     assert targets is not None
     targets.write(staging)
     return manifest
+
+
+def _judge(error: Exception | None, checkpoint: Checkpoint, group: Group) -> Exception | None:
+    """This rank's error, as rank 0 sees it: what others complain of becomes rank 0's own error, of whichever kind."""
+    is_unsound = isinstance(error, UnsoundCheckpointError)
+    if not any(exchange.max_of([int(is_unsound)], group)):
+        return error
+    report = [error.file, socket.gethostname(), str(error)] if isinstance(error, UnsoundCheckpointError) else None
+    reports = exchange.gather_json(report, group)
+    if error is not None or exchange.rank_and_size(group)[0] != 0:
+        return error
+    complaints = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+    accused = {name for _, name, _, _ in complaints}
+    for file in [file for file in checkpoint.manifest.files if file.name in accused][:MAX_JUDGED]:
+        try:
+            verify_file(checkpoint.place, file)
+        except UnsoundCheckpointError as seen:
+            return seen
+    rank, _, host, text = complaints[0]
+    return CheckpointError(
+        f"rank {rank} on host {host}: {text}; rank 0 on host {socket.gethostname()} finds this file sound, so nothing "
+        f"is wrong with the checkpoint: see on {host} whether the disk is mounted, may be read and works, then run the "
+        "same command again"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- what is wanted
@@ -221,7 +258,7 @@ def find_targets(
 
 
 def read_tensors(checkpoint: Checkpoint, like: Tensors, *, verify: bool = True, num_threads: int = 4) -> Tensors:
-    """This rank's parts of `like`, as stored, on the host. Raises DamagedCheckpointError."""
+    """This rank's parts of `like`, as stored, on the host. Raises UnsoundCheckpointError."""
     reader = ShardReader(checkpoint, verify, num_threads)
     metadata = reader.read_metadata()
     planner = StagingPlanner(checkpoint.manifest)

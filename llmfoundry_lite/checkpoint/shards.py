@@ -17,7 +17,7 @@ import xxhash
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.manifest import ALGORITHM, ITEM_BYTES, FileRecord, Manifest
-from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable
+from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable, wrong_twice
 from llmfoundry_lite.errors import DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 20
@@ -99,7 +99,7 @@ def write_shard(
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
     hashes = [""] * -(-size // block_bytes)
-    sink = place.sink(name)
+    sink = place.sink(name, size)
     has_failed = threading.Event()
 
     def write(begin: int) -> None:
@@ -133,7 +133,7 @@ def read_wanted(
 ) -> None:
     """Fill each target; verify every block touched, once, in the same pass.
 
-    Raises DamagedCheckpointError naming the file and a tensor. Targets are then undefined.
+    Raises UnsoundCheckpointError naming the file and a tensor. Targets are then undefined.
     """
     wants = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
     if not wants:
@@ -149,7 +149,7 @@ def read_wanted(
 
 
 def read_verified(place: Place, file: FileRecord) -> bytes:
-    """All of a file. Raises DamagedCheckpointError."""
+    """All of a file. Raises UnsoundCheckpointError."""
     _open(place, file).close()  # the size first: the memory for one that lies may not be there
     content = np.empty(file.num_bytes, np.uint8)
     read_wanted(place, file, [Want(0, file.num_bytes, content, file.name)])
@@ -157,7 +157,7 @@ def read_verified(place: Place, file: FileRecord) -> bytes:
 
 
 def verify_file(place: Place, file: FileRecord, named: Sequence[Span] = (), *, num_threads: int = 2) -> None:
-    """All blocks. Raises DamagedCheckpointError naming the file and, from `named`, a tensor in the damaged block."""
+    """All blocks. Raises UnsoundCheckpointError naming the file and, from `named`, a tensor in the damaged block."""
     source = _open(place, file)
     chunk_bytes = max(file.block_bytes, CHUNK_BYTES // file.block_bytes * file.block_bytes)
     runs = [Run(begin, min(begin + chunk_bytes, file.num_bytes), []) for begin in range(0, file.num_bytes, chunk_bytes)]
@@ -168,23 +168,29 @@ def verify_file(place: Place, file: FileRecord, named: Sequence[Span] = (), *, n
 
 
 def check_header(place: Place, manifest: Manifest, index: int) -> None:
-    """That the file's own header says what the manifest says. Raises DamagedCheckpointError."""
+    """That the file's own header says what the manifest says. Raises UnsoundCheckpointError."""
+    wrong_twice(lambda is_anew: _check_header(place, manifest, index, is_anew))
+
+
+def _check_header(place: Place, manifest: Manifest, index: int, is_anew: bool) -> None:
     file = manifest.files[index]
     where = f"{place.url}/{file.name}"
-    source = _open(place, file)
+    source = _open_once(place, file, is_anew)
     try:
         length = int.from_bytes(_read_bytes(source, 0, 8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, file.num_bytes - 8):
-            raise DamagedCheckpointError(f"{where}: its header claims {length:,} bytes")
+            raise DamagedCheckpointError(f"{where}: its header claims {length:,} bytes", file.name)
         header = json.loads(_read_bytes(source, 8, length))
+    except DamagedCheckpointError:
+        raise
     except (ValueError, RecursionError, EOFError):
-        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file") from None
+        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file", file.name) from None
     except OSError as error:
         raise unreadable(place, file.name, error) from error
     finally:
         source.close()
     if not isinstance(header, dict):
-        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file")
+        raise DamagedCheckpointError(f"{where}: its header is not that of a safetensors file", file.name)
     header.pop("__metadata__", None)
     expected = {
         part.key(name): {
@@ -200,7 +206,8 @@ def check_header(place: Place, manifest: Manifest, index: int) -> None:
         if expected.get(key) != header.get(key):
             raise DamagedCheckpointError(
                 f"{where}: {key} is {header.get(key, 'missing')} in its header and {expected.get(key, 'missing')} in "
-                "the manifest"
+                "the manifest",
+                file.name,
             )
 
 
@@ -250,14 +257,14 @@ def _runs(file: FileRecord, wants: Sequence[Want], verify: bool) -> list[Run]:
 
 
 def _read_run(
-    source: Source,
+    first_source: Source,
     place: Place,
     file: FileRecord,
     run: Run,
     named: Sequence[Want | Span],
     verify: bool,
 ) -> None:
-    """Straight into the targets; into scratch memory what no one wants but must be hashed."""
+    """Straight into the targets; into scratch memory what no one wants but must be hashed. Twice if wrong."""
     begin, end = run.begin, run.end
     pieces: list[Buffer] = []
     position = begin
@@ -271,21 +278,36 @@ def _read_run(
         position = stop
     if position < end:
         pieces.append(np.empty(end - position, np.uint8))
-    try:
-        source.read_into(begin, pieces)
-    except EOFError as error:
-        raise DamagedCheckpointError(f"{place.url}/{file.name}: {error}") from None
-    except OSError as error:
-        raise unreadable(place, file.name, error) from error
-    if not verify:
-        return
+
+    def read(is_anew: bool) -> None:
+        source = _open_once(place, file, is_anew=True) if is_anew else first_source
+        try:
+            source.read_into(begin, pieces)
+            if verify:
+                _check_blocks(place, file, run, pieces, named)
+        except EOFError as error:
+            raise DamagedCheckpointError(f"{place.url}/{file.name}: {error}", file.name) from None
+        except OSError as error:
+            raise unreadable(place, file.name, error) from error
+        finally:
+            if is_anew:
+                source.close()
+
+    wrong_twice(read)
+
+
+def _check_blocks(
+    place: Place, file: FileRecord, run: Run, pieces: Sequence[Buffer], named: Sequence[Want | Span]
+) -> None:
+    begin, end = run.begin, run.end
     starts = [begin, *(begin + n for n in accumulate(len(piece) for piece in pieces))]
     for block in range(begin // file.block_bytes, -(-end // file.block_bytes)):
         first, last = block * file.block_bytes, min((block + 1) * file.block_bytes, end)
         if hash_pieces(_cut(pieces, starts, first, last)) != file.block_hash(block):
             raise DamagedCheckpointError(
                 f"{place.url}/{file.name}: bytes {first:,} to {last:,} are not what was written"
-                + _inside(named, first, last)
+                + _inside(named, first, last),
+                file.name,
             )
 
 
@@ -297,16 +319,18 @@ def _inside(named: Sequence[Want | Span], first: int, last: int) -> str:
 
 
 def _open(place: Place, file: FileRecord) -> Source:
+    return wrong_twice(lambda is_anew: _open_once(place, file, is_anew))
+
+
+def _open_once(place: Place, file: FileRecord, is_anew: bool) -> Source:
     try:
-        source = place.source(file.name)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{place.url}/{file.name}: missing") from None
+        source = place.source(file.name, is_anew=is_anew)
     except OSError as error:
         raise unreadable(place, file.name, error) from error
     if source.num_bytes != file.num_bytes:
         source.close()
         raise DamagedCheckpointError(
-            f"{place.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}"
+            f"{place.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}", file.name
         )
     return source
 

@@ -3,7 +3,7 @@
     store = CheckpointStore("runs/mpt-1b/checkpoints")      any number of readers
     lease = store.acquire()                                 one writer; whoever acquires last
     save_id = store.new_save_id(lease, batch=200)
-    place, prefix = store.draft(save_id)                    every rank writes its shard here
+    place, prefix = store.open_draft(save_id)               every rank writes its shard here
     store.publish(manifest, lease)                          one rank; atomic
     store.prune(lease, keep_newest=3)
     store.newest_intact()                                   what to restore from
@@ -11,7 +11,12 @@
 Publishing. On a local disk a save is written into `.tmp-<save_id>`, synced, and renamed to `ba<batch>`: what has that
 name is whole. On an object store the shards go to `ba<batch>/<save_id>/`, a name no other save has, and putting
 `ba<batch>/manifest.json` last commits them. Removal goes in reverse: first what commits, then the data. `latest.json`
-is a hint for people and is never read here.
+is a hint for people and is never read here. A save of a batch that has one already moves the old one to `.replaced-…`
+for the moment between two renames; a crash there leaves it the checkpoint of that batch, for readers too.
+
+Whose fault. Damaged is a file whose bytes were wrong twice; its checkpoint is passed over and, under a lease, renamed
+to `.damaged-…` unless no other is left to read. Incomplete is a checkpoint that lacks a file: passed over where it
+lies. A file that cannot be read stops the search: a mount or a permission can be mended.
 
 One writer. Each launch that saves acquires a lease: the next number, claimed by creating `.leases/<number>.json`, which
 must not exist. A writer looks there before it commits and stops when there is a higher number. Between that look and
@@ -27,15 +32,20 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode, encode
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable, wrong_twice
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnreadableCheckpointError,
+)
 
 COMMITTED = re.compile(r"ba(\d+)")
 DRAFT = ".tmp-"
@@ -71,6 +81,8 @@ class Search(NamedTuple):
     checkpoint: Checkpoint | None
     notes: list[str]
     """A line for each checkpoint that was passed over."""
+    passed: list[str]
+    """And its name."""
 
 
 def is_checkpoint(url: str | os.PathLike[str]) -> bool:
@@ -81,11 +93,15 @@ def is_checkpoint(url: str | os.PathLike[str]) -> bool:
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
-    """One checkpoint folder. Raises CheckpointError if there is none, DamagedCheckpointError if it cannot be read."""
+    """One checkpoint folder. Raises CheckpointError if there is none, UnsoundCheckpointError if it cannot be read."""
     return read_checkpoint(open_place(url))
 
 
 def read_checkpoint(place: Place) -> Checkpoint:
+    return wrong_twice(lambda is_anew: _read_once(place))
+
+
+def _read_once(place: Place) -> Checkpoint:
     try:
         raw = place.read(MANIFEST, MAX_BYTES)
     except FileNotFoundError:
@@ -95,6 +111,16 @@ def read_checkpoint(place: Place) -> Checkpoint:
     except OSError as error:
         raise unreadable(place, MANIFEST, error) from error
     return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, decode(raw, f"{place.url}/{MANIFEST}"))
+
+
+def kind_of(error: CheckpointError | None) -> str:
+    """In a word, what is the matter with a checkpoint that is passed over."""
+    words = {
+        DamagedCheckpointError: "damaged",
+        IncompleteCheckpointError: "incomplete",
+        UnreadableCheckpointError: "unreadable",
+    }
+    return next((word for kind, word in words.items() if isinstance(error, kind)), "unusable")
 
 
 class CheckpointStore:
@@ -119,27 +145,44 @@ class CheckpointStore:
         return lease
 
     def check(self, lease: Lease) -> None:
-        """Raises CheckpointError when another writer has taken over."""
-        self.leases.check(lease)
+        """Raises CheckpointError when another writer has taken over, or when the folder has vanished."""
+        with _os_errors(f"{self.root.url}: the lease cannot be read"):
+            self.leases.check(lease)
 
     def _committed_epochs(self) -> list[int]:
         return [found.checkpoint.manifest.lease_epoch for found in self.candidates() if found.checkpoint]
 
     def _clear_remains(self, lease: Lease) -> None:
         """Drafts, replaced and half-deleted saves of earlier leases; a save replaced by nothing is put back."""
-        names = self.root.names()
-        for name in names:
+        for name in self._only_replaced(self.root.names()):
+            assert isinstance(self.root, LocalPlace)
+            self.root.rename(name, _committed_name(name.removeprefix(REPLACED)))
+        for name in self.root.names():
             save = SAVE_ID.search(name)
-            if save is None or int(save[1]) >= lease.epoch or not name.startswith((DRAFT, REPLACED, DELETING)):
-                continue
-            if name.startswith(REPLACED) and f"ba{save[2]}" not in names and isinstance(self.root, LocalPlace):
-                with contextlib.suppress(CheckpointError):
-                    read_checkpoint(self.root.child(name))
-                    self.root.rename(name, f"ba{save[2]}")
-                    continue
-            self.root.child(name).remove_all()
+            if save is not None and int(save[1]) < lease.epoch and name.startswith((DRAFT, REPLACED, DELETING)):
+                self.root.child(name).remove_all()
         if not self.root.is_local:
             self._clear_remote_drafts(lease)
+
+    def _only_replaced(self, names: Sequence[str]) -> list[str]:
+        """Of each batch whose save was moved away and never replaced, what was moved."""
+        if not self.root.is_local:
+            return []
+        found: dict[str, str] = {}
+        for name in sorted(names, key=_epoch):
+            if name.startswith(REPLACED) and SAVE_ID.fullmatch(name.removeprefix(REPLACED)):
+                found[_committed_name(name.removeprefix(REPLACED))] = name
+        return [moved for name, moved in found.items() if name not in names]
+
+    def check_is_new(self) -> None:
+        """Raises CheckpointError when the folder has held checkpoints, though there are no candidates now."""
+        with _os_errors(f"{self.root.url}: cannot be listed"):
+            left = [name for name in self.root.names() if name.startswith(DAMAGED)]
+        if left:
+            raise CheckpointError(
+                f"{self.root.url} holds no checkpoint but {', '.join(left)}, set aside as damaged; rename one to its "
+                "ba… to try it again, or move the folder away to start again from batch 1"
+            )
 
     def _clear_remote_drafts(self, lease: Lease) -> None:
         for name in self.root.names():
@@ -157,6 +200,18 @@ class CheckpointStore:
 
     def new_save_id(self, lease: Lease, batch: int) -> str:
         return f"e{lease.epoch}-ba{batch}-{uuid.uuid4().hex[:12]}"
+
+    def open_draft(self, save_id: str) -> tuple[Place, str]:
+        """`draft`, ready to be written to. Raises CheckpointError where this process doesn't see the run's folder.
+
+        Makes the draft's folder and none above it.
+        """
+        place, prefix = self.draft(save_id)
+        if isinstance(place, LocalPlace):
+            with _os_errors(f"{place.url}: not written"):
+                self.leases.check_is_seen(_epoch(save_id))
+                place.make()
+        return place, prefix
 
     def draft(self, save_id: str) -> tuple[Place, str]:
         """Where shards of this save are written, and what to put before their names in the manifest."""
@@ -242,8 +297,9 @@ class CheckpointStore:
     def candidates(self) -> list[Candidate]:
         """All checkpoints, newest first; those whose manifest cannot be read come where their name puts them."""
         with _os_errors(f"{self.root.url}: cannot be listed"):
-            names = [name for name in self.root.names() if COMMITTED.fullmatch(name)]
-            found = [self._candidate(name) for name in names]
+            names = self.root.names()
+            committed = [name for name in names if COMMITTED.fullmatch(name)]
+            found = [self._candidate(name) for name in (*committed, *self._only_replaced(names))]
         found = [candidate for candidate in found if candidate is not None]
         return sorted(found, key=_candidate_order, reverse=True)
 
@@ -256,8 +312,8 @@ class CheckpointStore:
                 return Candidate(name, None, error)
             if not self.root.is_local or not names:
                 return None  # not committed yet, or being removed
-            return Candidate(name, None, DamagedCheckpointError(f"{place.url}/{MANIFEST}: missing"))
-        if _committed_name(checkpoint.manifest.save_id) != name:
+            return Candidate(name, None, IncompleteCheckpointError(f"{place.url}/{MANIFEST}: missing"))
+        if _committed_name(checkpoint.manifest.save_id) != _name_of_batch(name):
             error = DamagedCheckpointError(f"{place.url}: holds the manifest of {checkpoint.manifest.save_id}")
             return Candidate(name, None, error)
         return Candidate(name, checkpoint, None)
@@ -271,10 +327,11 @@ class CheckpointStore:
     ) -> Search:
         """The newest checkpoint that can be read, that `verify` does not object to, and whose name is not in `skip`.
 
-        Damaged ones are passed over with a line each and, under a lease, moved out of the way. Anything else that is
-        wrong with one (a newer format) is raised: going back behind it could not be what the user wants.
+        Damaged and incomplete ones are passed over with a line each; the damaged are moved out of the way under a
+        lease. Anything else that is wrong with one (a newer format, a disk that does not answer) is raised: going back
+        behind it could not be what the user wants.
         """
-        notes = []
+        notes, passed = [], []
         for candidate in self.candidates():
             if candidate.name in skip:
                 continue
@@ -283,38 +340,51 @@ class CheckpointStore:
                     raise candidate.error
                 assert candidate.checkpoint is not None
                 verify(candidate.checkpoint)
-                return Search(candidate.checkpoint, notes)
-            except DamagedCheckpointError as error:
+                return Search(candidate.checkpoint, notes, passed)
+            except (DamagedCheckpointError, IncompleteCheckpointError) as error:
                 notes.append(self.set_aside(candidate.name, error, quarantine))
-        return Search(None, notes)
+                passed.append(candidate.name)
+        return Search(None, notes, passed)
 
     def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
-        """Rename a damaged checkpoint, under a lease and on a local disk; the line to tell the user, anyway."""
-        if lease is not None and isinstance(self.root, LocalPlace):
-            target = f"{DAMAGED}{name}-{uuid.uuid4().hex[:6]}"
-            try:
+        """Rename a checkpoint if it is damaged, under a lease and on a local disk; the line to tell the user, anyway.
+
+        The last that can be listed stays where it is, whatever is wrong with it.
+        """
+        line = f"passed over {kind_of(error)} checkpoint"
+        if lease is None or not isinstance(self.root, LocalPlace) or not isinstance(error, DamagedCheckpointError):
+            return f"{line}: {error}"
+        others = [found for found in self.candidates() if found.checkpoint is not None and found.name != name]
+        target = f"{DAMAGED}{_name_of_batch(name)}-{uuid.uuid4().hex[:6]}"
+        with contextlib.suppress(OSError):
+            if others:
                 self.root.rename(name, target)
-                return f"passed over damaged checkpoint, now {target}: {error}"
-            except OSError:
-                pass
-        return f"passed over damaged checkpoint: {error}"
+                line += f", now {target}"
+        return f"{line}: {error}"
 
     # ------------------------------------------------------------------------------------------------------ remove
 
-    def remove(self, name: str) -> None:
-        """First what commits it, then its data. If it is gone already, that is that."""
+    def remove(self, name: str, save_id: str) -> None:
+        """First what commits it, then its data; not if another save has its name by now.
+
+        If it is gone already, that is that. Where it is a link, the link goes. On an object store the name may hold the
+        draft of another launch as well, which stays.
+        """
         place = self.root.child(name)
         with _os_errors(f"{place.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
+            if MANIFEST in place.names() and read_checkpoint(place).manifest.save_id != save_id:
+                return
             if isinstance(self.root, LocalPlace):
-                doomed = f"{DELETING}e0-{name}-{uuid.uuid4().hex[:12]}"
-                self.root.rename(name, doomed)
+                doomed = self.root.child(f"{DELETING}e0-{_name_of_batch(name)}-{uuid.uuid4().hex[:12]}")
+                self.root.rename(name, doomed.path.name)
                 self.on_phase("mid-prune")
-                self.root.child(doomed).remove(MANIFEST)
-                self.root.child(doomed).remove_all()
+                if not doomed.is_link():
+                    doomed.remove(MANIFEST)
+                doomed.remove_all()
             else:
                 place.remove(MANIFEST)
                 self.on_phase("mid-prune")
-                place.remove_all()
+                place.child(save_id).remove_all()
 
     def prune(
         self,
@@ -325,7 +395,7 @@ class CheckpointStore:
         verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
         dry_run: bool = False,
     ) -> list[str]:
-        """Remove old checkpoints; returns their names.
+        """Remove old checkpoints, and nothing that dead writers left (see `acquire`); returns their names.
 
         Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, those that
         cannot be read (for a person to look at), and, if none of the newest passes `verify`, the newest that does.
@@ -341,13 +411,13 @@ class CheckpointStore:
         if not doomed:
             return []
         intact = next((checkpoint for checkpoint in readable if _passes(verify, checkpoint)), None)
-        names = [checkpoint.name for checkpoint in reversed(doomed) if checkpoint is not intact]
         if intact is None:
             return []
+        doomed = [checkpoint for checkpoint in reversed(doomed) if checkpoint is not intact]
         if not dry_run:
-            for name in names:
-                self.remove(name)
-        return names
+            for checkpoint in doomed:
+                self.remove(checkpoint.name, checkpoint.manifest.save_id)
+        return [checkpoint.name for checkpoint in doomed]
 
 
 class _Fenced(Exception):
@@ -379,8 +449,19 @@ def _committed_name(save_id: str) -> str:
     return f"ba{match[2]}"
 
 
+def _name_of_batch(name: str) -> str:
+    """`ba200`, of a checkpoint that has this name and of one that was moved away to be replaced."""
+    return _committed_name(name.removeprefix(REPLACED)) if name.startswith(REPLACED) else name
+
+
 def _batch(name: str) -> int:
-    return int(name.removeprefix("ba"))
+    return int(_name_of_batch(name).removeprefix("ba"))
+
+
+def _epoch(name: str) -> int:
+    """Of a name that has a save_id in it; 0 of others."""
+    save = SAVE_ID.search(name)
+    return int(save[1]) if save else 0
 
 
 def _candidate_order(candidate: Candidate) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Is a checkpoint whole, and what is in it? Answers on a machine without torch.
 
-verify_checkpoint(checkpoint)            every byte hashed; DamagedCheckpointError names file and tensor
+verify_checkpoint(checkpoint)            every byte hashed; UnsoundCheckpointError names file and tensor
 check_structure(checkpoint)              files there, sizes right, headers agree: a few kilobytes read
 check_readable(checkpoint)               the same, and what was saved beside the tensors hashed
 read_attachment(checkpoint, name)        that, hashed
@@ -42,7 +42,7 @@ def check_readable(checkpoint: Checkpoint) -> None:
 
 
 def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
-    """What was saved beside the tensors as `name`; None if nothing was. Raises DamagedCheckpointError."""
+    """What was saved beside the tensors as `name`; None if nothing was. Raises UnsoundCheckpointError."""
     for file in checkpoint.manifest.attachments:
         if file.name.rsplit("/", 1)[-1] == name:
             return read_verified(checkpoint.place, file)

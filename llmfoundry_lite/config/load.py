@@ -125,8 +125,13 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
         value = getattr(config, key)
         if value is not None and value < 1:
             raise ConfigError(f"{source_of(key, layers)}: {key}: {value} given, expected a number above 0")
+    if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
+        raise ConfigError(
+            f"{source_of('suite', layers)}: suite: {config.suite!r} given, expected the name of a folder in "
+            f"results_folder ({config.results_folder}), without slashes"
+        )
     for name in config.models:
-        if not re.fullmatch(r"\w[\w.\-]*", name):
+        if not re.fullmatch(r"\w[\w.\-]{0,150}", name):
             raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")
     if not config.icl_tasks:
         raise ConfigError(
@@ -236,6 +241,10 @@ def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
         raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, expected one number or more, 0 or above")
     if task.icl_task_type == "perplexity" and task.num_fewshot != [0]:
         raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it")
+    if task.icl_task_type == "perplexity" and task.cluster is not None:
+        raise ConfigError(f"{where}: cluster: {task.cluster!r} given, but documents are a text's clusters; remove it")
+    if task.icl_task_type == "perplexity" and task.has_categories:
+        raise ConfigError(f"{where}: has_categories: a text has none; remove it")
     if task.max_new_tokens is not None and task.max_new_tokens < 1:
         raise ConfigError(f"{where}: max_new_tokens: {task.max_new_tokens} given, expected a number above 0")
     if "" in task.early_stopping_criteria:

@@ -462,7 +462,7 @@ class TrainConfig:
     autoresume: bool = False
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
     load_path: str | None = None
-    """A checkpoint, or a folder of them, to begin from; what autoresume finds goes before it."""
+    """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds goes before it."""
     load_weights_only: bool = False
     """Take the weights from load_path and begin at batch 1."""
     load_ignore_keys: list[str] = field(default_factory=list)
@@ -567,7 +567,11 @@ class TaskConfig:
     """Which of acc_per_token, acc (summed) and acc_norm (per character) is the task's in tables and averages; default:
     acc_per_token where there are choices, as in LLM Foundry. All three are in the results."""
     has_categories: bool = False
-    """Also give the mean of each value of the column `category`."""
+    """Each value of the column `category` is a task of its own, as in LLM Foundry: an item's examples come from its
+    category, and the score is the mean of the categories' scores, which are given too."""
+    cluster: str | None = None
+    """The column that items share which belong together, such as `passage`: standard errors, intervals and tests count
+    clusters as independent, and the items of one as not."""
     max_new_tokens: int | None = None
     """Generation; default: as many as the longest answer has."""
     early_stopping_criteria: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ several seconds; it is imported only for a tokenizer that has no `tokenizer.json
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +85,41 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
     )
     backend.train_from_iterator(documents, trainer)
     return build_tokenizer(f"train:{vocab_size}", backend, {"eos_token": END_OF_TEXT}, {})
+
+
+def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> "Tokenizer":
+    """The tokenizer that `Tokenizer.files` came from. Raises DataError."""
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
+        config, special_tokens = (json.loads(files.get(name, b"{}")) for name in (CONFIG_FILE, SPECIAL_TOKENS_FILE))
+    except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
+        raise DataError(f"tokenizer {where} cannot be read ({error})") from error
+    return build_tokenizer(where, backend, config, special_tokens)
+
+
+def find_tokenizer(
+    name: str | None, fingerprint: str | None, copy: Mapping[str, bytes], where: str, *, is_asked_for: bool = False
+) -> "Tokenizer | None":
+    """The tokenizer of weights that were trained with `name`: from this machine, else from the copy that lies beside
+    them. None where there is neither, unless it `is_asked_for`. Raises DataError when it is another one than
+    `fingerprint` says; without one nothing can be compared. `where` names the weights in errors."""
+    others = []
+    if name is not None and (is_asked_for or is_local_or_cached(name)):
+        found = load_tokenizer(name)
+        if fingerprint in (None, found.fingerprint):
+            return found
+        others.append(f"{name} ({found.fingerprint})")
+    if copy:
+        found = tokenizer_from_files(copy, f"beside {where}")
+        if fingerprint == found.fingerprint:
+            return found
+        others.append(f"the copy beside it ({found.fingerprint})")
+    if others and fingerprint is not None:
+        raise DataError(
+            f"{where} was trained with another tokenizer ({fingerprint}) than {' and '.join(others)}; name the "
+            "place of the right one: --tokenizer … to export, tokenizer=… to evaluate"
+        )
+    return None
 
 
 def is_local_or_cached(name: str | Path) -> bool:
@@ -164,14 +199,18 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write the three files of the Hugging Face layout; `transformers.AutoTokenizer` loads the folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            (Path(folder) / name).write_bytes(content)
+
+    def files(self) -> dict[str, bytes]:
+        """Name -> content of those three."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config | {"eos_token": self.eos_token}
-        special_tokens = {"eos_token": self.eos_token}
-        (folder / TOKENIZER_FILE).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        for file, content in ((CONFIG_FILE, config), (SPECIAL_TOKENS_FILE, special_tokens)):
-            (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        texts = {TOKENIZER_FILE: self.backend.to_str(pretty=True)}
+        for name, content in ((CONFIG_FILE, config), (SPECIAL_TOKENS_FILE, {"eos_token": self.eos_token})):
+            texts[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        return {name: text.encode() for name, text in texts.items()}
 
 
 def build_tokenizer(
@@ -264,9 +303,13 @@ def convert_with_transformers(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     except Exception as error:  # it raises almost anything for a folder that holds no tokenizer
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"tokenizer {name} needs code of its own, which is not run; expected a folder with a {TOKENIZER_FILE}"
+            ) from None
         reason = str(error).strip().split("\n")[0]
         raise DataError(
             f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"

@@ -1,12 +1,13 @@
 """Collectives among real ranks against computed answers, and their bandwidth.
 
 One rank per device over NCCL or RCCL, or two ranks over gloo on CPUs, started here. Every rank contributes small
-integers that depend on its rank and the index, so that sums are exact in any order and an element that is in the wrong
-place is not the right one.
+integers that depend on its rank and the index, so that sums are exact in any order. No stretch of them repeats, so that
+elements in the wrong place are not the right ones, however far they have moved. The ranks' clocks are compared too.
 """
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_type, vendor
 from llmfoundry_lite.doctor.alone import PRELOAD, describe_end, forkserver, last_words, reason, start
+from llmfoundry_lite.doctor.clock import SET_CLOCK
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.places import measure_seconds
 from llmfoundry_lite.hardware import MIB
@@ -30,6 +32,11 @@ Sabotage = Callable[[int], None]
 Context = ForkContext | ForkServerContext
 
 READY = "process group"
+CLOCKS = "clocks of the ranks"
+MOST_APART_SECONDS = 1.0
+"""Of two ranks' clocks, which are read right after a barrier."""
+SPREAD = 2654435761
+"""Odd, and near 2^32 over the golden ratio: products with it, modulo 2^32, are spread evenly (Knuth, volume 3, 6.4)."""
 OTHER_FIX = {
     "nvidia": "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 to find the link",
     "amd": "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 (RCCL reads them too)",
@@ -44,6 +51,9 @@ class Report(NamedTuple):
     problem: str = ""
     unsupported: str = ""
     bytes_per_second: float = 0.0
+    clock: float = 0.0
+    """What the wall clock shows, in seconds."""
+    host: str = ""
 
 
 def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Finding]:
@@ -61,9 +71,11 @@ def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Findin
         ranks = [_Rank(group, rank, context) for rank in range(num_ranks)]
         deadline = time.monotonic() + machine.ranks_limit_seconds
         try:
-            for name in (READY, *COLLECTIVES):
+            for name in (READY, CLOCKS, *COLLECTIVES):
                 reports, dead = _collect(ranks, deadline)
                 finding = _judge(name, reports, dead, group)
+                if name == CLOCKS and finding.status is Status.PASS:
+                    finding = judge_clocks(reports)
                 yield finding
                 if len(reports) < num_ranks or (name == READY and finding.status is Status.FAIL):
                     return
@@ -147,6 +159,27 @@ def _judge(name: str, reports: dict[int, Report], dead: dict[int, str], group: G
     return Finding(check=name, status=Status.PASS, value=min(rates) / 1e9, unit="GB/s", detail=detail)
 
 
+def judge_clocks(reports: dict[int, Report]) -> Finding:
+    """The clocks of all ranks, which they have read at the same time."""
+    clocks = {rank: report.clock for rank, report in reports.items()}
+    first, last = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
+    apart = clocks[last] - clocks[first]
+    hosts = {report.host for report in reports.values()}
+    detail = f"{len(clocks)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}, read right after a barrier"
+    wrong = apart > MOST_APART_SECONDS
+    if wrong:
+        detail += f"; rank {last} on {reports[last].host} is {apart:,.1f} s ahead of rank {first} on "
+        detail += reports[first].host
+    return Finding(
+        check=CLOCKS,
+        status=Status.WARN if wrong else Status.PASS,
+        value=apart * 1e3,
+        unit="ms",
+        detail=detail,
+        fix=SET_CLOCK if wrong else "",
+    )
+
+
 def _backend() -> str:
     return {"nvidia": "NCCL", "amd": "RCCL", "cpu": "gloo"}[vendor()]
 
@@ -175,9 +208,20 @@ def _run_rank(group: Group, rank: int, sender: Connection) -> None:
     sender.send(Report(READY))
     if group.sabotage is not None:
         group.sabotage(rank)
+    sender.send(_read_clock(device))
     for name, collective in COLLECTIVES.items():
         sender.send(_try(name, collective, group.size_bytes, device))
     os._exit(0)  # taking a process group down may wait for a rank that has gone
+
+
+def _read_clock(device: torch.device) -> Report:
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))  # a barrier, of the kind that was made for this backend
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return Report(CLOCKS, clock=time.time(), host=socket.gethostname())
+    except RuntimeError as error:
+        return Report(CLOCKS, problem=reason(error))
 
 
 def _try(name: str, collective: "Collective", size: int, device: torch.device) -> Report:
@@ -203,7 +247,8 @@ def _try(name: str, collective: "Collective", size: int, device: torch.device) -
 
 def _contribution(rank: int, count: int, device: torch.device) -> torch.Tensor:
     """Integers up to 251 (rank + 1): sums over ranks stay exact in fp32 for up to 360 ranks."""
-    return (torch.arange(count, device=device) % 251 + 1).float() * (rank + 1)
+    spread = torch.arange(count, dtype=torch.int64, device=device) * SPREAD & (1 << 32) - 1
+    return ((spread >> 8) % 251 + 1).float() * (rank + 1)
 
 
 def _compare(got: torch.Tensor, right: torch.Tensor) -> str:

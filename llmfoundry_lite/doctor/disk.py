@@ -1,36 +1,66 @@
 """The folder that checkpoints go to: room, write and fsync, what comes back, and how long a save would take.
 
-A checkpoint takes 12 bytes for each parameter (fp32 weights and two moments): 12 GB for 1 G parameters.
+A checkpoint takes 12 bytes for each parameter (fp32 weights and two moments): 12 GB for 1 G parameters. Every page
+that is written names its place, so that bytes that come back from another place, or from an earlier examination, are
+not taken for the right ones.
 """
 
 import errno
 import os
 import random
 import statistics
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.hardware import GIB, MIB
 
 CHECKPOINT_BYTES = 12e9
 """Of 1 G parameters."""
-SLOW_BYTES_PER_SECOND = 100e6
-"""Two minutes for such a checkpoint."""
+
+
+class Kind(NamedTuple):
+    """What a folder lies on, and the slowest rates that are no reason to warn: a third or less of what is usual."""
+
+    name: str
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+
+
+MEMORY = Kind("memory", 500e6, 500e6)
+NVME = Kind("disk on NVMe", 200e6, 300e6)
+SSD = Kind("solid-state disk", 100e6, 150e6)
+TURNING = Kind("turning disk", 50e6, 50e6)
+NETWORK = Kind("network file system", 100e6, 100e6)
+OTHER = Kind("disk of unknown kind", 100e6, 100e6)
+
+MEMORY_SYSTEMS = ("tmpfs", "ramfs")
+NETWORK_SYSTEMS = (
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "virtiofs", "wekafs"),
+    *("pvfs2", "afs", "daos", "panfs"),
+)
 SLOW_FSYNC_SECONDS = 0.1
 """A save syncs every file and folder it makes; a disk that turns needs 0.02 s."""
 ENOUGH_BYTES = 3 * CHECKPOINT_BYTES
 """A save is written beside the one it replaces."""
 PIECE_BYTES = 32 * MIB
+PAGE_BYTES = 4096
 LIMIT_SECONDS = 10
 """Of writing, and of reading; the piece that was begun is finished."""
 
 FASTER = "name a faster folder with save_folder: a local NVMe disk, or a parallel file system"
 
 
-def check(machine: Machine, fsync: Callable[[int], None] = os.fsync) -> Iterator[Finding]:
+Read = Callable[[int, int], bytes]
+
+
+def check(
+    machine: Machine, fsync: Callable[[int], None] = os.fsync, read: Read = os.read, kind: Kind | None = None
+) -> Iterator[Finding]:
     folder = machine.folder
     if not folder.is_dir():
         fix = f"mkdir -p {folder}, or name another one with --folder"
@@ -40,10 +70,12 @@ def check(machine: Machine, fsync: Callable[[int], None] = os.fsync) -> Iterator
     yield _check_room(folder, free_bytes)
     most = min((1 if machine.quick else 16) * PIECE_BYTES, free_bytes // 10)
     most = max(1, most // MIB) * MIB
+    kind = kind or find_kind(folder)
+    blocks = Blocks()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:  # has no name: nothing stays, however this ends
-            yield _check_write(file.fileno(), most, fsync)
-            yield _check_read(file.fileno())
+            yield _check_write(file.fileno(), most, fsync, blocks, kind)
+            yield _check_read(file.fileno(), read, blocks, kind)
             yield _check_latency(file.fileno(), fsync, 1 if machine.quick else 5)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -62,7 +94,7 @@ def _check_room(folder: Path, free_bytes: int) -> Finding:
     if free_bytes < ENOUGH_BYTES:
         problems.append(f"three checkpoints of 1 G parameters take {ENOUGH_BYTES / 1e9:.0f} GB")
         fixes.append("free space, or keep fewer checkpoints (save_num_checkpoints_to_keep)")
-    if kind in ("tmpfs", "ramfs"):
+    if kind in MEMORY_SYSTEMS:
         problems.append("it is memory, and gone after a restart")
         fixes.append("name a folder on a disk with --folder")
     return Finding(
@@ -75,49 +107,62 @@ def _check_room(folder: Path, free_bytes: int) -> Finding:
     )
 
 
-def _check_write(descriptor: int, most: int, fsync: Callable[[int], None]) -> Finding:
+def _check_write(descriptor: int, most: int, fsync: Callable[[int], None], blocks: "Blocks", kind: Kind) -> Finding:
     """Pieces that are each synced, as a checkpoint's shards are."""
-    block, size = _block(), 0
+    size = 0
     began = time.perf_counter()
     while size < most and time.perf_counter() - began < LIMIT_SECONDS:
         piece = min(PIECE_BYTES, most - size)
-        for _ in range(piece // MIB):
-            _write_all(descriptor, block)
+        for index in range(size // MIB, (size + piece) // MIB):
+            _write_all(descriptor, blocks.build(index))
         fsync(descriptor)
         size += piece
     rate = size / (time.perf_counter() - began)
-    slow = rate < SLOW_BYTES_PER_SECOND
+    slow = rate < kind.write_bytes_per_second
     return Finding(
         check="disk write",
         status=Status.WARN if slow else Status.PASS,
         value=rate / 1e6,
         unit="MB/s",
-        detail=f"{size / MIB:,.0f} MiB with fsync; 1 G parameters would take {CHECKPOINT_BYTES / rate:,.0f} s to save",
+        detail=f"{size / MIB:,.0f} MiB with fsync; 1 G parameters would take {CHECKPOINT_BYTES / rate:,.0f} s to save"
+        + expected(kind, kind.write_bytes_per_second) * slow,
         fix=FASTER if slow else "",
     )
 
 
-def _check_read(descriptor: int) -> Finding:
+def _check_read(descriptor: int, read: Read, blocks: "Blocks", kind: Kind) -> Finding:
     """Read back what was written, from the disk as far as the system lets go of its own copy."""
-    block, wrong, count = _block(), [], 0
+    wrong, count, read_seconds = [], 0, 0.0
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(descriptor, 0, os.SEEK_SET)
-    began = time.perf_counter()
-    while time.perf_counter() - began < LIMIT_SECONDS and (data := _read_all(descriptor, MIB)):
-        if data != block:
-            wrong.append(count)
+    while read_seconds < LIMIT_SECONDS:
+        began = time.perf_counter()
+        data = _read_all(descriptor, MIB, read)
+        read_seconds += time.perf_counter() - began
+        if not data:
+            break
+        if data != blocks.build(count):
+            wrong.append(f"MiB {count} {blocks.explain(data, count)}")
         count += 1
-    rate = count * MIB / (time.perf_counter() - began)
+    rate = count * MIB / max(read_seconds, 1e-9)
+    slow = rate < kind.read_bytes_per_second
+    detail = f"{count} MiB, the bytes that were written" + expected(kind, kind.read_bytes_per_second) * slow
+    fix = f"{FASTER}; a run reads its data and its checkpoints" if slow else ""
+    if wrong:
+        detail = f"{len(wrong)} of {count} MiB are not what was written: {shorten(wrong)}"
+        fix = "do not save here; look at dmesg, SMART and the file server's log"
     return Finding(
         check="disk read",
-        status=Status.FAIL if wrong else Status.PASS,
+        status=Status.FAIL if wrong else Status.WARN if slow else Status.PASS,
         value=rate / 1e6,
         unit="MB/s",
-        detail=f"{len(wrong)} of {count} MiB are not what was written, from MiB {wrong[0]} on"
-        if wrong
-        else "the bytes that were written",
-        fix="do not save here; look at dmesg, SMART and the file server's log" if wrong else "",
+        detail=detail,
+        fix=fix,
     )
+
+
+def expected(kind: Kind, rate: float) -> str:
+    return f"; {rate / 1e6:,.0f} MB/s is the least for a {kind.name}"
 
 
 def _check_latency(descriptor: int, fsync: Callable[[int], None], limit_seconds: float) -> Finding:
@@ -140,9 +185,30 @@ def _check_latency(descriptor: int, fsync: Callable[[int], None], limit_seconds:
     )
 
 
-def _block() -> bytes:
-    """1 MiB that does not compress, the same each time."""
-    return random.Random(4).randbytes(MIB)
+class Blocks:
+    """Blocks of 1 MiB that do not compress, in which every page starts with this examination's name and its place."""
+
+    def __init__(self) -> None:
+        self.name = os.urandom(8)
+        self.noise = random.Random(4).randbytes(MIB)
+
+    def build(self, index: int) -> bytes:
+        block = bytearray(self.noise)
+        for page in range(0, MIB, PAGE_BYTES):
+            struct.pack_into("<8sQ", block, page, self.name, index * MIB + page)
+        return bytes(block)
+
+    def explain(self, data: bytes, index: int) -> str:
+        """Where bytes that are not those of block `index` belong, if they say so."""
+        right = self.build(index)
+        if len(data) < MIB:
+            return f"ends after {len(data):,} bytes"
+        page = next(at for at in range(0, MIB, PAGE_BYTES) if data[at : at + PAGE_BYTES] != right[at : at + PAGE_BYTES])
+        name, place = struct.unpack_from("<8sQ", data, page)
+        where = f"at byte {index * MIB + page:,}"
+        if name == self.name and place != index * MIB + page:
+            return f"{where} holds what was written to byte {place:,}"
+        return f"{where} holds other bytes"
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -151,9 +217,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _read_all(descriptor: int, size: int) -> bytes:
+def _read_all(descriptor: int, size: int, read: Read) -> bytes:
     parts = []
-    while size and (part := os.read(descriptor, size)):
+    while size and (part := read(descriptor, size)):
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
@@ -162,6 +228,29 @@ def _read_all(descriptor: int, size: int) -> bytes:
 def _free_bytes(folder: Path) -> int:
     usage = os.statvfs(folder)
     return usage.f_bavail * usage.f_frsize
+
+
+def find_kind(folder: Path, root: Path = Path("/")) -> Kind:
+    """By the file system, and below it the block device. A virtual disk does not tell what it is made of."""
+    system = _file_system(folder)
+    if system in MEMORY_SYSTEMS:
+        return MEMORY
+    if system.removeprefix("fuse.") in NETWORK_SYSTEMS or system.startswith("fuse."):
+        return NETWORK
+    number = folder.stat().st_dev
+    device = (root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    while device != device.parent and not (device / "queue/rotational").is_file():
+        device = device.parent  # a partition lies in its disk's folder
+    if device == device.parent or device.name.startswith(("vd", "xvd", "loop", "dm-", "md")):
+        return OTHER
+    if device.name.startswith("nvme"):
+        return NVME
+    return TURNING if (device / "queue/rotational").read_text().strip() == "1" else SSD
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether another machine keeps the folder's files, and their times."""
+    return find_kind(folder) is NETWORK
 
 
 def _file_system(folder: Path) -> str:

@@ -4,13 +4,22 @@ Only what was asked in the same way: the same items, prompts and scoring, which 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.paired import Floats
-from llmfoundry_lite.evaluation.reading import BITS, Loaded, by_document, cut_at, text_row
+from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS, Floats
+from llmfoundry_lite.evaluation.reading import (
+    BITS,
+    Loaded,
+    Record,
+    by_document,
+    cut_at,
+    has_categories,
+    text_row,
+    weights_of,
+)
 
 
 def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
@@ -89,6 +98,11 @@ def notes_on(first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence
     save_ids = [result.facts.get("save_id") for result in (first, other)]
     if save_ids[0] is not None and save_ids[0] == save_ids[1]:
         notes.append(f"{names} are the same checkpoint")
+    codes = [sorted({code_of(result.facts["tasks"][task]) for task in common}) for result in (first, other)]
+    if codes[0] != codes[1]:
+        notes.append(
+            f"evaluated by different code: {first.name} by {', '.join(codes[0])}, {other.name} by {', '.join(codes[1])}"
+        )
     for one, two in ((first, other), (other, first)):
         if alone := [task for task in one.items if task not in two.items]:
             notes.append(f"only in {one.name}, left out: {', '.join(alone)}")
@@ -114,20 +128,58 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
         n, unit = len((found := text_units(task, first, other))[0]), found[2]
         if unit == "windows":
             notes.append("one document: its windows are resampled, as if they were independent")
-        elif n == 1:
-            notes.append("one document: no interval")
+        if n < MIN_DOCUMENTS:
+            noun = f"{n} {unit}" if n > 1 else f"one {unit[:-1]}"
+            notes.append(f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}")
         return notes
     asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
     if alone := len(asked[0] ^ asked[1]):
         notes.append(f"{alone:,} items that only one could be asked are left out")
-    if len(asked[0] & asked[1]) == 1:
-        notes.append("one item: no interval")
+    answers = answers_of(task, first, other, records[0]["metric"])
+    num_units, unit = len(set(answers.clusters or answers.items)), "clusters" if answers.clusters else "items"
+    if num_units < MIN_UNITS:
+        noun = f"{num_units} {unit}" if num_units > 1 else f"one {unit[:-1]}"
+        notes.append(f"{noun}: no interval and no verdict below {MIN_UNITS}")
+    elif answers.clusters:
+        notes.append(f"{len(answers.items):,} items in {num_units:,} clusters, which are what is independent")
     return notes
 
 
 def has_other_tokenizer(first: Loaded, other: Loaded) -> bool:
     ours, theirs = first.facts.get("tokenizer"), other.facts.get("tokenizer")
     return bool(ours and theirs) and ours != theirs
+
+
+def code_of(record: Record) -> str:
+    return record.get("code", "an earlier release")
+
+
+class Answers(NamedTuple):
+    """Of two models to the items of a task that both have."""
+
+    first: Floats
+    other: Floats
+    weights: Floats
+    """They add up to 1."""
+    items: list[tuple[str, int]]
+    """(data, index) of each: the same in every task that asks it."""
+    clusters: list[str] | None
+
+
+def answers_of(task: str, first: Loaded, other: Loaded, metric: str) -> Answers:
+    theirs = {item["index"]: item for item in other.items[task]}
+    ours = [item for item in first.items[task] if item["index"] in theirs]
+    if not ours:
+        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
+    record = first.facts["tasks"][task]
+    data = str(record.get("data_fingerprint", task))
+    return Answers(
+        first=np.array([item[metric] for item in ours], np.float64),
+        other=np.array([theirs[item["index"]][metric] for item in ours], np.float64),
+        weights=weights_of(ours, has_categories(record)),
+        items=[(data, item["index"]) for item in ours],
+        clusters=[item["cluster"] for item in ours] if "cluster" in ours[0] else None,
+    )
 
 
 def text_units(task: str, first: Loaded, other: Loaded) -> tuple[Floats, Floats, str]:

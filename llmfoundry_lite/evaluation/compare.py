@@ -1,7 +1,11 @@
 """Results of several models -> what can be said of their differences, item by item, each against the first.
 
 Owns the numbers and the words for what was found: a difference is called one when its p, corrected for the number of
-tests, is below 0.05, and not otherwise.
+tests, is below 0.05, and not otherwise. Its interval is at the level that its p is held against (Holm's), so that it
+excludes 0 exactly where a difference is called one.
+
+What is independent are items, or clusters of them. An item that several tasks ask (with other examples, prompts or
+labels, but of the same data) is one item: in the mean, what all of them say of it is added up first.
 
 Accuracies of models with different tokenizers: `acc_per_token` divides an answer's log-probability by its number of
 tokens, so two tokenizers can make one distribution over texts choose differently. `acc_norm` (per character) is
@@ -10,15 +14,21 @@ compared in its place; the sum, exact answers and bits per byte are of texts as 
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import paired as statistics
-from llmfoundry_lite.evaluation.comparable import has_other_tokenizer, notes_on, refuse_if_different, text_units
-from llmfoundry_lite.evaluation.paired import Floats
+from llmfoundry_lite.evaluation.comparable import (
+    answers_of,
+    has_other_tokenizer,
+    notes_on,
+    refuse_if_different,
+    text_units,
+)
 from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte
 
 SIGNIFICANT = 0.05
@@ -36,9 +46,10 @@ class Paired:
     first: float
     other: float
     difference: float
-    low: float | None
-    """95 % interval; None when it cannot be had."""
-    high: float | None
+    low: float | None = None
+    """Interval at `confidence`; None where too few items are independent."""
+    high: float | None = None
+    confidence: float = 0.95
     wins: int
     """Items on which `other` did better."""
     losses: int
@@ -47,13 +58,23 @@ class Paired:
     test: str
     p_corrected: float = math.nan
     needed: int | None
-    """Items to find a difference of 0.01 with 80 % power."""
-    detectable: float | None
-    """The difference that this many items find with 80 % power."""
+    """Items to find a difference of 0.01 with 80 % power, in a test of its own."""
+    error: float
+    """Standard error of the difference."""
+    interval: Callable[[float], tuple[float, float] | None] = field(repr=False)
+    """At a level, such as 0.05 for 95 %."""
+    is_detected: bool = False
 
     @property
-    def is_detected(self) -> bool:
-        return self.p_corrected < SIGNIFICANT
+    def detectable(self) -> float | None:
+        """The difference that this many items find with 80 % power at `confidence`."""
+        return (statistics.z_of(1 - self.confidence) + statistics.Z_POWER) * self.error or None
+
+    def settle(self, p_corrected: float, level: float) -> None:
+        """Now that it is known how many tests there are."""
+        self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
+        if (found := self.interval(level)) is not None:
+            self.low, self.high = found
 
     @property
     def is_better(self) -> bool:
@@ -120,8 +141,9 @@ def compare(results: Sequence[Loaded], *, skip: Sequence[str] = (), all_metrics:
         [pair.mean for pair in pairs if pair.mean is not None],
         [paired for pair in pairs for paired in pair.more],
     ):
-        for paired, p in zip(family, statistics.holm([paired.p for paired in family]), strict=True):
-            paired.p_corrected = p
+        corrected, levels = statistics.holm([paired.p for paired in family], SIGNIFICANT)
+        for paired, *found in zip(family, corrected, levels, strict=True):
+            paired.settle(*found)
     return pairs
 
 
@@ -165,122 +187,84 @@ def main_metric(result: Loaded, task: str, texts_alone: bool) -> str:
 def _pair_task(task: str, first: Loaded, other: Loaded, metric: str) -> Paired:
     if metric == BITS:
         return _pair_texts(task, first, other)
-    a, b = _answers(task, first, other, metric)
-    difference, n = b - a, len(a)
-    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    mean = float(difference.mean())
-    low, high = (
-        statistics.interval(statistics.bootstrap_sums(difference[:, None], _generator(task, metric))[:, 0] / n)
-        if n > 1
-        else (None, None)
+    paired, counts = _pair_answers([(task, metric)], first, other)
+    if discordant := counts.wins + counts.losses:
+        units = statistics.items_needed(float(discordant) / counts.num_units, 0.01 / float(counts.jump))
+        paired.needed = math.ceil(units * paired.n / counts.num_units)
+    return paired
+
+
+def _pair_mean(tasks: Sequence[Paired], first: Loaded, other: Loaded) -> Paired:
+    paired, _ = _pair_answers([(task.task, task.metric) for task in tasks], first, other)
+    return paired
+
+
+def _pair_answers(asked: Sequence[tuple[str, str]], first: Loaded, other: Loaded) -> tuple[Paired, statistics.Counts]:
+    """The mean of the accuracies by (task, metric), each counting the same."""
+    answers = [answers_of(task, first, other, metric) for task, metric in asked]
+    unit_of: dict[tuple[str, int], tuple[str, int | str]] = {}
+    for task in answers:  # clusters that one task knows hold for all of the same data
+        if task.clusters is not None:
+            unit_of |= {item: (item[0], cluster) for item, cluster in zip(task.items, task.clusters, strict=True)}
+    added: dict[tuple[str, int | str], float] = {}
+    share: dict[tuple[str, int | str], float] = {}
+    for task in answers:
+        weights = task.weights / len(answers)
+        for item, change, weight in zip(task.items, weights * (task.other - task.first), weights, strict=True):
+            unit = unit_of.get(item, item)
+            added[unit] = added.get(unit, 0.0) + change
+            share[unit] = share.get(unit, 0.0) + weight
+    # Rounded, so that what cancels out is 0.
+    counts = statistics.count(np.round(list(added.values()), 15), np.array(list(share.values())))
+    differences = np.concatenate([task.other - task.first for task in answers])
+    n, wins, losses = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
+    ours, theirs = (
+        sum(float(task.weights @ values(task)) for task in answers) / len(answers)
+        for values in (attrgetter("first"), attrgetter("other"))
     )
-    return Paired(
-        task=task,
+    name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
+    paired = Paired(
+        task=name,
         metric=metric,
         n=n,
-        first=float(a.mean()),
-        other=float(b.mean()),
-        difference=mean,
-        low=low,
-        high=high,
+        first=ours,
+        other=theirs,
+        difference=theirs - ours,
         wins=wins,
         losses=losses,
         ties=n - wins - losses,
-        p=statistics.mcnemar_p(wins, losses),
-        test="McNemar",
-        needed=statistics.items_needed((wins + losses) / n) if wins + losses else None,
-        detectable=_detectable(float(difference.std()) / math.sqrt(n)),
+        p=statistics.score_p(counts),
+        test="score",
+        needed=None,
+        error=math.sqrt(max(0.0, float(counts.variance))),
+        interval=lambda level: statistics.score_interval(counts, level),
     )
-
-
-def _answers(task: str, first: Loaded, other: Loaded, metric: str) -> tuple[Floats, Floats]:
-    """(of the first, of the other), over the items that both have."""
-    a = {item["index"]: item[metric] for item in first.items[task]}
-    b = {item["index"]: item[metric] for item in other.items[task]}
-    common = [index for index in a if index in b]
-    if not common:
-        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
-    return np.array([a[i] for i in common], float), np.array([b[i] for i in common], float)
+    return paired, counts
 
 
 def _pair_texts(task: str, first: Loaded, other: Loaded) -> Paired:
     """Bits per byte, resampled by document; within a single document by window."""
     a, b, _ = text_units(task, first, other)
-    ours, theirs = bits_per_byte(a.sum(axis=0)), bits_per_byte(b.sum(axis=0))
-    n = len(a)
-    # `added`: what each unit adds to the difference; `residual`: beyond what the mean rates give for its bytes, which
-    # is how far a ratio of sums moves with the unit.
-    share_a, share_b = a / a[:, 1].mean(), b / b[:, 1].mean()
-    added = (share_b[:, 0] - share_a[:, 0]) / math.log(2)
-    residual = added - (theirs * share_b[:, 1] - ours * share_a[:, 1])
-    rates = b[:, 0] / b[:, 1] - a[:, 0] / a[:, 1]
-    low, high, p = None, None, 1.0
-    if n > 1:
-        draws = statistics.bootstrap_sums(np.concatenate([a, b], axis=1), _generator(task, BITS))
-        low, high = statistics.interval(bits_per_byte(draws[:, 2:]) - bits_per_byte(draws[:, :2]))
-        p = statistics.sign_flip_p(added, _generator(task, "flips"))
-    deviation = float(residual.std(ddof=1)) if n > 1 else 0.0
+    bits = np.array([1 / math.log(2), 1.0])
+    found = statistics.difference_of_ratios(a * bits, b * bits, _generator(task, BITS))
+    n, rates = len(a), b[:, 0] / b[:, 1] - a[:, 0] / a[:, 1]
+    deviation = found.error * math.sqrt(n)
     return Paired(
         task=task,
         metric=BITS,
         n=n,
-        first=float(ours),
-        other=float(theirs),
-        difference=float(theirs - ours),
-        low=low,
-        high=high,
+        first=float(bits_per_byte(a.sum(axis=0))),
+        other=float(bits_per_byte(b.sum(axis=0))),
+        difference=found.difference,
         wins=int((rates < 0).sum()),
         losses=int((rates > 0).sum()),
         ties=int((rates == 0).sum()),
-        p=p,
-        test="sign flips",
+        p=found.p,
+        test="studentised bootstrap",
         needed=statistics.documents_needed(deviation) if n > 1 and deviation else None,
-        detectable=_detectable(deviation / math.sqrt(n)),
+        error=found.error,
+        interval=found.interval,
     )
-
-
-def _pair_mean(tasks: Sequence[Paired], first: Loaded, other: Loaded) -> Paired:
-    """The mean of the tasks' accuracies. Tasks are strata; those that differ in their number of examples alone ask the
-    same items, which are therefore drawn together."""
-    strata: dict[str, dict[int, float]] = {}
-    for task in tasks:
-        stratum = strata.setdefault(task.task.rsplit("/", 1)[0], {})
-        theirs = {item["index"]: item[task.metric] for item in other.items[task.task]}
-        for item in first.items[task.task]:
-            if (index := item["index"]) in theirs:
-                added = (theirs[index] - item[task.metric]) / task.n / len(tasks)
-                stratum[index] = stratum.get(index, 0.0) + added
-    # Rounding, so that sums of the same parts count as one value.
-    values: dict[str, Floats] = {
-        name: np.array([round(added, 15) for added in stratum.values()], np.float64) for name, stratum in strata.items()
-    }
-    draws, flips = np.zeros(statistics.NUM_RESAMPLES), np.zeros(statistics.NUM_RESAMPLES)
-    for name, added in values.items():
-        draws += statistics.bootstrap_sums(added[:, None], _generator(name, "mean"))[:, 0]
-        flips += statistics.flipped_sums(added, _generator(name, "flips of the mean"))
-    difference = sum(task.difference for task in tasks) / len(tasks)
-    low, high = statistics.interval(draws)
-    return Paired(
-        task=f"mean of {len(tasks)} tasks",
-        metric="mean",
-        n=sum(task.n for task in tasks),
-        first=sum(task.first for task in tasks) / len(tasks),
-        other=sum(task.other for task in tasks) / len(tasks),
-        difference=difference,
-        low=low,
-        high=high,
-        wins=sum(task.wins for task in tasks),
-        losses=sum(task.losses for task in tasks),
-        ties=sum(task.ties for task in tasks),
-        p=statistics.p_among(flips, difference),
-        test="sign flips",
-        needed=None,
-        detectable=_detectable(float(draws.std())),
-    )
-
-
-def _detectable(error: float) -> float | None:
-    return (statistics.Z_TWO_SIDED + statistics.Z_POWER) * error or None
 
 
 def _generator(task: str, purpose: str) -> np.random.Generator:

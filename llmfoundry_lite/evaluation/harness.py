@@ -5,7 +5,9 @@ evaluation that was killed does not do a finished task again.
 """
 
 import contextlib
+import json
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,8 +16,16 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.reading import Record, bits_per_byte_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, outline
+from llmfoundry_lite.evaluation.reading import (
+    Record,
+    bits_per_byte_error,
+    has_categories,
+    hash_of,
+    mean_and_error,
+    ratio_error,
+    weights_of,
+)
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
@@ -133,17 +143,29 @@ def run_task(
         texts = answer_all(model, tokenizer, task, max_batch_tokens, *share, on_progress)
         items = [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
     else:
-        scores = _score_all(model, task, max_batch_tokens, *share, on_progress)
+        # As in training and eval/loss; prompts are one document, whatever tokens they have.
+        is_separated = task.kind == "perplexity" and model.separates_documents
+        separator = tokenizer.eos_token_id if is_separated else None
+        scores = _score_all(model, task, max_batch_tokens, *share, on_progress, separator)
         items = [_record(task, item, scores) for item in _numbered(task.items)]
-    return summarise(task, items, time.monotonic() - started), items
+    record = summarise(task, items, time.monotonic() - started)
+    made_by = {"code": code_version(), "items_hash": hash_of([json.dumps(item) for item in items])}
+    return record | made_by, items
 
 
 def _score_all(
-    model: Scorable, task: Prepared, max_batch_tokens: int, rank: int, world_size: int, on_progress: Progress
+    model: Scorable,
+    task: Prepared,
+    max_batch_tokens: int,
+    rank: int,
+    world_size: int,
+    on_progress: Progress,
+    separator: int | None,
 ) -> dict[int, Score]:
     found: dict[int, Score] = {}
     num_requests = sum(len(item.requests) for item in task.items)
-    for scores in score(model, [item.requests for item in task.items], max_batch_tokens, rank, world_size):
+    groups = [item.requests for item in task.items]
+    for scores in score(model, groups, max_batch_tokens, rank, world_size, separator=separator):
         found.update(scores)
         done = min(num_requests, len(found) * world_size)
         on_progress(task.name, len(task.items) * done // num_requests, len(task.items))
@@ -184,8 +206,7 @@ def _record(task: Prepared, numbered: tuple[int, Item], scores: dict[int, Score]
         "num_characters": characters,
         "num_trimmed": max(request.num_trimmed for request in item.requests),
     }
-    if item.category is not None:
-        record["category"] = item.category
+    record |= _groups(item)
     if task.kind == "language_modeling":
         record["acc"] = int(found[0].is_greedy)
     if task.kind in ("multiple_choice", "schema"):
@@ -200,11 +221,15 @@ def _record(task: Prepared, numbered: tuple[int, Item], scores: dict[int, Score]
     return record
 
 
+def _groups(item: Item) -> Record:
+    named = {"category": item.category, "cluster": item.cluster}
+    return {key: value for key, value in named.items() if value is not None}
+
+
 def _generation_record(task: Prepared, item: Item, text: str) -> Record:
     record: Record = {"task": task.name, "index": item.index, "text": text, "answers": list(item.answers)}
     record["num_trimmed"] = item.requests[0].num_trimmed
-    if item.category is not None:
-        record["category"] = item.category
+    record |= _groups(item)
     return {**record, "acc": int(is_right(task.config, text, item.answers))}
 
 
@@ -221,42 +246,42 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         "metric": task.config.metric or MAIN_METRIC.get(task.kind, "acc"),
     }
     for name in METRICS[task.kind]:
-        record[name], record[f"{name}_stderr"] = mean_and_error([item[name] for item in items])
+        record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
+    if any("cluster" in item for item in items):
+        record["num_clusters"] = len({item["cluster"] for item in items})
     if task.kind in MAIN_METRIC:
-        record["chance"] = sum(1 / len(item["num_tokens"]) for item in items) / len(items)
+        chances = (1 / len(item["num_tokens"]) for item in items)
+        record["chance"] = float(sum(map(operator.mul, weights_of(items, has_categories(record)), chances)))
         record["num_ties"] = sum(item["tie"][record["metric"]] for item in items)
         record["num_duplicates"] = sum(item["has_duplicates"] for item in items)
     if task.kind == "language_modeling":
-        record |= _perplexity(-sum(item["log_probability"][0] for item in items) / len(items))
+        answers = [{**item, "nats": -item["log_probability"][0]} for item in items]
+        record |= _perplexity(*mean_and_error(answers, "nats"))
     if task.kind == "perplexity":
-        nats = -sum(item["log_probability"][0] for item in items)
-        record |= _perplexity(nats / sum(item["num_tokens"][0] for item in items))
+        rows = [(-item["log_probability"][0], item["num_tokens"][0]) for item in items]
+        nats = sum(row[0] for row in rows)
+        record |= _perplexity(nats / sum(row[1] for row in rows), ratio_error(items, rows))
+        record["num_documents"] = len({item["index"] for item in items})
         record["bits_per_byte"] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
         if (error := bits_per_byte_error(items)) is not None:
             record["bits_per_byte_stderr"] = error
         record["metric"] = "bits_per_byte"
-    categories = sorted({item["category"] for item in items if "category" in item})
-    if categories:
-        metric = record["metric"]
+    if has_categories(record):
+        names = sorted({item["category"] for item in items})
         record["categories"] = {
-            name: mean_and_error([item[metric] for item in items if item.get("category") == name])[0]
-            for name in categories
+            name: mean_and_error([item for item in items if item["category"] == name], record["metric"])[0]
+            for name in names
         }
     trimmed = sum(1 for item in items if item.get("num_trimmed"))
-    odd = {"num_trimmed": trimmed, "skipped": task.skipped, "beginning": task.beginning}
+    odd = {"num_trimmed": trimmed, "num_missing_examples": sum(bool(i.num_missing_examples) for i in task.items)}
+    odd |= {"skipped": task.skipped, "beginning": task.beginning}
     return {**record, **{key: value for key, value in odd.items() if value}, "seconds": round(seconds, 3)}
 
 
-def _perplexity(nats: float) -> Record:
-    """Left out where no float can hold it: long answers of a model that has learnt little."""
+def _perplexity(nats: float, error: float | None) -> Record:
+    """With its standard error, to first order: exp(x ± e) is exp(x) ± exp(x) e. Left out where no float can hold it:
+    long answers of a model that has learnt little."""
     with contextlib.suppress(OverflowError):
-        return {"perplexity": math.exp(nats)}
+        found = math.exp(nats)
+        return {"perplexity": found, **({} if error is None else {"perplexity_stderr": found * error})}
     return {}
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error, sd / sqrt(n) with n - 1 in the variance; 0 for a single value."""
-    n = len(values)
-    mean = sum(values) / n
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
-    return mean, math.sqrt(variance / n)

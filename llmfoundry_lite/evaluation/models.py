@@ -1,9 +1,11 @@
 """A name -> a model ready to be scored, with its tokenizer: from a checkpoint, a run, an exported folder, the Hub.
 
-Portable checkpoints and folders in MPT's, GPT-2's and Llama's layouts become our MPT, which shares prefixes; any other
-causal language model of transformers runs as it is, row by row.
+Portable checkpoints and folders of the model types mpt, gpt2 and llama become our MPT, which shares prefixes, or are
+refused: transformers' models of these types ignore what they do not know. A causal language model of another type runs
+as transformers has it, row by row. Code that a folder brings is never run.
 """
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -18,17 +20,27 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from llmfoundry_lite.checkpoint import restore
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Search, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    Search,
+    is_checkpoint,
+    kind_of,
+    open_checkpoint,
+)
 from llmfoundry_lite.checkpoint.verify import check_structure
+from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, ExportError
+from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
-from llmfoundry_lite.models.generate import generate
-from llmfoundry_lite.models.hf import import_model
+from llmfoundry_lite.models.generate import check_finite, generate
+from llmfoundry_lite.models.hf import LAYOUTS, import_model, read_hf_config
+from llmfoundry_lite.models.hf.layout import check_keys
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.pickles import read_torch_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,19 +69,19 @@ class Subject:
 
 
 def find_checkpoint(where: str) -> Search:
-    """The checkpoint at `where`, or the newest intact one of a run or folder, with a line for each damaged one that is
-    newer. Raises DamagedCheckpointError when none is intact."""
+    """The checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one that is
+    damaged or incomplete. Raises DamagedCheckpointError when none is intact."""
     notes: list[str] = []
     for url in _places_of(where):
         if is_checkpoint(url):
-            return Search(open_checkpoint(url), [])
+            return Search(open_checkpoint(url), [], [])
         found = CheckpointStore(url).newest_intact(check_structure)
         if found.checkpoint is not None:
             return found
         notes += found.notes
     if notes:
         raise DamagedCheckpointError(f"models: {where} has no intact checkpoint: {notes[0]}")
-    return Search(None, [])
+    return Search(None, [], [])
 
 
 def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
@@ -77,7 +89,11 @@ def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
     stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
     checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
-    notes = [f"passed over damaged checkpoint: {candidate.error}" for candidate in candidates if candidate.error]
+    notes = [
+        f"passed over {kind_of(candidate.error)} checkpoint: {candidate.error}"
+        for candidate in candidates
+        if candidate.error
+    ]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch), notes
 
 
@@ -116,7 +132,7 @@ def find_subject(
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():
         return _find_folder(where, Path(where), tokenizer, precision, device, shard)
-    checkpoint, notes = find_checkpoint(where)
+    checkpoint, notes, _ = find_checkpoint(where)
     if checkpoint is None:
         raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
@@ -136,15 +152,12 @@ def find_subject(
 def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -> Tokenizer:
     manifest = checkpoint.manifest
     name = tokenizer or (manifest.config.get("tokenizer") or {}).get("name")
-    if name is None or not (is_local_or_cached(name) or tokenizer):
+    copy = {} if tokenizer else read_tokenizer(checkpoint, FILES)
+    trained_with = manifest.fingerprints.get("tokenizer")
+    found = find_tokenizer(name, trained_with, copy, f"models: {where}", is_asked_for=tokenizer is not None)
+    if found is None:
         raise DataError(
             f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
-        )
-    found = load_tokenizer(name)
-    trained_with = manifest.fingerprints.get("tokenizer")
-    if trained_with is not None and trained_with != found.fingerprint:
-        raise DataError(
-            f"models: {where} was trained with another tokenizer ({trained_with}) than {name} ({found.fingerprint})"
         )
     return found
 
@@ -163,6 +176,7 @@ def _load_checkpoint(
 def _find_folder(
     where: str, folder: Path, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
 ) -> Subject:
+    _check_description(where, folder, shard)
     found = load_tokenizer(tokenizer or folder)
     own = _own_tokenizer(folder) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
@@ -174,10 +188,27 @@ def _find_folder(
         source=where,
         save_id=_identify(folder),
         num_tokens_trained=None,
-        load=lambda: _load_folder(where, folder, precision, device, shard),
+        load=lambda: _load_folder(folder, precision, device, shard),
         tokenizer=found,
         fingerprint=found.fingerprint,
     )
+
+
+def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
+    """What config.json tells before weights are read. Raises ExportError or DataError."""
+    hf_config = read_hf_config(folder)
+    kind = hf_config.get("model_type")
+    if kind in LAYOUTS:
+        check_keys(hf_config, LAYOUTS[kind], str(folder))
+    elif not isinstance(kind, str):
+        raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
+    elif shard is not None:
+        raise DataError(
+            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
+            "set fsdp=false"
+        )
+    else:
+        _read_plain_config(folder)
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
@@ -187,16 +218,17 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
         return None
 
 
-def _load_folder(where: str, folder: Path, precision: str, device: torch.device, shard: Shard | None) -> Any:
-    try:
-        config, weights = import_model(folder)
-    except ExportError as error:
-        if shard is not None:
-            raise DataError(f"models: {where} can only be evaluated whole: {error}; set fsdp=false") from None
+def _load_folder(folder: Path, precision: str, device: torch.device, shard: Shard | None) -> Any:
+    if read_hf_config(folder).get("model_type") not in LAYOUTS:
         return _load_plain(folder, precision, device)
+    config, weights = import_model(folder, _read_pickled_weights)
     ours = _build_empty(config, precision, device, shard)
     _fill(ours, weights, device, shard)
     return TreeModel(ours, device)
+
+
+def _read_pickled_weights(path: Path) -> Any:
+    return read_torch_file(path, str(path), is_trusted=False).content
 
 
 def _identify(folder: Path) -> str:
@@ -264,6 +296,7 @@ class TreeModel:
         self.device = device
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
+        self.separates_documents = model.config.attn_config.attn_uses_sequence_id
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         return self.model(
@@ -277,24 +310,88 @@ class TreeModel:
         return generate(self.model, torch.tensor(context, device=self.device), num_tokens, temperature=0)
 
 
+DECISIVE_OPTIONS = (
+    *("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "sliding_window", "qk_ln", "qk_norm"),
+)
+"""Keys of config.json that change logits. transformers ignores those that a model's class does not declare."""
+
+
+def _read_plain_config(folder: Path) -> Any:
+    """transformers' description of the model. Raises DataError."""
+    from transformers import AutoConfig
+
+    hf_config = read_hf_config(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises
+        raise _not_loaded(folder, error) from error
+    declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+    for key in DECISIVE_OPTIONS:
+        if hf_config.get(key) is not None and key not in declared:
+            raise DataError(
+                f"models: {folder}: {key} is {json.dumps(hf_config[key])} in config.json, and transformers' "
+                f"{config.model_type} ignores it; expected a model that has it"
+            )
+    return config
+
+
+def _not_loaded(folder: Path, error: Exception) -> DataError:
+    if "trust_remote_code" in str(error):
+        code = ", ".join(map(str, (read_hf_config(folder).get("auto_map") or {}).values()))
+        return DataError(
+            f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model that "
+            "transformers has itself"
+        )
+    reason = str(error).strip().split("\n")[0]
+    return DataError(f"models: {folder} is no causal language model that transformers loads: {reason}")
+
+
 def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainModel":
     from transformers import AutoModelForCausalLM
 
+    config = _read_plain_config(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision], output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=DTYPES[precision], output_loading_info=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever transformers and its readers raise
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
+        raise _not_loaded(folder, error) from error
     model, told = loaded
-    if missing := sorted(told["missing_keys"]):  # which transformers draws at random
-        raise DataError(f"models: {folder} lacks weights of its model: {missing[0]} and {len(missing) - 1} more")
-    return PlainModel(model.to(device).eval(), device)
+    for kind, fault in (
+        ("missing_keys", "lacks weights of its model"),  # which transformers draws at random
+        ("unexpected_keys", "has weights that its model has no place for"),
+        ("mismatched_keys", "has weights of other shapes than its model"),
+    ):
+        if names := sorted(map(str, told[kind])):
+            raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
+    plain = PlainModel(model.to(device).eval(), device)
+    if _sees_ahead(plain):
+        raise DataError(
+            f"models: {folder}: later tokens change its earlier logits, so it is no causal language model; its "
+            f"model_type is {config.model_type!r}"
+        )
+    return plain
+
+
+@torch.no_grad()
+def _sees_ahead(model: "PlainModel") -> bool:
+    """Two rows that begin alike: where they do, their logits differ by rounding alone, against what follows."""
+    length = min(16, model.max_seq_len)
+    generator = torch.Generator().manual_seed(0)
+    tokens_bt = torch.randint(model.vocab_size, (2, length), generator=generator)
+    tokens_bt[1, : length // 2] = tokens_bt[0, : length // 2]
+    logits_btv = model.model(input_ids=tokens_bt.to(model.device)).logits.float()
+    apart_t = (logits_btv[0] - logits_btv[1]).abs().amax(dim=-1)
+    tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
+    return bool(apart_t[: length // 2].max() > tolerance * apart_t[length // 2 :].max())
 
 
 class PlainModel:
     """Any causal language model of transformers. Padding is on the right, where causal attention never looks."""
 
     shares_prefixes = False
+    separates_documents = False
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model
@@ -326,7 +423,9 @@ class PlainModel:
         tokens_1t, past = torch.tensor([context], device=self.device), None
         for _ in range(num_tokens):
             output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
-            tokens_1t, past = output.logits[:, -1:].argmax(dim=-1), output.past_key_values
+            logits_11v, past = output.logits[:, -1:].float(), output.past_key_values
+            check_finite(logits_11v)
+            tokens_1t = logits_11v.argmax(dim=-1)
             yield int(tokens_1t)
 
 

@@ -53,18 +53,22 @@ class Row:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def may_see(self, length: int) -> np.ndarray:
-        """Bool [length, length]; beyond the row's end a token sees itself, which keeps softmax from dividing by 0."""
+    def may_see(self, length: int, separator: int | None = None) -> np.ndarray:
+        """Bool [length, length]; beyond the row's end a token sees itself, which keeps softmax from dividing by 0.
+
+        With a separator, which is the last token of a document, only what is of its document.
+        """
         sight = np.eye(length, dtype=bool)
         for index, parent in enumerate(self.parents):
-            if parent >= 0:
+            if parent >= 0 and self.tokens[parent] != separator:
                 sight[index] |= sight[parent]
         return sight
 
-    @property
-    def is_plain(self) -> bool:
-        """No branches: plain text."""
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+    def is_plain(self, separator: int | None = None) -> bool:
+        """No branches, and no document but the last ends: plain text."""
+        return all(parent == index - 1 for index, parent in enumerate(self.parents)) and (
+            separator is None or separator not in self.tokens[:-1]
+        )
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
 
     A text file is one document; of a JSONL file each row's `text` is one; both begin after the tokenizer's beginning,
     or after an end of text where it has none. Of an MDS split each sample is one, and its first token is given, not
-    predicted. `limit` counts windows. Raises DataError.
+    predicted. The documents in a sample see each other unless the model was trained with attn_uses_sequence_id.
+    `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
     digest = hashlib.sha256()

@@ -12,7 +12,7 @@ from rich.console import Console
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.paired import Z_TWO_SIDED
 from llmfoundry_lite.evaluation.reading import Loaded, Record
-from llmfoundry_lite.evaluation.tables import average_error, markdown_table, print_blocks, print_note
+from llmfoundry_lite.evaluation.tables import average_error, markdown_list, markdown_table, print_blocks, print_note
 
 TASKS = {
     "arc_challenge": "ARC-c",
@@ -85,7 +85,7 @@ def published_markdown(results: Sequence[Loaded]) -> str:
     headers, rows, notes = published_table(results)
     table = [["model", *(header.replace("-\n", "").replace("\n", " ") for header in headers)]]
     table += [[text.replace("\n", " ") for text in (name.replace("\n", ", "), *cells)] for name, cells in rows]
-    return "\n".join([*markdown_table(table), "", *(f"- {note}" for note in notes), ""])
+    return "\n".join([*markdown_table(table), "", *markdown_list(notes), ""])
 
 
 def _ours(result: Loaded, tasks: Sequence[str]) -> tuple[list[float], list[float]]:

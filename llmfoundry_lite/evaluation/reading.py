@@ -1,9 +1,12 @@
 """Results, as `harness` writes them, read again: a model's JSON and its items, checked against each other."""
 
+import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +92,13 @@ def read_items(path: Path, facts: Record) -> dict[str, list[Record]]:
             f"{beside} {reason}, and results are compared item by item; keep it beside {path.name}, or evaluate again"
         ) from None
     items: dict[str, list[Record]] = {task: [] for task in facts["tasks"]}
+    texts: dict[str, list[str]] = {task: [] for task in facts["tasks"]}
     torn = 0
     for number, line in enumerate(lines, start=1):
         try:
             item = json.loads(line)
             items.get(item["task"], []).append(item)
+            texts.get(item["task"], []).append(line)
         except (ValueError, KeyError, TypeError):
             torn = torn or number
     for task, record in facts["tasks"].items():
@@ -104,7 +109,17 @@ def read_items(path: Path, facts: Record) -> dict[str, list[Record]]:
                 "what is whole is not done twice"
             )
         _check_items(beside, task, record, items[task])
+        if record.get("items_hash", hash_of(texts[task])) != hash_of(texts[task]):
+            raise DataError(
+                f"{beside}: the items of {task} are not those that the result was made from; evaluate again with "
+                "redo=true"
+            )
     return items
+
+
+def hash_of(lines: Sequence[str]) -> str:
+    """Of a task's items, as their file has them."""
+    return f"sha256:{hashlib.sha256(''.join(line + chr(10) for line in lines).encode()).hexdigest()[:16]}"
 
 
 def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record]) -> None:
@@ -113,8 +128,9 @@ def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record
         if metric == BITS:
             found = float(bits_per_byte(by_document(items).sum(axis=0)))
         else:
-            found = sum(item[metric] for item in items if item["index"] >= 0) / len(items)
-    except (KeyError, TypeError, IndexError, ZeroDivisionError):
+            values = [item[metric] for item in items if item["index"] >= 0]
+            found = float(weights_of(items, has_categories(record)) @ np.array(values, np.float64))
+    except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError):
         raise DataError(
             f"{beside}: the items of {task} lack {metric} or index; evaluate again with redo=true"
         ) from None
@@ -131,6 +147,48 @@ def _tell_apart(paths: Sequence[Path]) -> list[str]:
     shortest = min(len(part) for part in parts)
     common = next((i for i in range(shortest) if len({part[i] for part in parts}) > 1), shortest - 1)
     return ["/".join(part[common:]) for part in parts]
+
+
+# -------------------------------------------------------------------------------------------------------- accuracies
+
+
+def has_categories(record: Record) -> bool:
+    """Whether the task's score is the mean of its categories' scores."""
+    return bool((record.get("settings") or {}).get("has_categories"))
+
+
+def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
+    """What each item counts; they add up to 1. By category, every category counts the same."""
+    if not by_category:
+        return np.full(len(items), 1 / len(items))
+    sizes = Counter(item["category"] for item in items)
+    return np.array([1 / (len(sizes) * sizes[item["category"]]) for item in items])
+
+
+def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = False) -> tuple[float, float]:
+    """The task's score and its standard error; 0 where there is one item alone, or one cluster.
+
+    Of independent items sd / sqrt(n), with n - 1 in the variance, within each category where they count the same. Of
+    items in clusters the residuals are added up within each first (Miller, Adding Error Bars to Evals, 2024, arXiv
+    2411.00640, section 2.2), with G / (G - 1) for G clusters.
+    """
+    weights, values = weights_of(items, by_category), np.array([item[metric] for item in items], np.float64)
+    mean = float(weights @ values) if by_category else float(values.mean())
+    if "cluster" in items[0]:
+        groups = list({item["cluster"]: None for item in items})
+        number_of = {group: number for number, group in enumerate(groups)}
+        numbers = [number_of[item["cluster"]] for item in items]
+        sums = np.bincount(numbers, weights * (values - mean))
+        return mean, math.sqrt(len(groups) / max(len(groups) - 1, 1) * float((sums**2).sum()))
+    variance = 0.0
+    labels = [item["category"] for item in items] if by_category else [None] * len(items)
+    for _, of_label in groupby(sorted(range(len(items)), key=lambda i: str(labels[i])), key=lambda i: labels[i]):
+        its = list(of_label)
+        n, own = len(its), values[its]
+        # A category of one item shows no spread; that of all stands for it.
+        squares = float(((own - own.mean()) ** 2).sum()) * n / (n - 1) if n > 1 else float((own[0] - mean) ** 2)
+        variance += float(weights[its[0]]) ** 2 * squares
+    return mean, math.sqrt(variance)
 
 
 # ------------------------------------------------------------------------------------------------------------- texts
@@ -154,19 +212,26 @@ def bits_per_byte(nats_and_bytes: Floats) -> Floats:
     return nats_and_bytes[..., 0] / nats_and_bytes[..., 1] / math.log(2)
 
 
-def bits_per_byte_error(items: Sequence[Record]) -> float | None:
-    """Standard error of a text's bits per byte; None for a single window.
+def ratio_error(items: Sequence[Record], rows: Sequence[tuple[float, float]]) -> float | None:
+    """Standard error of sum(y) / sum(x) over a text's windows, each with its `rows` (y, x); None for a single window.
 
     The units are documents, as windows of one document are not independent; of a single document there is nothing
-    but its windows. Bits per byte are a ratio of two sums over the units, so that for small errors
-    R - R0 = sum(y - R x) / sum(x), whose variance is n / (n - 1) sum((y - R x)²) / sum(x)²: the linearised ratio
-    estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its finite-population correction.
+    but its windows. For small errors R - R0 = sum(y - R x) / sum(x), whose variance is n / (n - 1) sum((y - R x)²) /
+    sum(x)²: the linearised ratio estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its
+    finite-population correction.
     """
-    units = by_document(items)
-    if len(units) == 1:
-        units = np.array([text_row(item) for item in items])
+    sums: dict[int, Floats] = {}
+    for item, row in zip(items, rows, strict=True):
+        sums[item["index"]] = sums.get(item["index"], np.zeros(2)) + row
+    units = np.array(list(sums.values()) if len(sums) > 1 else rows)
     n = len(units)
     if n == 1:
         return None
-    residuals = units[:, 0] / math.log(2) - bits_per_byte(units.sum(axis=0)) * units[:, 1]
-    return math.sqrt(n / (n - 1) * float((residuals**2).sum())) / float(units[:, 1].sum())
+    sum_y, sum_x = units.sum(axis=0)
+    residuals = units[:, 0] - sum_y / sum_x * units[:, 1]
+    return math.sqrt(n / (n - 1) * float((residuals**2).sum())) / float(sum_x)
+
+
+def bits_per_byte_error(items: Sequence[Record]) -> float | None:
+    error = ratio_error(items, [text_row(item) for item in items])
+    return None if error is None else error / math.log(2)

@@ -6,11 +6,14 @@ lost. Reading results of which nothing is written is `reading`'s.
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from llmfoundry_lite.checkpoint.exchange import rank_and_size
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.reading import Record, cut_at, read_facts
-from llmfoundry_lite.evaluation.tasks import Prepared, fingerprint, read_rows, settings_of
+from llmfoundry_lite.evaluation.tasks import Prepared, data_fingerprint, read_rows, settings_of
 from llmfoundry_lite.files import write_atomically
 
 
@@ -57,6 +60,27 @@ class Results:
         }
 
 
+@functools.cache
+def code_version() -> str:
+    """The release, and in a clone the commit, with + where files that git tracks are changed."""
+    release, told = version("llmfoundry-lite"), []
+    for command in (
+        ("ls-files", "--error-unmatch", Path(__file__).name),  # the clone is ours, not one that we are installed in
+        ("rev-parse", "--short=12", "HEAD"),
+        ("status", "--porcelain", "--untracked-files=no"),
+    ):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return release
+        if done.returncode:
+            return release
+        told.append(done.stdout.strip())
+    return f"{release} {told[1]}{'+' if told[2] else ''}"
+
+
 class Outline(NamedTuple):
     """What a task asks, as far as it is known."""
 
@@ -75,7 +99,7 @@ def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | N
         if config.icl_task_type == "perplexity":
             found.append(Outline(f"{config.label}/0-shot", {"icl_task_type": "perplexity", "limit": limit}, None))
             continue
-        data = fingerprint(read_rows(config))
+        data = data_fingerprint(read_rows(config))
         for shots in config.num_fewshot:
             settings = settings_of(config, shots, tokenization, limit)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data))
@@ -183,7 +207,7 @@ class ResultFiles:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone_in(self.path.parent):
+            with alone_in(self.path.parent):
                 self.known = self._read_known()  # other launches may have finished other tasks meanwhile
                 self._write(results, name, items)
         except OSError as error:
@@ -206,8 +230,24 @@ class ResultFiles:
         write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
 
 
+def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:
+    """The results in a suite's folder of models that are not `known`, by name, and a line for each that cannot be
+    read."""
+    found, notes = [], []
+    for path in sorted(folder.glob("*.json")):
+        if path.stem in known or not path.with_name(f"{path.stem}.items.jsonl").exists():  # compare.json is no result
+            continue
+        try:
+            facts = read_facts(path)
+        except DataError as error:
+            notes.append(f"{error}; left out of the table")
+            continue
+        found.append(Results(**{key.name: facts[key.name] for key in fields(Results) if key.name in facts}))
+    return found, notes
+
+
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """One launch at a time, where the file system can lock."""
     place = os.open(folder, os.O_RDONLY)
     try:

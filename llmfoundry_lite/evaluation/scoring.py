@@ -14,10 +14,7 @@ import torch
 
 from llmfoundry_lite.evaluation.packing import Batch, pack
 from llmfoundry_lite.evaluation.tasks import Request
-from llmfoundry_lite.models.products import multiply
-
-CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
-"""Of fp32 logits at a time: on a CPU, what stays in its cache."""
+from llmfoundry_lite.models.products import logits_in_parts
 
 
 class Inputs(NamedTuple):
@@ -65,6 +62,11 @@ class Scorable(Protocol):
     shares_prefixes: bool
     """Whether a row may be a tree; plain text is all there is otherwise."""
 
+    @property
+    def separates_documents(self) -> bool:
+        """Whether it was trained so that the documents of a sample do not see each other."""
+        ...
+
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
@@ -80,32 +82,39 @@ class Score(NamedTuple):
 
 
 def score(
-    model: Scorable, groups: Sequence[Sequence[Request]], max_batch_tokens: int, rank: int = 0, world_size: int = 1
+    model: Scorable,
+    groups: Sequence[Sequence[Request]],
+    max_batch_tokens: int,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    separator: int | None = None,
 ) -> Iterator[dict[int, Score]]:
     """Scores by number of request (in order over all groups), batch by batch: those of this rank's share.
 
     With several ranks each yields as many times as the others, so that a sharded model's ranks stay together; a rank
-    without work left repeats the last batch and yields nothing of it.
+    without work left repeats the last batch and yields nothing of it. With a `separator`, no token sees what stands
+    before the last separator before it.
     """
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
         is_mine = start + rank < len(batches)
-        found = score_batch(model, batches[start + rank if is_mine else -1])
+        found = score_batch(model, batches[start + rank if is_mine else -1], separator)
         yield found if is_mine else {}
 
 
 @torch.no_grad()
-def score_batch(model: Scorable, batch: Batch) -> dict[int, Score]:
+def score_batch(model: Scorable, batch: Batch, separator: int | None = None) -> dict[int, Score]:
     width = batch.width
     tokens_bt = np.zeros((len(batch.rows), width), np.int64)
     for i, row in enumerate(batch.rows):
         tokens_bt[i, : len(row)] = row.tokens
     positions_bt = may_see_bts = None
-    if not all(row.is_plain for row in batch.rows):
+    if not all(row.is_plain(separator) for row in batch.rows):
         positions_bt = np.zeros_like(tokens_bt)
         for i, row in enumerate(batch.rows):
             positions_bt[i, : len(row)] = row.positions
-        may_see_bts = np.stack([row.may_see(width) for row in batch.rows])
+        may_see_bts = np.stack([row.may_see(width, separator) for row in batch.rows])
     targets = [((i, column), *rest) for i, row in enumerate(batch.rows) for column, *rest in row.targets]
     positions, expected, numbers = zip(*targets, strict=True)
     index = {position: u for u, position in enumerate(dict.fromkeys(positions))}
@@ -130,11 +139,8 @@ def score_batch(model: Scorable, batch: Batch) -> dict[int, Score]:
 def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted: Wanted) -> Scores:
     """Logits in fp32 of the wanted positions alone, a part of the vocabulary at a time."""
     hidden_ud = hidden_btd[wanted.rows_u, wanted.columns_u].float()
-    room_bytes = CPU_LOGITS_BYTES if hidden_ud.device.type == "cpu" else LOGITS_BYTES
-    width = max(256, room_bytes // (4 * hidden_ud.size(0)))
     with torch.autocast(hidden_ud.device.type, enabled=False):
-        parts_wd = unembedding_vd.split(width)
-        return score_logits((multiply(hidden_ud, part_wd.float()) for part_wd in parts_wd), wanted)
+        return score_logits(logits_in_parts(hidden_ud, unembedding_vd), wanted)
 
 
 def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:

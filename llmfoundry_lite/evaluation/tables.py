@@ -4,7 +4,10 @@ On a console a table that is too wide continues in further blocks of columns. Ma
 """
 
 import csv
+import html
+import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +18,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
 from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at
+from llmfoundry_lite.files import write_atomically
 
 if TYPE_CHECKING:  # comparing needs no torch
     from llmfoundry_lite.evaluation.results import Results
@@ -24,6 +30,7 @@ ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
     "num_duplicates": "{} that repeat a choice",
     "num_trimmed": "{} with a context cut to fit the model",
+    "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
 
 
@@ -63,13 +70,15 @@ def print_table(all_results: Sequence["Results"], console: Console) -> None:
 def print_note(console: Console, note: str) -> None:
     """Indented, in as many lines as it takes."""
     style = "yellow" if note.startswith("warning") else "dim"
-    console.print(Padding(Text(note, style=style), (0, 0, 0, 2)))
+    console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
 
 
 def print_blocks(
     console: Console, title: str, headers: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
 ) -> None:
     """A table whose columns go on below where the console is too narrow; the first column is there each time."""
+    title, headers = printable(title), [printable(header, keep="\n") for header in headers]
+    rows = [(printable(name, keep="\n"), [printable(cell, keep="\n") for cell in cells]) for name, cells in rows]
     first = max(len(line) for name in ("model", *(name for name, _ in rows)) for line in name.split("\n"))
     first = min(first, max(12, console.width // 3))
     for number, block in enumerate(_blocks(headers, [cells for _, cells in rows], console.width - first)):
@@ -125,6 +134,12 @@ def notes(all_results: Sequence["Results"]) -> list[str]:
                 told.setdefault(text, []).append(results.model)
         for text, those in told.items():
             found.append(f"{name}: {text}" + ("" if len(those) == len(models) else f" ({', '.join(those)})"))
+        fingerprints = {results.model: results.tasks[name].get("fingerprint") for results in models}
+        if different := [model for model, of in fingerprints.items() if of != fingerprints[models[0].model]]:
+            found.append(
+                f"warning: {name}: {', '.join(different)} not asked the same as {models[0].model}; these numbers do "
+                "not compare"
+            )
     if any(results.tasks[n]["metric"] not in ACCURACIES for results in all_results for n in results.tasks):
         found.append("the average is of the accuracies")
     averaged = {tuple(sorted(_averaged(results))) for results in all_results}
@@ -140,6 +155,10 @@ def _oddities(record: Record) -> Iterator[str]:
             yield f"{text.format(f'{count:,}')}, {n}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
+    if num_clusters := record.get("num_clusters"):
+        yield f"{record['n']:,} items in {num_clusters:,} clusters, which its standard error counts"
+    if 1 < record.get("num_documents", 0) < MIN_DOCUMENTS:
+        yield f"a standard error from {record['num_documents']} documents alone is rough"
     if limit := cut_at(record):
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
@@ -154,24 +173,34 @@ def write_tables(all_results: Sequence["Results"], folder: Path) -> list[Path]:
         rows.append([results.model, *cells, _average_cell(results).replace("\n±", " ± ")])
     lines = markdown_table(rows)
     if found := notes(all_results):
-        lines += ["", *(f"- {note}" for note in found)]
+        lines += ["", *markdown_list(found)]
     markdown, plain = folder / "table.md", folder / "table.csv"
-    markdown.write_text("\n".join(lines) + "\n")
-    with plain.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", *(part for n in [*names, "average"] for part in (n, f"{n} stderr"))])
-        for results in all_results:
-            parts = (part for n in names for part in cell(results.tasks.get(n)))
-            mean, error = (*_average_cell(results).split("\n±"), "")[:2]
-            writer.writerow([results.model, *parts, mean, error])
+    content = io.StringIO(newline="")
+    writer = csv.writer(content)
+    writer.writerow(["model", *(part for n in [*names, "average"] for part in (n, f"{n} stderr"))])
+    for results in all_results:
+        parts = (part for n in names for part in cell(results.tasks.get(n)))
+        mean, error = (*_average_cell(results).split("\n±"), "")[:2]
+        writer.writerow([results.model, *parts, mean, error])
+    write_atomically(markdown, "\n".join(lines) + "\n")
+    write_atomically(plain, content.getvalue())
     return [markdown, plain]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The first row is the header; numbers are to the right."""
-    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in rows]
     lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
     return lines
+
+
+def markdown_list(texts: Sequence[str]) -> list[str]:
+    return [f"- {markdown_text(text)}" for text in texts]
+
+
+def markdown_text(text: str) -> str:
+    """Text that stays text in a cell or a line: no HTML, no links, no further columns or lines."""
+    return re.sub(r"([|\[])", r"\\\1", html.escape(printable(text), quote=False))
 
 
 def _averaged(results: "Results") -> list[str]:
@@ -185,12 +214,12 @@ def _average_cell(results: "Results") -> str:
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
-    """Of the mean of independent tasks. Those that differ in the number of examples alone ask the same items, and are
-    taken to err together."""
+    """Of the mean of tasks. Those on the same data, with whatever examples, prompts or labels, ask the same items, and
+    are taken to err together; those on other data not at all."""
     errors: dict[str, float] = {}
     for name in names:
-        label = name.rpartition("/")[0]
-        errors[label] = errors.get(label, 0.0) + tasks[name].get(f"{tasks[name]['metric']}_stderr", 0.0)
+        data = tasks[name].get("data_fingerprint") or name.rpartition("/")[0]
+        errors[data] = errors.get(data, 0.0) + tasks[name].get(f"{tasks[name]['metric']}_stderr", 0.0)
     return math.sqrt(sum(error**2 for error in errors.values())) / len(names)
 
 

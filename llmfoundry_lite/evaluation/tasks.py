@@ -5,11 +5,16 @@ in text and in tokens. Two conventions exist and give different scores: LLM Foun
 context and the answer apart (`separate`); lm-evaluation-harness tokenises all together and divides (`joint`).
 """
 
+import bisect
+import datetime
 import hashlib
 import json
 import random
+import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -68,6 +73,10 @@ class Item:
     requests: tuple[Request, ...]
     gold: int = 0
     category: str | None = None
+    cluster: str | None = None
+    """Items with the same one are not independent."""
+    num_missing_examples: int = 0
+    """By how many its category is too small for the examples asked for."""
     answers: tuple[str, ...] = ()
     """Generation: all that count as right."""
     has_duplicates: bool = False
@@ -165,7 +174,7 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
             f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
             "choose one: hf_loading_vars: {split: …}"
         )
-    rows: list[dict[str, Any]] = found.to_list()
+    rows: list[dict[str, Any]] = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
     if not config.hf_parsing_map:
         return rows
     for ours, theirs in config.hf_parsing_map.items():
@@ -176,6 +185,11 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
                     f"there are: {', '.join(found.column_names)}"
                 )
     return [{ours: _join(row, theirs) for ours, theirs in config.hf_parsing_map.items()} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """Dates, times and decimals of a column as text, like what a JSON file would have."""
+    return str(value) if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal) else value
 
 
 def _join(row: dict[str, Any], columns: list[str]) -> Any:
@@ -196,6 +210,11 @@ def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
         raise DataError(f"{where}: aliases is {aliases!r}, expected texts")
     if config.has_categories and "category" not in row:
         raise DataError(f"{where}: no column 'category', which has_categories asks for")
+    if config.cluster is not None and not isinstance(row.get(config.cluster), (str, int)):
+        raise DataError(
+            f"{where}: {config.cluster} is {row.get(config.cluster)!r}, expected a text or a whole number, because "
+            f"cluster names this column"
+        )
     options = row.get({"multiple_choice": "choices", "schema": "context_options"}.get(config.icl_task_type, ""))
     if options is None and "gold" not in expected:
         return
@@ -225,11 +244,14 @@ def prepare(
 ) -> Prepared:
     """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
     tokenization = config.tokenization or tokenization
-    num_reserved = num_fewshot if config.fewshot_fixed else 0
-    indices = range(num_reserved, len(rows))[:limit]
-    if num_fewshot >= len(rows):
+    groups = groups_of(config, rows)
+    reserved = {index for group in groups for index in group[:num_fewshot]} if config.fewshot_fixed else set()
+    indices = [index for index in range(len(rows)) if index not in reserved][:limit]
+    group_of = {index: group for group in groups for index in group}
+    if num_fewshot >= max(map(len, groups)):
         raise DataError(
-            f"{config.label}: {config.dataset_uri} has {len(rows)} rows, "
+            f"{config.label}: {config.dataset_uri} has {max(map(len, groups))} rows"
+            f"{' in its largest category' if config.has_categories else ''}, "
             f"too few for {num_fewshot} examples and a question"
         )
     described = settings_of(config, num_fewshot, tokenization, limit)
@@ -238,12 +260,12 @@ def prepare(
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
     items, skipped = [], {}
     for index in indices:
-        examples = choose_examples(config, len(rows), index, num_fewshot)
+        examples = choose_examples(config, group_of[index], index, num_fewshot)
         item = _build_item(config, rows, index, examples, encode)
         if isinstance(item, str):
             skipped[item] = skipped.get(item, 0) + 1
         else:
-            items.append(item)
+            items.append(replace(item, num_missing_examples=num_fewshot - len(examples)))
     if not items:
         reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
         raise DataError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
@@ -256,7 +278,7 @@ def prepare(
         items=tuple(items),
         fingerprint=fingerprint([described, rows]),
         settings=described,
-        data_fingerprint=fingerprint(rows),
+        data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         skipped=skipped,
         config=replace(config, tokenization=tokenization),
@@ -268,6 +290,21 @@ def fingerprint(content: Any) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
+def data_fingerprint(rows: list[dict[str, Any]]) -> str:
+    """The same whether strip_dataset is set or not."""
+    return fingerprint([{key: _strip(value) for key, value in row.items()} for row in rows])
+
+
+def groups_of(config: TaskConfig, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """The rows that an item's examples come from: those of its category, as in LLM Foundry, or all."""
+    if not config.has_categories:
+        return [list(range(len(rows)))]
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(str(row["category"]), []).append(index)
+    return list(groups.values())
+
+
 def settings_of(config: TaskConfig, num_fewshot: int, tokenization: str, limit: int | None) -> dict[str, Any]:
     """What decides the prompts and their scoring; the name of the task and of its file do not."""
     names = (
@@ -276,15 +313,22 @@ def settings_of(config: TaskConfig, num_fewshot: int, tokenization: str, limit: 
         *("do_normalization", "cot_delimiter", "metric"),
     )
     decisive = {name: getattr(config, name) for name in names}
+    if config.has_categories:  # named only where set, as results without it have always been
+        decisive["has_categories"] = True
+    if config.cluster is not None:
+        decisive["cluster"] = config.cluster
     return {**decisive, "num_fewshot": num_fewshot, "tokenization": config.tokenization or tokenization, "limit": limit}
 
 
-def choose_examples(config: TaskConfig, num_rows: int, index: int, num_fewshot: int) -> list[int]:
-    """Rows to show before `index`, never itself. A function of (seed, index): neither ranks nor order matter."""
+def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
+    """Rows of `group`, which is sorted, to show before `index`: never itself, and all others where they are fewer. A
+    function of (seed, index): neither ranks nor order matter."""
     if config.fewshot_fixed:
-        return list(range(num_fewshot))
-    chosen = random.Random(f"{config.fewshot_random_seed}/{index}").sample(range(num_rows - 1), num_fewshot)
-    return [row + (row >= index) for row in chosen]
+        return list(group[:num_fewshot])
+    place, num_others = bisect.bisect_left(group, index), len(group) - 1
+    generator = random.Random(f"{config.fewshot_random_seed}/{index}")
+    chosen = generator.sample(range(num_others), min(num_fewshot, num_others))
+    return [group[i + (i >= place)] for i in chosen]
 
 
 def _build_item(
@@ -307,12 +351,15 @@ def _build_item(
             return request
         requests.append(request)
     options = contexts if config.icl_task_type == "schema" else answers
-    accepted = [row["answer"], *(row.get("aliases") or [])] if config.icl_task_type in GENERATION else []
+    accepted = _accepted(row) if config.icl_task_type in GENERATION else []
+    if accepted and not any(clean(config, answer) for answer in accepted):
+        return "answers of which nothing is left to compare"
     return Item(
         index=index,
         requests=tuple(requests),
         gold=gold,
         category=str(row["category"]) if config.has_categories and "category" in row else None,
+        cluster=None if config.cluster is None else str(row[config.cluster]),
         answers=tuple(accepted),
         has_duplicates=len({option.strip() for option in options}) < len(options),
     )
@@ -345,11 +392,28 @@ def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
     return f"{thought}{config.cot_delimiter}{answer}" if thought else answer
 
 
+def _accepted(row: dict[str, Any]) -> list[str]:
+    return [row["answer"], *(row.get("aliases") or [])]
+
+
 def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Encoder) -> int:
-    """Tokens a model is given for its answer, reasoning included."""
-    solutions = (_solution(config, row, a) for row in rows for a in [row["answer"], *(row.get("aliases") or [])])
-    longest = max(len(tokenizer.encode(" " + solution)) for solution in solutions)
-    return longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+    """Tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by itself,
+    after the tokenizer's beginning."""
+    solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
+    longest = max(len(tokenizer.encode(solution)) for solution in solutions)
+    return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+
+
+def clean(config: TaskConfig, text: str) -> str:
+    """What of a generated text, or of an answer, is compared."""
+    return normalise(text) if config.do_normalization else text.strip()
+
+
+def normalise(text: str) -> str:
+    """Lower case; no punctuation, articles, underscores or double spaces."""
+    marks = string.punctuation + "‘’´`"
+    text = "".join(" " if c in marks else c for c in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:

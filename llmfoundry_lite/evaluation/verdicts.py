@@ -2,29 +2,32 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from llmfoundry_lite.evaluation.compare import SEED, Pair, Paired, p_text
+from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record
-from llmfoundry_lite.evaluation.tables import lean_table, markdown_table, print_note
+from llmfoundry_lite.evaluation.tables import lean_table, markdown_list, markdown_table, markdown_text, print_note
 
 Point = tuple[float, float, float, bool]
 
 
 def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     for pair in pairs:
-        _print_pairs(console, f"{pair.other} against {pair.first}", pair, [*pair.tasks, *filter(None, [pair.mean])])
+        _print_pairs(
+            console, printable(f"{pair.other} against {pair.first}"), pair, [*pair.tasks, *filter(None, [pair.mean])]
+        )
         console.print()
         if pair.more:
             _print_pairs(console, "by the other metrics", pair, pair.more)
             console.print()
         if pair.sentence:
-            console.print(Text(pair.sentence, style="bold"))
+            console.print(Text(printable(pair.sentence), style="bold"))
         for note in pair.notes:
             print_note(console, note)
         console.print()
@@ -34,16 +37,16 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
 def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
     table = lean_table(title)
     table.add_column("task", overflow="fold")
-    for header in ("items\n(needed)", *(_short(name) for name in (pair.first, pair.other))):
+    for header in ("items\n(needed)", *(_short(printable(name)) for name in (pair.first, pair.other))):
         table.add_column(Text(header), justify="right", overflow="fold")
-    table.add_column(" difference, 95 %", no_wrap=True)
+    table.add_column(" difference [interval]", no_wrap=True)
     table.add_column("p\nwon/lost", justify="right")
     for paired in rows:
         name, _, shots = paired.task.rpartition("/")
         is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
         under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
         table.add_row(
-            Text("\n".join((name or paired.task, *under))),
+            Text(printable("\n".join((name or paired.task, *under)), keep="\n")),
             f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
             f"{paired.first:.{paired.digits}f}",
             f"{paired.other:.{paired.digits}f}",
@@ -69,9 +72,11 @@ def legend(pairs: Sequence[Pair]) -> str:
     num, num_more = (sum(map(len, tables)) for tables in zip(*((p.tasks, p.more) for p in pairs), strict=True))
     more = f", and for {num_more} by the other metrics" if num_more else ""
     return (
-        f"95 %: bootstrap over items, paired. p: McNemar's test (sign flips for means and bits per byte), corrected "
-        f"for {num} test{'' if num == 1 else 's'}{more} (Holm). needed: items to find a difference of 0.01, one "
-        "point, with 80 % power where the two models part as often as here."
+        f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
+        f"corrected for {num} test{'' if num == 1 else 's'}{more} (Holm). Intervals are of the same tests, at the "
+        "level that decides, 0.05 over the number of tests left, so that they exclude 0 exactly where a difference "
+        "is found. needed: items to find a difference of 0.01, one point, with 80 % power in a test of its own, "
+        "where the two models part as often as here."
     )
 
 
@@ -80,7 +85,7 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
     folder.mkdir(parents=True, exist_ok=True)
     lines = [above] if above else []
     for pair in pairs:
-        header = ["task", "metric", "items", "needed", pair.first, pair.other, "difference, 95 %", "won/lost/tied", "p"]
+        header = ["task", "metric", "items", "needed", pair.first, pair.other, "difference", "at", "won/lost/tied", "p"]
         rows = [[*header, "verdict"]]
         for paired in [*pair.tasks, *filter(None, [pair.mean]), *pair.more]:
             rows.append(
@@ -92,13 +97,14 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
                     f"{paired.first:.{paired.digits}f}",
                     f"{paired.other:.{paired.digits}f}",
                     difference_text(paired),
+                    f"{100 * paired.confidence:.4g} %",
                     f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
                     p_text(paired.p_corrected),
                     paired.verdict,
                 ]
             )
-        lines += [f"## {pair.other} against {pair.first}", "", *markdown_table(rows), ""]
-        lines += [f"- {text}" for text in filter(None, (pair.sentence, *pair.notes))]
+        lines += [f"## {markdown_text(f'{pair.other} against {pair.first}')}", "", *markdown_table(rows), ""]
+        lines += markdown_list([*filter(None, (pair.sentence, *pair.notes))])
         lines += [""]
     if pairs:
         lines += [legend(pairs), ""]
@@ -110,7 +116,8 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
 
 def as_json(results: Sequence[Loaded], pairs: Sequence[Pair]) -> Record:
     def told(paired: Paired) -> Record:
-        return {**asdict(paired), "verdict": paired.verdict}
+        known = {field.name: getattr(paired, field.name) for field in fields(paired) if field.name != "interval"}
+        return {**known, "detectable": paired.detectable, "verdict": paired.verdict}
 
     keys = ("model", "source", "save_id", "num_tokens_trained", "num_parameters", "tokenizer", "precision")
     return {
@@ -126,7 +133,7 @@ def as_json(results: Sequence[Loaded], pairs: Sequence[Pair]) -> Record:
             }
             for pair in pairs
         ],
-        "method": {"num_resamples": NUM_RESAMPLES, "seed": SEED, "confidence": 0.95, "correction": "Holm"},
+        "method": {"num_resamples": NUM_RESAMPLES, "seed": SEED, "level": SIGNIFICANT, "correction": "Holm"},
     }
 
 

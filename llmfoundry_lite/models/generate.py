@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
+from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
+from llmfoundry_lite.models.products import logits_in_parts
 
 
 @torch.no_grad()
@@ -22,7 +24,8 @@ def generate(
 
     Temperature 0 takes the likeliest token; `top_k` samples among the k likeliest, `top_p` among the fewest whose
     probabilities add up to p (Holtzman et al. 2020). Beyond the model's length the window slides, and every token of
-    it is computed again, since each then stands at another position.
+    it is computed again, since each then stands at another position. Logits are fp32 whatever the model's precision.
+    Raises NonFiniteError for logits of which no token is the likeliest.
     """
     generator = torch.Generator().manual_seed(seed)
     length = model.config.max_seq_len
@@ -33,13 +36,21 @@ def generate(
         if cache.length + new_t.numel() > length:
             cache.length, new_t = 0, tokens_t[-length:]
         logits_v = model(new_t[None], cache=cache, head=_last_logits)
+        check_finite(logits_v)
         new_t = _sample(logits_v, temperature, top_k, top_p, generator)[None]
         tokens_t = torch.cat([tokens_t, new_t])
         yield int(new_t)
 
 
 def _last_logits(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
-    return (hidden_btd[0, -1] @ unembedding_vd.T).float()
+    with torch.autocast(hidden_btd.device.type, enabled=False):
+        return torch.cat(list(logits_in_parts(hidden_btd[0, -1:].float(), unembedding_vd)), dim=-1)[0]
+
+
+def check_finite(logits: torch.Tensor) -> None:
+    """-inf stands for a token that cannot be. Raises NonFiniteError for NaN, inf, or nothing else."""
+    if not logits.max().isfinite():
+        raise NonFiniteError("the model's logits are NaN or infinite; no next token can be chosen")
 
 
 def _sample(

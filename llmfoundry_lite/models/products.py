@@ -3,15 +3,19 @@
 MKL, which PyTorch's CPU build asks, keeps to AVX2 on processors that are not Intel's: with AVX-512 oneDNN's kernels, in
 the same build and as exact, are twice as fast. Everywhere else, and for what is small, this is F.linear.
 
-Legend: n rows, i inputs, o outputs.
+Legend: n rows, i inputs, o outputs, d model width, v vocabulary.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
+"""Of fp32 logits at a time: on a CPU, what stays in its cache."""
 
 SMALLEST = 1 << 22
 """Products of fewer multiplications are over before oneDNN has begun."""
@@ -33,6 +37,13 @@ def linear(x: torch.Tensor, weight_oi: torch.Tensor, bias_o: torch.Tensor | None
 def multiply(a_ni: torch.Tensor, b_oi: torch.Tensor) -> torch.Tensor:
     """a b^T by the faster library, for products outside of layers."""
     return product(a_ni, b_oi) if _gains(a_ni, b_oi) else a_ni @ b_oi.T
+
+
+def logits_in_parts(hidden_nd: torch.Tensor, unembedding_vd: torch.Tensor) -> Iterator[torch.Tensor]:
+    """fp32 logits of fp32 hidden states, [n, w], a part w of the vocabulary v at a time."""
+    room_bytes = CPU_LOGITS_BYTES if hidden_nd.device.type == "cpu" else LOGITS_BYTES
+    for part_wd in unembedding_vd.split(max(256, room_bytes // (4 * hidden_nd.size(0)))):
+        yield multiply(hidden_nd, part_wd.float())
 
 
 def _gains(x: torch.Tensor, weight_oi: torch.Tensor) -> bool:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.segments import short_precision
 
 Facts = dict[str, Any]
 
 UNKNOWN = "-"
+MOST_LAUNCHES = 20
+"""In the table, the newest."""
+FEW_FAILURES = 5
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ def build_sections(facts: Facts) -> list[Section]:
     sections = []
     for run in facts["runs"]:
         sections.append(losses(run))
+        if run["failures"]["num_failures"] or len(run["failures"]["launches"]) > 1:
+            sections.append(launches(run))
         if run["segments"]:
             sections.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
     if facts["comparisons"]:
@@ -39,16 +45,19 @@ def build_sections(facts: Facts) -> list[Section]:
 
 
 def losses(run: Facts) -> Section:
-    rows = []
-    if run["training_loss"] is not None:
-        rows.append((f"training loss, last {run['training_loss_batches']} batches", f"{run['training_loss']:.4f}", ""))
-    per_byte = run["bytes_per_token"]
-    for name, nats in (
-        ("validation loss", run["validation_loss"]),
-        *((f"{name} model", nats) for name, nats in (run["baselines"] or {}).items()),
-    ):
-        if nats is not None:
-            rows.append((name, f"{nats:.4f}", f"{nats / math.log(2) / per_byte:.3f}" if per_byte else ""))
+    rows: list[Sequence[str]] = [
+        (name, f"{nats:.4f}", f"{nats / math.log(2) / per_byte:.3f}" if per_byte else "")
+        for name, nats, per_byte in (
+            (
+                f"training loss, last {run['training_loss_batches']} batches",
+                run["training_loss"],
+                run["training_bytes_per_token"],
+            ),
+            ("validation loss", run["validation_loss"], run["bytes_per_token"]),
+            *((f"{name} model", nats, run["bytes_per_token"]) for name, nats in (run["baselines"] or {}).items()),
+        )
+        if nats is not None
+    ]
     done = f"{run['num_batches']:,} batches"
     if run["first_batch"] > 1:
         done += f" ({run['first_batch']:,} to {run['last_batch']:,})"
@@ -56,13 +65,61 @@ def losses(run: Facts) -> Section:
         done += f", {run['tokens']:,} tokens"
     if run["tokens_per_second"] is not None:
         done += f", {run['tokens_per_second']:,.0f} tokens/s"
-    launches = run["num_launches"]
-    lines = [f"{done}, in {launches} launch{'' if launches == 1 else 'es'}"]
+    num = run["num_launches"]
+    lines = [f"{done}, in {num} launch{'' if num == 1 else 'es'}"]
     if run["baselines"]:
         lines.append("baselines are counted with add-one smoothing on the training tokens")
     if run["not_finite"]:
         lines.append(f"loss not finite: {listed(run['not_finite'])}; in no figure here")
     return Section(run["run"], ("", "nats per token", "bits per byte"), rows, (1, 2), lines + run["notes"])
+
+
+def launches(run: Facts) -> Section:
+    facts = run["failures"]
+    numbered = list(enumerate(facts["launches"], start=1))
+    rows: list[Sequence[str]] = [
+        (
+            f"{number}",
+            UNKNOWN if launch["first_batch"] is None else f"{launch['first_batch']:,}-{launch['last_batch']:,}",
+            clock(launch["hours"]),
+            launch["ended"] + (f": {launch['reason']}" if launch["reason"] else ""),
+            count(launch["batches_lost"]),
+            small(launch["device_hours_lost"]),
+        )
+        for number, launch in numbered[-MOST_LAUNCHES:]
+    ]
+    lines = []
+    if len(numbered) > MOST_LAUNCHES:
+        lines.append(f"the {len(numbered) - MOST_LAUNCHES:,} launches before are in report.json")
+    causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
+    lost = f"{count(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
+    lines.append(f"{len(numbered)} launches: {causes}; {lost}")
+    return Section(
+        f"Launches of {run['name']}",
+        ("launch", "batches", "time", "ended", "batches lost", "device-hours lost"),
+        rows,
+        (0, 2, 4, 5),
+        [*lines, *advise_saves(run)],
+    )
+
+
+def advise_saves(run: Facts) -> list[str]:
+    facts, num = run["failures"], run["failures"]["num_failures"]
+    if not num:
+        return [f"no failure in {clock(facts['hours'])} of training: no interval of saves to suggest"]
+    between = facts["hours_between_failures"]
+    if between is None:
+        return [f"{num} failure{'s' * (num > 1)}; the log has no time/elapsed_seconds, so no mean time between them"]
+    text = f"mean time between failures {clock(between)}: {num} failure{'s' * (num > 1)} in {clock(facts['hours'])}"
+    if num < FEW_FAILURES:
+        text += f"; fewer than {FEW_FAILURES} make a rough mean"
+    if facts["save_every_seconds"] is None:
+        return [text, "no interval of saves to suggest: no save was timed"]
+    every = f"save every {clock(facts['save_every_seconds'] / 3600)}"
+    if facts["save_every_batches"] is not None:
+        every += f", {facts['save_every_batches']:,} batches"
+    asked = f"; save_interval is {run['save_interval']}" if run["save_interval"] else ""
+    return [text, f"a save holds training up for {facts['save_stall_seconds']:.3g} s: {every} (Daly 2006){asked}"]
 
 
 def segments(run: Facts, *, with_cost: bool) -> Section:
@@ -196,7 +253,7 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
 
     console = Console(width=width, highlight=False)
     for section in sections:
-        console.print(f"[bold]{escape(section.title)}[/bold]")
+        console.print(f"[bold]{escape(printable(section.title))}[/bold]")
         if section.rows:
             table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
             for i, heading in enumerate(section.columns):
@@ -204,14 +261,14 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
                 justify = "right" if i in section.right else "left"
                 table.add_column(heading, justify=justify, overflow="fold", min_width=max(map(len, words), default=0))
             for row in section.rows:
-                table.add_row(*map(escape, row))
+                table.add_row(*(escape(printable(cell)) for cell in row))
             # Rather a line too long than a digit cut off; what rich measures leaves out the padding at the edges.
             least = Console(width=1000).measure(table).minimum + len(section.columns)
             (console if least <= console.width else Console(width=least, highlight=False)).print(table)
         for line in section.lines:
-            console.print(line, markup=False)
+            console.print(printable(line), markup=False)
         if section.text:
-            console.print(section.text, markup=False, soft_wrap=True)
+            console.print(printable(section.text, keep="\n"), markup=False, soft_wrap=True)
         console.print()
 
 

@@ -4,9 +4,8 @@ A run is a run directory (runs/mpt-1b), here or behind a URL, or a folder of che
 Owns what is made of half-written, missing and repeated lines; asks nothing of the training code and needs no torch.
 """
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,24 +17,53 @@ from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.checkpoint.verify import read_attachment
 from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.log_lines import Record, merge_logs, read_lines
+from llmfoundry_lite.status import LAUNCHES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 MAX_BYTES = 4 << 30
 
 LOSS, VALIDATION = "loss/train/total", "eval/loss"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
-RATE, FLOPS, MFU = "throughput/tokens_per_sec", "throughput/device/flops_per_sec", "throughput/device/mfu"
-COLUMNS = (LOSS, VALIDATION, TOKENS, SECONDS, ELAPSED, RATE, FLOPS, MFU)
+RATE, DEVICE_RATE = "throughput/tokens_per_sec", "throughput/device/tokens_per_sec"
+FLOPS, MFU = "throughput/device/flops_per_sec", "throughput/device/mfu"
+STALL = "checkpoint/stall_seconds"
+COLUMNS = (LOSS, VALIDATION, TOKENS, SECONDS, ELAPSED, RATE, DEVICE_RATE, FLOPS, MFU, STALL)
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """metrics.jsonl as columns, of each batch its last line, in order of batch; NaN where a line has no number."""
+class DeadBranch:
+    """Batches that were trained and lost, a row for each: a later launch carried on from before them."""
 
     batch: NDArray[np.int64]
     launch: NDArray[np.int64]
+    columns: dict[str, Floats]
+
+    def __getitem__(self, column: str) -> Floats:
+        return self.columns[column]
+
+    @property
+    def seconds(self) -> float:
+        """Of training."""
+        return float(np.nansum(self[SECONDS]))
+
+    def as_dict(self) -> dict[str, Any]:
+        first, last = int(self.batch[0]), int(self.batch[-1])
+        return {"launch": int(self.launch[0]), "first_batch": first, "last_batch": last, "seconds": self.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """metrics.jsonl as columns, in order of batch: the batches that the newest state comes from, of each its last
+    line; NaN where a line has no number."""
+
+    batch: NDArray[np.int64]
+    launch: NDArray[np.int64]
+    """Counted anew, 1 for the first that wrote a line: in several folders, launches may bear the same number."""
+    num_launches: int
+    """Those too whose every batch was lost."""
     digest: list[str | None]
     columns: dict[str, Floats]
     tokens: Floats
@@ -44,9 +72,9 @@ class Log:
     """Batches whose loss was neither skipped over nor a number: null in the file."""
     num_unreadable: int
     """Lines that are not whole."""
-    num_repeated: int
-    """Lines of batches that a later launch trained again, after a restore from before them."""
-    repeated_seconds: float
+    dead: list[DeadBranch]
+    lines: list[bytes]
+    """Of each batch, as it stands in the file."""
 
     def __getitem__(self, column: str) -> Floats:
         return self.columns[column]
@@ -65,6 +93,8 @@ class Run:
     segments: tuple[Segment, ...]
     segments_from: str | None
     """The checkpoint whose manifest they stand in."""
+    launches: list[Record]
+    """The lines of launches.jsonl: those launches alone that ran here."""
     notes: list[str]
     """A line for each thing that was not there or not whole."""
 
@@ -75,32 +105,35 @@ def read_run(where: str) -> Run:
     place = open_place(where)
     try:
         names = place.names()
-        lines = place.read(METRICS, MAX_BYTES) if METRICS in names else b""
+        content = place.read(METRICS, MAX_BYTES) if METRICS in names else b""
+        launches = [record for _, record in read_lines(place.read(LAUNCHES, MAX_BYTES))] if LAUNCHES in names else []
         config = read_config(place, notes) if CONFIG in names else None
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from None
+    lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
     newest = find_newest(folder_of_checkpoints(place, config) if is_run else place.url, notes)
     if newest is not None:
         config = config if config is not None else newest.manifest.config
-        lines = add_carried_log(lines, newest, notes)
+        lines = add_carried_log(content, newest, notes)
     if not is_run and not lines:
         raise DataError(f"{where}: no {METRICS} here; expected a run directory such as runs/mpt-quickstart")
-    log = parse_log(lines.splitlines())
+    log = parse_log(lines)
     if not len(log.batch):
         raise DataError(f"{where}: {METRICS} has no batch in it yet")
     if CONFIG not in names:
         notes.append(f"no {CONFIG} here" + ("" if config is None else ": read from the newest checkpoint"))
     if log.num_unreadable:
         notes.append(f"{log.num_unreadable} half-written line{'s' if log.num_unreadable > 1 else ''} passed over")
-    if log.num_repeated:
+    for branch in log.dead:
         notes.append(
-            f"{log.num_repeated:,} batches were trained twice, after restores from before them: the last time counts, "
-            f"the {log.repeated_seconds:,.0f} s of the first are in no figure"
+            f"{span(branch.batch[0], branch.batch[-1])} of launch {branch.launch[0]}: a dead branch; a later launch "
+            f"carried on from before it, and its {branch.seconds:,.0f} s count in no rate, energy or cost"
         )
     name = (config or {}).get("run_name") or place.url.rstrip("/").rsplit("/", 1)[-1]
     segments = newest.manifest.segments if newest is not None else ()
-    return Run(where, place, name, log, config, segments, newest.where if newest is not None else None, notes)
+    segments_from = newest.where if newest is not None else None
+    return Run(where, place, name, log, config, segments, segments_from, launches, notes)
 
 
 def read_config(place: Place, notes: list[str]) -> dict[str, Any] | None:
@@ -135,8 +168,9 @@ def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
     return search.checkpoint
 
 
-def add_carried_log(lines: bytes, newest: Checkpoint, notes: list[str]) -> bytes:
+def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> list[bytes]:
     """With the lines of batches that another machine trained, which travel with its checkpoints."""
+    lines = content.splitlines(keepends=True)
     try:
         carried = read_attachment(newest, METRICS)
     except CheckpointError as error:
@@ -144,45 +178,118 @@ def add_carried_log(lines: bytes, newest: Checkpoint, notes: list[str]) -> bytes
         return lines
     if carried is None:
         return lines
-    last = max((record["batch"] for record in readable(lines.splitlines()) if record is not None), default=-1)
-    more = [line for line in carried.splitlines() for record in readable([line]) if record and record["batch"] > last]
-    if more and lines:
-        notes.append(f"batches after {last:,} are from the log that came with {newest.name}")
-    return b"\n".join([*lines.splitlines(), *more])
+    merged = merge_logs(content, carried)
+    if lines and (more := {record["batch"] for _, record in read_lines(set(merged) - set(lines))}):
+        notes.append(f"{span(min(more), max(more))}: from the log that came with {newest.name}")
+    return merged
 
 
 # ------------------------------------------------------------------------------------------------------ the log
 
 
-def parse_log(lines: Iterable[bytes]) -> Log:
-    latest: dict[int, tuple[Any, ...]] = {}
-    num_unreadable, num_repeated, repeated_seconds = 0, 0, 0.0
-    for record in readable(lines):
-        if record is None:
-            num_unreadable += 1
-            continue
-        batch, launch = record["batch"], record.get("launch", 0)
-        before = latest.get(batch)
-        if before is not None and before[0] < launch:  # the same launch writes a line anew to add to it
-            num_repeated += 1
-            repeated_seconds += before[3 + COLUMNS.index(SECONDS)] or 0.0
-        is_not_finite = LOSS in record and record[LOSS] is None
-        latest[batch] = (launch, record.get("data/digest"), is_not_finite, *(record.get(key) for key in COLUMNS))
-    batches = sorted(latest)
-    rows = [latest[batch] for batch in batches]
-    values = np.array([row[3:] for row in rows], dtype=np.float64).reshape(len(rows), len(COLUMNS))
-    columns = {key: values[:, i] for i, key in enumerate(COLUMNS)}
+def parse_log(lines: list[bytes]) -> Log:
+    branches = Branches()
+    # A log that came with a checkpoint may have repeated lines of ours: each counts where it stands last.
+    lines = [*reversed(dict.fromkeys(line for line in reversed(lines) if line.strip()))]
+    num_whole = 0
+    for line, record in read_lines(lines):
+        branches.add(line, record)
+        num_whole += 1
+    rows = branches.live
+    batches = [row.batch for row in rows]
+    columns = columns_of(rows)
     return Log(
         batch=np.array(batches, np.int64),
-        launch=np.array([row[0] for row in rows], np.int64),
-        digest=[row[1] for row in rows],
+        launch=np.array([row.launch for row in rows], np.int64),
+        num_launches=branches.num_launches,
+        digest=[row.digest for row in rows],
         columns=columns,
         tokens=count_tokens(batches, columns[TOKENS]),
-        not_finite=[batch for batch, row in zip(batches, rows, strict=True) if row[2]],
-        num_unreadable=num_unreadable,
-        num_repeated=num_repeated,
-        repeated_seconds=repeated_seconds,
+        not_finite=[row.batch for row in rows if row.is_not_finite],
+        num_unreadable=len(lines) - num_whole,
+        dead=[build_dead_branch(rows) for rows in branches.cut],
+        lines=[row.line for row in rows],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line, less what a report has no use for."""
+
+    batch: int
+    launch: int
+    """Counted anew."""
+    launch_in_file: int
+    digest: str | None
+    is_not_finite: bool
+    values: tuple[float | None, ...]
+    """In the order of COLUMNS."""
+    line: bytes
+
+    def is_same_training(self, other: "Row") -> bool:
+        """Whether one line is the other, written anew to add to it: its clock shows the same to the last bit."""
+        clock = COLUMNS.index(ELAPSED)
+        return (self.batch, self.launch_in_file, self.values[clock]) == (
+            *(other.batch, other.launch_in_file, other.values[clock]),
+        )
+
+
+class Branches:
+    """Lines in the order in which they were written -> those that count, and those that a later launch voided."""
+
+    def __init__(self) -> None:
+        self.live: list[Row] = []
+        """Batches ascend."""
+        self.cut: list[list[Row]] = []
+        self.num_launches = 0
+        self.last: Row | None = None
+
+    def add(self, line: bytes, record: Record) -> None:
+        values = tuple(record.get(key) for key in COLUMNS)
+        is_not_finite = LOSS in record and record[LOSS] is None
+        row = Row(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, line)
+        at = len(self.live)
+        if self.live and row.batch <= self.live[-1].batch:
+            at = bisect_left(self.live, row.batch, key=lambda other: other.batch)
+        tail = self.live[at:]
+        is_addition = bool(tail) and row.is_same_training(tail[0])
+        if is_addition:
+            number, tail = tail[0].launch, tail[1:]
+        else:
+            number = self._launch_of(row, has_gone_back=bool(tail))
+        if tail:
+            self.cut.append(tail)
+        row = replace(row, launch=number)
+        self.live[at:] = [row]
+        self.last = row
+
+    def _launch_of(self, row: Row, *, has_gone_back: bool) -> int:
+        before, clock = self.last, COLUMNS.index(ELAPSED)
+        if (
+            before is None
+            or has_gone_back
+            or row.launch_in_file != before.launch_in_file
+            # A launch that knew nothing of the others' log counts from 1 as they did; its clock starts again.
+            or (row.values[clock] or 0.0) < (before.values[clock] or 0.0)
+        ):
+            self.num_launches += 1
+        return self.num_launches
+
+
+def build_dead_branch(rows: list[Row]) -> DeadBranch:
+    batch, launch = (np.array([getattr(row, name) for row in rows], np.int64) for name in ("batch", "launch"))
+    return DeadBranch(batch, launch, columns_of(rows))
+
+
+def columns_of(rows: list[Row]) -> dict[str, Floats]:
+    values = np.array([row.values for row in rows], dtype=np.float64).reshape(len(rows), len(COLUMNS))
+    return {key: values[:, i] for i, key in enumerate(COLUMNS)}
+
+
+def devices_of(rows: Log | DeadBranch) -> Floats:
+    """How many each batch was trained on: the rate of all over the rate of one."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.round(rows[RATE] / rows[DEVICE_RATE])
 
 
 def count_tokens(batches: list[int], so_far: Floats) -> Floats:
@@ -193,15 +300,10 @@ def count_tokens(batches: list[int], so_far: Floats) -> Floats:
     return counts
 
 
-def readable(lines: Iterable[bytes]) -> Iterable[dict[str, Any] | None]:
-    """The record of each line; None for one that was cut off while it was written."""
-    for line in lines:
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            yield record if isinstance(record, dict) and isinstance(record.get("batch"), int) else None
+def span(first_batch: int, last_batch: int) -> str:
+    if first_batch == last_batch:
+        return f"batch {first_batch:,}"
+    return f"batches {first_batch:,} to {last_batch:,}"
 
 
 def is_local(place: Place) -> bool:

@@ -2,11 +2,13 @@
 
     llmfoundry-lite report runs/mpt-1b                      loss.png, report.md, report.json beside it
     llmfoundry-lite report runs/legs runs/whole --out both  how far apart they are, batch by batch; report.png
+    llmfoundry-lite report runs/mpt-1b --csv --format pdf   loss.pdf, and report.csv with a row for each batch
 
 Reads what runs leave behind (metrics.jsonl, config.yaml, the newest checkpoint's manifest, huggingface/) and the data
 set a run names, if that is on this disk; asks nothing of the training code.
 """
 
+import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -18,12 +20,26 @@ import numpy as np
 
 from llmfoundry_lite import plots
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.log_lines import read_lines
 from llmfoundry_lite.report.comparison import compare
+from llmfoundry_lite.report.failures import describe_failures
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
-from llmfoundry_lite.report.reading import LOSS, RATE, SECONDS, TOKENS, VALIDATION, Run, is_local, read_run
+from llmfoundry_lite.report.reading import (
+    DEVICE_RATE,
+    FLOPS,
+    LOSS,
+    RATE,
+    SECONDS,
+    TOKENS,
+    VALIDATION,
+    Run,
+    is_local,
+    read_run,
+)
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 
 PROMPT = "def "
+AXES = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 TAIL = 20
 """Batches over which the last training loss is a mean."""
 PIPE_WIDTH = 160
@@ -31,10 +47,19 @@ PIPE_WIDTH = 160
 
 
 def report(
-    places: Sequence[str], *, out: Path | None = None, prices: Sequence[str] = (), prompt: str = PROMPT
+    places: Sequence[str],
+    *,
+    out: Path | None = None,
+    prices: Sequence[str] = (),
+    prompt: str = PROMPT,
+    form: str = "png",
+    x: str = "batch",
+    smooth_batches: int | None = None,
+    with_csv: bool = False,
 ) -> dict[str, Any]:
     """Print the tables and write figure, Markdown and JSON into `out`, by default the first run; returns the facts.
 
+    `form` is png, pdf or svg, `x` one of AXES; `smooth_batches` is the width of the running mean, 1 for none.
     Raises DataError if there is no run at one of `places`, ConfigError for a price that cannot be read.
     """
     by_device = parse_prices(prices)
@@ -46,27 +71,46 @@ def report(
         "comparisons": [],
         "sample": sample(runs[0], prompt) if len(runs) == 1 else None,
         "prices_per_device_hour": by_device,
-        "figure": "loss.png" if len(runs) == 1 else "report.png",
+        "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
     }
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
     folder.mkdir(parents=True, exist_ok=True)
     figure = folder / facts["figure"]
-    curves = [curve_of(run, name) for run, name in zip(runs, names, strict=True)]
+    curves = [curve_of(run, name, x, with_dead=len(runs) == 1) for run, name in zip(runs, names, strict=True)]
     spans = [spans_of(segment_facts(run, {})) for run in runs]
+    reach = None if smooth_batches is None else smooth_batches // 2
     if len(runs) == 1:
-        plots.plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=facts["runs"][0]["baselines"])
+        baselines = facts["runs"][0]["baselines"]
+        plots.plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=baselines, reach=reach)
     else:
         pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
         facts["comparisons"] = [asdict(comparison) for comparison, _ in pairs]
         differences = [difference for _, difference in pairs]
-        plots.plot_comparison(figure, curves, differences, spans, title=" and ".join(names))
+        plots.plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
     (folder / "report.md").write_text(markdown(sections, facts["figure"]))
     (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
     print(f"plot: {figure}\nthe same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}")
+    if with_csv:
+        write_csv(folder / "report.csv", runs, names)
+        print(f"every batch: {folder / 'report.csv'}")
     return facts
+
+
+def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
+    """A row for each batch and run, with all that the log says of it; dead branches are left out."""
+    keys = dict.fromkeys(("run", "batch", "launch"))
+    for run in runs:
+        for _, record in read_lines(run.log.lines):
+            keys |= dict.fromkeys(record)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(keys))
+        writer.writeheader()
+        for run, name in zip(runs, names, strict=True):
+            for (_, record), launch in zip(read_lines(run.log.lines), run.log.launch.tolist(), strict=True):
+                writer.writerow({**record, "run": name, "launch": launch})
 
 
 def folder_of(run: Run) -> Path:
@@ -98,7 +142,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "num_batches": int(trained.sum()),
         "first_batch": int(log.batch[0]),
         "last_batch": int(log.batch[-1]),
-        "num_launches": len(np.unique(log.launch)),
+        "num_launches": log.num_launches,
         "tokens": int(tokens[-1]) if len(tokens) else None,
         "tokens_per_second": float(rates[-1]) if len(rates) else None,
         "training_seconds": float(np.nansum(log[SECONDS])),
@@ -107,10 +151,12 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "validation_loss": float(validation[-1]) if len(validation) else None,
         "validation_batch": int(evaluated[-1]) if len(evaluated) else None,
         "baselines": baselines,
-        "bytes_per_token": bytes_per_token,
+        "bytes_per_token": bytes_per_token["validation"],
+        "training_bytes_per_token": bytes_per_token["training"],
         "not_finite": log.not_finite,
-        "batches_trained_twice": log.num_repeated,
-        "seconds_trained_twice": log.repeated_seconds,
+        "dead_branches": [branch.as_dict() for branch in log.dead],
+        "failures": describe_failures(run),
+        "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
         "segments": [asdict(segment) for segment in segments],
         "total": total(segments),
@@ -122,7 +168,7 @@ def finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def curve_of(run: Run, name: str) -> plots.Curve:
+def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> plots.Curve:
     log = run.log
     evaluated = np.isfinite(log[VALIDATION])
     return plots.Curve(
@@ -133,23 +179,38 @@ def curve_of(run: Run, name: str) -> plots.Curve:
         eval_batches=log.batch[evaluated],
         eval_losses=log[VALIDATION][evaluated],
         not_finite=log.not_finite,
+        dead=[(branch.batch, branch[LOSS]) for branch in log.dead] if with_dead else (),
+        axis=axis_of(run, x),
     )
 
 
-def measure_data(run: Run) -> tuple[dict[str, float] | None, float | None]:
-    """Baselines and bytes per validation token, where the data set is ours, local and small; else None."""
+def axis_of(run: Run, x: str) -> plots.Axis:
+    """What has been trained after each batch: tokens, or these times the FLOPs of one, by the run's own account."""
+    log = run.log
+    if x == "batch":
+        return plots.Axis()
+    totals, key = log[TOKENS], TOKENS
+    if x == "flops":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            of_a_token = finite(log[FLOPS] / log[DEVICE_RATE])
+        totals, key = totals * (np.median(of_a_token) if len(of_a_token) else np.nan), FLOPS
+    if not np.isfinite(totals).any():
+        raise ConfigError(f"--x {x}: the log of {run.where} has no {key}; --x batch needs none")
+    return plots.Axis(AXES[x], log.batch, totals)
+
+
+def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | None]]:
+    """Baselines, and bytes per token for training and validation, where the data set is ours and local; else None.
+
+    Baselines only where the set is small and both splits are of one preparation.
+    """
     config = run.config or {}
     train, validation = ((config.get(key) or {}).get("dataset") for key in ("train_loader", "eval_loader"))
-    if not train or not validation or not validation["local"] or train["local"] != validation["local"]:
-        return None, None
+    bytes_per_token = {"training": bytes_per_token_of(train), "validation": bytes_per_token_of(validation)}
+    if not train or not validation or None in bytes_per_token.values() or train["local"] != validation["local"]:
+        return None, bytes_per_token
     folder = Path(train["local"])
-    summary_file = folder / "summary.json"
-    if not summary_file.is_file():
-        return None, None
-    splits = json.loads(summary_file.read_text())["splits"]
-    counts = splits[validation["split"]]
-    bytes_per_token = counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
-    if splits[train["split"]]["tokens"] > 100_000_000:
+    if splits_of(folder)[train["split"]]["tokens"] > 100_000_000:
         return None, bytes_per_token
 
     from llmfoundry_lite.data.baselines import measure_baselines
@@ -157,6 +218,21 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, float | None]:
     vocab_size = config["model"]["vocab_size"]
     baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
     return {"bigram": baselines.bigram, "unigram": baselines.unigram}, bytes_per_token
+
+
+def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
+    """Of the text that was tokenised for this split."""
+    if not dataset or not dataset.get("local"):
+        return None
+    counts = splits_of(Path(dataset["local"])).get(dataset.get("split") or "")
+    if not counts:
+        return None
+    return counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
+
+
+def splits_of(folder: Path) -> dict[str, Any]:
+    file = folder / "summary.json"
+    return json.loads(file.read_text())["splits"] if file.is_file() else {}
 
 
 def sample(run: Run, prompt: str, num_tokens: int = 120) -> dict[str, str] | None:

@@ -38,6 +38,7 @@ from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.start import Start
 
 
 def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> LanguageModel:
@@ -142,7 +143,7 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
     return {"total": int(real.sum()), "loss_generating": int((real[:, 1:]).sum())}
 
 
-def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preemption) -> list[Callback]:
+def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preemption, start: Start) -> list[Callback]:
     guard = GradientStep(
         model,
         config.algorithms.gradient_clipping,
@@ -165,7 +166,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     callbacks.append(preemption)  # before what it may make needless
-    checkpointing = Checkpointing(config, model, guard, preemption)
+    checkpointing = Checkpointing(config, model, guard, preemption, start)
     if config.icl_tasks and config.eval_interval != 0:
         callbacks.append(build_in_context(config, model, preemption, checkpointing))
     return [*callbacks, checkpointing]
@@ -200,9 +201,15 @@ def build_in_context(
     )
 
 
-def build_preemption(config: TrainConfig, on_timeout: Callable[[str], None]) -> Preemption:
+def build_preemption(
+    config: TrainConfig,
+    on_timeout: Callable[[str], None],
+    on_request: Callable[[str], None],
+    on_second_press: Callable[[str], None],
+) -> Preemption:
     wall = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
-    return Preemption(Path(config.run_folder), config.preemption_grace_seconds, wall, on_timeout)
+    folder, grace_seconds = Path(config.run_folder), config.preemption_grace_seconds
+    return Preemption(folder, grace_seconds, wall, on_timeout, on_request, on_second_press)
 
 
 def build_eval_interval(config: TrainConfig, preemption: Preemption) -> Callable[[State, Event], bool]:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
@@ -23,16 +24,19 @@ from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, read_attachment
+from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
+from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.launch import Preempted
+from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from llmfoundry_lite.errors import CheckpointError, UserError, printable
+from llmfoundry_lite.launch import Preempted, leaving_because
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
 from llmfoundry_lite.training.gradients import GradientStep
-from llmfoundry_lite.training.loggers import METRICS, RunLog, log_until, wandb_run_id
+from llmfoundry_lite.training.loggers import METRICS, SAVED, RunLog, log_until, wandb_run_id
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.segments import build_segment, find_differences
+from llmfoundry_lite.training.start import Start, check_fit
 
 COUNTS = ("iteration", "epoch", "batch", "sample", "token")
 COUNTS_WITHIN = (
@@ -45,7 +49,14 @@ CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 class Checkpointing(Callback):
     """Restores once, saves at every `save_interval` and at the end of a launch."""
 
-    def __init__(self, config: TrainConfig, model: LanguageModel, gradient_step: GradientStep, preemption: Preemption):
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: LanguageModel,
+        gradient_step: GradientStep,
+        preemption: Preemption,
+        start: Start,
+    ):
         self.config = config
         self.model = model
         self.gradient_step = gradient_step
@@ -54,10 +65,12 @@ class Checkpointing(Callback):
         self.interval = Duration.parse(config.save_interval)
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
-        tokenizer = config.tokenizer.name
-        is_here = is_local_or_cached(tokenizer)
-        self.fingerprints = {"tokenizer": load_tokenizer(tokenizer).fingerprint} if is_here else {}
+        self.begins = start
+        self.check_fit = partial(check_fit, config, start.fingerprints)
         self.segments: tuple[Segment, ...] = ()
+        self.changes: list[Change] = []
+        """What this launch does otherwise than the one it carries on, by being told so."""
+        self.has_tokenizer_there = False
         self.log_path = Path(config.run_folder) / METRICS
         self.carries_log = not is_inside(self.store.root, Path(config.run_folder))
         """Checkpoints that lie elsewhere than the log take it along, for the machine that carries on."""
@@ -75,44 +88,26 @@ class Checkpointing(Callback):
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
-        found_newest = self._check_folder()
         self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
-        restored = self._restore(state, found_newest)
+        rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
+        restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
+            carries_on = self.begins.is_own or not self.config.load_weights_only
+            if carries_on:
+                self.changes = find_changes(restored.manifest.config, as_dict(self.config))["by being said"]
             self._say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
-            if not self.config.load_weights_only or found_newest:
+            if carries_on:
+                for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
+                    group.update(options)
                 self._restore_scalars(restored.manifest, state)
                 self._restore_log(restored)
                 self.segments = restored.manifest.segments
             self.saver.parent_save_id = restored.manifest.save_id
-        elif restored is not None:
-            self._say(*restored.notes, f"no checkpoint in {self.store.root.url} yet; starting at batch 1")
+        if self.begins.note:
+            self._say(self.begins.note)
         self.first_batch = int(state.timestamp.batch) + 1
         self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
         self.started_at = state.timestamp
-
-    def _check_folder(self) -> bool:
-        """Whether to carry on from this run's own folder. A run never quietly starts over on top of another.
-
-        What can be refused is refused here, before the lease is taken, which would stop a launch that still runs.
-        """
-        error, num_found = None, 0
-        if dist.get_rank() == 0:
-            try:
-                candidates = self.store.candidates()
-                num_found = len(candidates)
-                if candidates and not self.config.autoresume:
-                    raise CheckpointError(
-                        f"{self.store.root.url} already holds {candidates[0].name} of this run; carry on with "
-                        "autoresume=true, or choose another run_name"
-                    )
-                newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
-                if newest is not None:
-                    self._check_fit(newest.manifest)
-            except CheckpointError as caught:
-                error = caught
-        agree(error)
-        return bool(tell_all(num_found))
 
     def _differences(self, manifest: Manifest, state: State) -> str:
         if not manifest.segments:
@@ -120,16 +115,16 @@ class Checkpointing(Callback):
         batch, is_auto = manifest.timestamp.batch, self.config.device_train_microbatch_size == "auto"
         size = None if is_auto else int(state.device_train_microbatch_size or 0)
         here = build_segment(self.config, self.model, first_batch=batch, last_batch=batch, microbatch_size=size)
-        changed = find_differences(manifest.segments[-1], here)
+        changed = [*map(str, self.changes), *find_differences(manifest.segments[-1], here)]
         if manifest.run_name != self.config.run_name:
             changed.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
         return f" ({', '.join(changed)})" if changed else ""
 
-    def _restore(self, state: State, found_newest: bool) -> Restored | None:
+    def _restore(self, state: State) -> Restored | None:
         optimizer = state.optimizers[0]
-        if found_newest:
+        if self.begins.is_own:
             restored = load_newest(
-                self.store, self.model.model, optimizer, lease=self.saver.lease, check=self._check_fit
+                self.store, self.model.model, optimizer, lease=self.saver.lease, check=self.check_fit
             )
             if restored.manifest is None:
                 raise CheckpointError(
@@ -138,47 +133,28 @@ class Checkpointing(Callback):
                 )
             return restored
         if self.config.load_path is None:
-            return Restored(None, "", []) if self.config.autoresume else None
+            return None
         return self._load_path(self.config.load_path, None if self.config.load_weights_only else optimizer)
 
-    def _load_path(self, url: str, optimizer: Optimizer | None) -> Restored:
-        """`url` is one checkpoint, or a folder of them, whose newest intact one is meant."""
+    def _load_path(self, where: str, optimizer: Optimizer | None) -> Restored:
+        """`where` is one checkpoint, or a folder or run whose newest intact one is meant."""
         options: dict[str, Any] = {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
         if not self.config.load_weights_only:
-            options["check"] = self._check_fit
-        found, error = False, None
+            options["check"] = self.check_fit
+        found, error = None, None
         try:
-            found = dist.get_rank() == 0 and is_checkpoint(url)
+            if dist.get_rank() == 0:
+                found = [where, True] if is_checkpoint(where) else [folder_of_checkpoints(where), False]
         except CheckpointError as caught:
             error = caught
         agree(error)
-        if tell_all(found):
+        url, is_one = tell_all(found)
+        if is_one:
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
         restored = load_newest(CheckpointStore(url), self.model.model, optimizer, **options)
         if restored.manifest is None:
-            raise CheckpointError(f"load_path: {url} holds no intact checkpoint; name a folder such as …/ba200")
+            raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({'; '.join(restored.notes)})")
         return restored
-
-    def _check_fit(self, manifest: Manifest) -> None:
-        """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
-        if manifest.optimizer is None:  # imported
-            raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
-        if manifest.config is None or "timestamp" not in manifest.scalars:
-            raise CheckpointError(
-                "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
-            )
-        ours, theirs = model_identity(as_dict(self.config)["model"]), model_identity(manifest.config["model"])
-        pairs: dict[str, tuple[Any, Any]] = {f"model.{key}": (value, theirs.get(key)) for key, value in ours.items()}
-        batch_size = "global_train_batch_size"
-        pairs[batch_size] = (self.config.global_train_batch_size, manifest.config[batch_size])
-        if {"tokenizer"} <= self.fingerprints.keys() & manifest.fingerprints.keys():
-            pairs["tokenizer"] = (self.fingerprints["tokenizer"], manifest.fingerprints["tokenizer"])
-        for key, (here, there) in pairs.items():
-            if here != there:
-                raise CheckpointError(
-                    f"{key} is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was "
-                    "(load_weights_only=true begins a new one with its weights)"
-                )
 
     def _restore_scalars(self, manifest: Manifest, state: State) -> None:
         scalars = manifest.scalars
@@ -270,12 +246,15 @@ class Checkpointing(Callback):
             self.owes_evaluation = True
             self._save(state, logger)
             self._finish(logger)
+            for destination in logger.destinations:
+                destination.fit_end(state, logger)
         raise Preempted(self.preempted_text(state), orderly=True)
 
     def preempted_text(self, state: State) -> str:
         saved = f"saved as ba{self.last_saved_batch}" if self.last_saved_batch > 0 else "nothing to save yet"
         again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
-        return f"preempted by {self.was_preempted_by} at batch {int(state.timestamp.batch)}, {saved}; {again}"
+        why = leaving_because(self.was_preempted_by)
+        return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._finish(logger)
@@ -294,7 +273,7 @@ class Checkpointing(Callback):
             {
                 "checkpoint/stall_seconds": saved.stall_seconds,
                 "checkpoint/durable_seconds": saved.durable_seconds,
-                "checkpoint/bytes": saved.num_bytes,
+                SAVED: saved.num_bytes,
             }
         )
         self._say(f"saved {saved.name}")
@@ -302,7 +281,18 @@ class Checkpointing(Callback):
     def _after_publish(self, lease: Lease) -> None:
         """In the background, on rank 0, after each save."""
         self.preemption.note_saved(f"ba{self.last_saved_batch}")
+        self._take_tokenizer_along()
         self._remove_old(lease)
+
+    def _take_tokenizer_along(self) -> None:
+        """Once: for those who evaluate or export in another folder or on another machine."""
+        if self.has_tokenizer_there or not self.begins.fingerprints:
+            return
+        try:
+            put_tokenizer(self.store.root.url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)
+            self.has_tokenizer_there = True
+        except (OSError, UserError) as error:
+            print(f"the tokenizer was not copied beside the checkpoints: {error}", flush=True)
 
     def _remove_old(self, lease: Lease) -> None:
         """Another writer is an error, a file that stays is not."""
@@ -317,7 +307,7 @@ class Checkpointing(Callback):
             )
         except CheckpointError as error:
             self.store.check(lease)
-            print(f"old checkpoints were not removed: {error}", flush=True)
+            self._say(f"old checkpoints were not removed: {error}")
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp
@@ -339,7 +329,7 @@ class Checkpointing(Callback):
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
             ),
             run_name=self.config.run_name,
-            fingerprints=self.fingerprints,
+            fingerprints=self.begins.fingerprints,
             config=as_dict(self.config),
             segments=(*self.segments, self._segment(state)),
             scalars=scalars,
@@ -366,6 +356,7 @@ class Checkpointing(Callback):
             last_batch=int(state.timestamp.batch),
             microbatch_size=int(state.device_train_microbatch_size or 0),
             tokens_per_second=tokens / seconds if seconds else None,
+            changes=self.changes,
         )
 
     def _users_callbacks(self, state: State) -> list[Callback]:
@@ -379,7 +370,7 @@ class Checkpointing(Callback):
     def _say(self, *lines: str) -> None:
         if dist.get_rank() == 0:
             for line in lines:
-                print(line, flush=True)
+                print(printable(line), flush=True)
 
 
 def _name(callback: Callback) -> str:
@@ -390,10 +381,8 @@ def is_inside(place: Place, folder: Path) -> bool:
     return isinstance(place, LocalPlace) and place.path.resolve().is_relative_to(folder.resolve())
 
 
-def model_identity(values: dict[str, Any]) -> dict[str, Any]:
-    """What a model is, less how it is computed and how it was initialised."""
-    left_out = {"init_device", "loss_fn", "init_config"}
-    identity = {key: value for key, value in values.items() if key not in left_out}
-    del identity["attn_config"]
-    attention = {f"attn_config.{key}": value for key, value in values["attn_config"].items() if key != "attn_impl"}
-    return {**identity, **attention}
+def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration says of a group of the optimizer, whatever a checkpoint says: see `config.changes`."""
+    chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+    values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
+    return {**values, "initial_lr": values["lr"]}

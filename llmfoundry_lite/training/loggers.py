@@ -20,11 +20,12 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
 from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.log_lines import Record, missing_lines, read_lines
 from llmfoundry_lite.training.wandb_files import offline_steps
 
 METRICS = "metrics.jsonl"
-
-Record = dict[str, Any]
+SAVED = "checkpoint/bytes"
+"""Stands in the record of the batch at which a save was known to be published."""
 
 
 class Mirror:
@@ -138,17 +139,6 @@ def last_launch(path: Path) -> int:
     return max((record.get("launch", 0) for _, record in read_lines(content)), default=0)
 
 
-def read_lines(content: bytes) -> Iterator[tuple[bytes, Record]]:
-    """Each whole line and what it says; a line that a crash of the machine has made unreadable is passed over."""
-    for line in content.splitlines(keepends=True):
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "batch" in record:
-            yield line, record
-
-
 def in_order(records: Iterable[Record]) -> list[Record]:
     """Of each batch the last, by batch."""
     latest = {record["batch"]: record for record in records}
@@ -162,13 +152,16 @@ def log_until(path: Path, batch: int) -> bytes:
 
 
 def take_over(path: Path, history: bytes) -> list[Record]:
-    """Append the lines of a log that came with a checkpoint and are not here: what other machines have trained."""
+    """Append the log that came with a checkpoint, from its first line on that is not here: other machines' batches.
+
+    Batches that were trained here instead thereby become a dead branch, as if an earlier launch had lost them.
+    """
     last_launch(path)  # cuts off a torn line
-    here = set(path.read_bytes().splitlines(keepends=True)) if path.exists() else set()
-    missing = [(line, record) for line, record in read_lines(history) if line not in here]
+    here = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    missing = missing_lines(here, [line for line, _ in read_lines(history)])
     with path.open("ab") as file:
-        file.writelines(line for line, _ in missing)
-    return [record for _, record in missing]
+        file.writelines(missing)
+    return [record for _, record in read_lines(missing)]
 
 
 # ------------------------------------------------------------------------------------------------- mirrors

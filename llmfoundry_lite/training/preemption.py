@@ -1,10 +1,11 @@
-"""Reasons to leave early, and leaving in time: SIGTERM and SIGUSR1, a deadline, a file named STOP.
+"""Reasons to leave early, and leaving in time: Ctrl-C, SIGTERM and SIGUSR1, a deadline, a file named STOP.
 
 Python's signal handlers do not run while the main thread sits in a collective, so a thread listens: signals reach it
 through a pipe that the interpreter's C handler writes into, and on rank 0 it looks for the file. It notes the reason
 and starts the clock. The main threads of all ranks agree at the next end of a batch, save, and leave; if they cannot
 in time, because a batch, a collective or a disk takes longer, the thread ends the process and the last periodic save
 stands. Who sends a signal kills soon after; who writes the file does not, and is given the time of two batches more.
+A second Ctrl-C, more than two seconds after the first, ends the process at once.
 """
 
 import os
@@ -25,10 +26,16 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.exchange import max_of
 from llmfoundry_lite.errors import EXIT_PREEMPTED
-from llmfoundry_lite.launch import announce_preemption, announced_preemption
+from llmfoundry_lite.launch import (
+    EXIT_INTERRUPTED,
+    LEAVING_SIGNALS,
+    announce_preemption,
+    announced_preemption,
+    is_second_press,
+    leaving_because,
+)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP")
+REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
 """What ranks tell each other is an index of these; the highest wins."""
 STOP = "STOP"
 BY_FILE = REASONS.index("the file STOP")
@@ -42,7 +49,9 @@ class Preemption(Callback):
         run_folder: Path,
         grace_seconds: float,
         max_wall_seconds: float | None,
-        on_timeout: Callable[[str], None] = lambda reason: None,
+        on_timeout: Callable[[str], None],
+        on_request: Callable[[str], None],
+        on_second_press: Callable[[str], None],
     ):
         self.stop_file = run_folder / STOP
         self.grace_seconds = grace_seconds
@@ -50,11 +59,16 @@ class Preemption(Callback):
         self.deadline = time.monotonic() - age_seconds + max_wall_seconds if max_wall_seconds is not None else None
         self.on_timeout = on_timeout
         """Called with the reason just before the process is ended for being late; rank 0 writes status.json here."""
+        self.on_request = on_request
+        """Called with the reason when there is one, from any thread."""
+        self.on_second_press = on_second_press
+        """Called just before the process is ended because Ctrl-C was pressed again."""
         self.reason = 0
         self.agreed = 0
         self.leave_by: float | None = None
         self.saved: str | None = None
         """What has been published since there is a reason; on rank 0."""
+        self._pressed_at: list[float] = []
         self._seconds_left = grace_seconds
         self._longest_step_seconds = 0.0
         self._last_step: float | None = None
@@ -72,7 +86,7 @@ class Preemption(Callback):
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A forked child that is terminated must neither survive nor tell its parent's thread.
         os.register_at_fork(after_in_child=_forget)
-        for number in SIGNALS:
+        for number in LEAVING_SIGNALS:
             signal.signal(number, lambda number, frame: None)  # the pipe has it
         threading.Thread(target=self._listen, name="preemption", daemon=True).start()
         threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
@@ -118,7 +132,9 @@ class Preemption(Callback):
             # Looks up once a second at least: another rank, or our own main thread, may have learnt of a reason.
             ready, _, _ = select.select([self._pipe], [], [], 1.0 if timeout is None else min(timeout, 1.0))
             for number in os.read(self._pipe, 64) if ready else b"":
-                if number in SIGNALS:
+                if number == signal.SIGINT and is_second_press(self._pressed_at):
+                    self._leave_at_once()
+                if number in LEAVING_SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
             self._look_for_file()
             now = time.monotonic()
@@ -150,27 +166,40 @@ class Preemption(Callback):
             self._seconds_left += 2 * self._longest_step_seconds
         self.leave_by = time.monotonic() + self._seconds_left
         self.reason = reason
+        with suppress(Exception):
+            self.on_request(REASONS[reason])
         announce_preemption(REASONS[reason])
 
     def _leave_late(self) -> None:
-        text = f"{REASONS[self.reason]}: nothing could be saved within {self._seconds_left:.3g} s; the last save stands"
+        because = leaving_because(REASONS[self.reason])
+        text = f"{because}: nothing could be saved within {self._seconds_left:.3g} s; the last save stands"
         if self.saved is not None:
-            text = f"{REASONS[self.reason]}: saved as {self.saved}; what came after took more than the rest of "
+            text = f"{because}: saved as {self.saved}; what came after took more than the rest of "
             text += f"{self._seconds_left:.3g} s"
         with suppress(Exception):
             self.on_timeout(text)
             if self._is_main and self.reason == BY_FILE:
                 self.stop_file.unlink(missing_ok=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_PREEMPTED)
+        _exit(EXIT_PREEMPTED)
+
+    def _leave_at_once(self) -> None:
+        with suppress(Exception):
+            self.on_second_press("interrupted by Ctrl-C a second time: nothing more was saved; the last save stands")
+        _exit(EXIT_INTERRUPTED)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _forget() -> None:
-    """In a forked child: signals do what they do by default."""
+    """In a forked child: signals do what they do by default, but for Ctrl-C, which a terminal sends to children too.
+    It is the parent that leaves, and loader workers must serve it until then."""
     with suppress(ValueError):  # forked from another thread than the main one, which has no handlers to lose
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
+        for number in LEAVING_SIGNALS:
             handler: Any = signal.getsignal(number)
             if callable(handler) and getattr(handler, "__module__", "") == __name__:
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.config.changes import Change
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.launch import place
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -22,6 +24,7 @@ def build_segment(
     last_batch: int,
     microbatch_size: int | None,
     tokens_per_second: float | None = None,
+    changes: Sequence[Change] = (),
 ) -> Segment:
     """Of this launch; with an environment as it is, where the shell has overruled the configuration."""
     fsdp = config.sharding
@@ -47,6 +50,7 @@ def build_segment(
         compile_config=config.compile_config,
         environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
         tokens_per_second=tokens_per_second,
+        changes={change.key: [change.there, change.here] for change in changes},
     )
 
 

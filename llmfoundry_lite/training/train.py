@@ -1,9 +1,12 @@
 """Train a model from a configuration: build, fit, export. Composer's loop, our parts."""
 
 import contextlib
+import datetime
 import os
 import sys
 import tempfile
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +15,8 @@ import torch
 import torch.distributed as dist
 import yaml
 from composer import Trainer
+from composer.core import Callback, State
+from composer.loggers import Logger
 from composer.utils import dist as composer_dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -24,15 +29,17 @@ from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch import (
     Preempted,
     announced_preemption,
+    cause_of,
     describe,
     is_lost_peer,
+    leaving_because,
     place,
     raise_when_interrupted,
 )
 from llmfoundry_lite.models.hf import can_export, export_model
 from llmfoundry_lite.parallel import data_ranks
 from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
-from llmfoundry_lite.status import write_ended_early, write_status
+from llmfoundry_lite.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.builders import (
     build_callbacks,
@@ -51,7 +58,12 @@ from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_di
 from llmfoundry_lite.training.memory import advise_less_memory, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
+from llmfoundry_lite.training.start import Start, find_start
 from llmfoundry_lite.training.trainer import GroupedTrainer
+
+STATUS_SECONDS = 5.0
+"""A run that is running says where it is that often at most."""
+LONGEST_WAIT = datetime.timedelta(days=7)
 
 
 def train(config: TrainConfig) -> None:
@@ -63,10 +75,11 @@ def train(config: TrainConfig) -> None:
     devices.keep_freed_memory()
     start_process_group(config)
     run = RunFolder(config)
-    preemption = build_preemption(config, on_timeout=run.leave_late)
+    preemption = build_preemption(config, run.leave_late, run.note_request, run.leave_at_once)
     trainer, checkpointing = None, None
     try:
-        trainer, checkpointing = build_trainer(config, run, preemption)
+        start = find_start(config)
+        trainer, checkpointing = build_trainer(config, run, preemption, start)
         preemption.listen()
         choose_microbatch(config, trainer)
         run.start(trainer, checkpointing)
@@ -77,12 +90,13 @@ def train(config: TrainConfig) -> None:
             trainer.fit()
         if checkpointing.was_preempted_by:
             raise Preempted(checkpointing.preempted_text(trainer.state), orderly=True)
+        run.finish("stopped" if checkpointing.was_stopped else "done", trainer)
         if config.export_at_end and not checkpointing.was_stopped:
-            export(config, trainer, run.folder / "huggingface")
+            export(config, trainer, run)
     except BaseException as error:
         preempted = as_preempted(error, preemption)
         told = preempted or explain_memory(error, config, trainer) or error
-        run.fail("preempted" if preempted else "failed", describe(told).splitlines()[-1].removeprefix("error: "))
+        run.fail("preempted" if preempted else "failed", str(preempted) if preempted else cause_of(describe(told)))
         if preempted is None:
             if told is error:
                 raise
@@ -92,7 +106,6 @@ def train(config: TrainConfig) -> None:
             trainer.close()
         preemption.fall_silent()
         raise preempted from None
-    run.finish("stopped" if checkpointing.was_stopped else "done", trainer)
     preemption.consume_stop_file()
     trainer.close()
     preemption.fall_silent()
@@ -104,7 +117,7 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
         return error
     reason = REASONS[preemption.reason] or announced_preemption()
     if reason and is_lost_peer(error):
-        return Preempted(f"preempted by {reason} while another rank was leaving; the last save stands")
+        return Preempted(f"{leaving_because(reason)} while another rank was leaving; the last save stands")
     return None
 
 
@@ -129,13 +142,15 @@ def start_process_group(config: TrainConfig) -> None:
     composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)
 
 
-def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption) -> tuple[Trainer, Checkpointing]:
+def build_trainer(
+    config: TrainConfig, run: "RunFolder", preemption: Preemption, start: Start
+) -> tuple[Trainer, Checkpointing]:
     here = place()
     ranks = data_ranks(config.tensor_parallel_degree)
     train_data = build_train_data(config, ranks.size)
     eval_data = build_eval_data(config, ranks.size)
     model = build_model(config, here.world_size, here.local_world_size)
-    callbacks = build_callbacks(config, model, preemption)
+    callbacks = build_callbacks(config, model, preemption, start)
     trainer = GroupedTrainer(
         ranks=ranks,
         model=model,
@@ -145,7 +160,7 @@ def build_trainer(config: TrainConfig, run: "RunFolder", preemption: Preemption)
         eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
         optimizers=build_optimizer(config.optimizer, model),
         max_duration=str(Duration.parse(config.max_duration)),
-        callbacks=callbacks,
+        callbacks=[*callbacks, run],
         loggers=[run.log] if run.is_main else [],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
@@ -204,28 +219,45 @@ def evaluate(trainer: Trainer) -> bool:
     return bool(tasks or trainer.state.evaluators)
 
 
-def export(config: TrainConfig, trainer: Trainer, folder: Path) -> None:
-    """Gather the weights on rank 0 and write them for plain transformers, if its layouts can hold them."""
-    reason = can_export(config.model)
-    is_main = dist.get_rank() == 0
-    if reason is not None:
-        if is_main:
-            print(f"not exported to {folder}: {reason}", flush=True)
-        return
-    model: Any = trainer.state.model.model
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if is_main:
-        with tempfile.TemporaryDirectory() as tokenizer_folder:
-            if is_local_or_cached(config.tokenizer.name):
-                load_tokenizer(config.tokenizer.name).save(tokenizer_folder)
-            export_model(
-                cast(dict[str, torch.Tensor], weights), config.model, folder, tokenizer_folder=tokenizer_folder
-            )
-        print(f"exported to {folder}", flush=True)
-    dist.barrier()
+def export(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> None:
+    """Gather the weights on rank 0 and write them for plain transformers, if its layouts can hold them.
+
+    The run is done by then, whatever becomes of this: a failure is said in one line, and `checkpoint export` repeats
+    it. The other ranks wait for rank 0 as long as it takes, and in no collective.
+    """
+    folder, reason = run.folder / "huggingface", can_export(config.model)
+    if reason is None:
+        try:
+            model: Any = trainer.state.model.model
+            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if run.is_main:
+                write_export(config, cast(dict[str, torch.Tensor], weights), folder)
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason += f"; `llmfoundry-lite checkpoint export {run.folder} {folder}` makes up for it"
+    if run.is_main:
+        print(f"exported to {folder}" if reason is None else f"not exported to {folder}: {reason}", flush=True)
+    wait_for_main("exported")
 
 
-class RunFolder:
+def write_export(config: TrainConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        if is_local_or_cached(config.tokenizer.name):
+            load_tokenizer(config.tokenizer.name).save(tokenizer_folder)
+        export_model(weights, config.model, folder, tokenizer_folder=tokenizer_folder)
+
+
+def wait_for_main(what: str) -> None:
+    """Until rank 0 has come here too, or is gone: longer than any collective may take."""
+    key, store = f"llmfoundry_lite/{what}", dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):
+        if dist.get_rank() == 0:
+            store.set(key, "")
+        else:
+            store.wait([key], LONGEST_WAIT)
+
+
+class RunFolder(Callback):
     """`runs/<run_name>`: config.yaml, status.json, metrics.jsonl. Rank 0 writes, the others look on.
 
     Nothing is written before the run has been restored: a launch that is refused leaves the record as it was, but for
@@ -239,6 +271,12 @@ class RunFolder:
         self.log = RunLog(self.folder / METRICS)
         self.trainer: Trainer | None = None
         """None until the run has been restored."""
+        self.asked_by: str | None = None
+        """Why the run has been asked to leave."""
+        self.is_running = False
+        self.is_done = False
+        self._writing = threading.Lock()
+        self._noted_at = 0.0
         if self.is_main:
             with clear_disk_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -250,19 +288,42 @@ class RunFolder:
                     (self.folder / WANDB_ID).write_text(checkpointing.wandb_run_id + "\n")
                 settings = yaml.safe_dump(as_dict(self.config), sort_keys=False)
                 write_atomically(self.folder / "config.yaml", settings)
-                write_status(self.folder, "running", batch_of(trainer))
+                write_status(self.folder, "running", batch_of(trainer), self.asked_by)
+                start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)
                 mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
                 self.log.open(mirrors, checkpointing.history)
         self.trainer = trainer
+        self.is_running = self.is_main
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self.is_running and time.monotonic() - self._noted_at >= STATUS_SECONDS:
+            self._note()
+
+    def note_request(self, reason: str) -> None:
+        """From any thread. Should rank 0 be killed or aborted before it has left, that was the reason."""
+        self.asked_by = reason
+        note = threading.Thread(target=self._note, daemon=True)
+        note.start()
+        note.join(1.0)  # whoever asks must not hang with the disk
+
+    def _note(self) -> None:
+        """Where the run is, for those who watch it; never a reason to fail."""
+        with contextlib.suppress(OSError), self._writing:
+            if self.is_running and self.trainer is not None:
+                write_status(self.folder, "running", batch_of(self.trainer), self.asked_by)
+        self._noted_at = time.monotonic()
 
     def finish(self, status: str, trainer: Trainer) -> None:
+        self._stop_noting()
         if self.is_main:
             with clear_disk_errors(self.folder):
                 write_status(self.folder, status, batch_of(trainer))
+        self.is_done = True
 
     def fail(self, status: str, reason: str) -> None:
         """Say in status.json why; never instead of the failure itself."""
+        self._stop_noting()
         if not self.is_main:
             return
         with contextlib.suppress(OSError):
@@ -271,14 +332,28 @@ class RunFolder:
 
     def leave_late(self, reason: str) -> None:
         """From another thread, while the main thread hangs; the process ends when this returns."""
+        self._stop_noting()
         if self.is_main:
-            print(f"preempted by {reason}", file=sys.stderr, flush=True)
+            print(reason, file=sys.stderr, flush=True)
             self._write_reason("preempted", reason)
+
+    def leave_at_once(self, reason: str) -> None:
+        """The same, for one who presses Ctrl-C again."""
+        self._stop_noting()
+        if self.is_main:
+            print(reason, file=sys.stderr, flush=True)
+            self._write_reason("failed", reason)
+
+    def _stop_noting(self) -> None:
+        """What is written from now on is how the launch ended."""
+        self.is_running = False
+        if self._writing.acquire(timeout=1.0):
+            self._writing.release()
 
     def _write_reason(self, status: str, reason: str) -> None:
         if self.trainer is None:
             write_ended_early(self.folder, status, reason)
-        else:
+        elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
             write_status(self.folder, status, batch_of(self.trainer), reason)
 
 

@@ -1,5 +1,7 @@
-"""A small disk of its own, for tests that fill it or take away the right to write. root ignores permissions."""
+"""A small disk of its own, for tests that fill it, take away the right to write, or take it away; and one rank's view
+of a folder that other ranks see. root ignores permissions."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -16,6 +18,10 @@ class Disk:
     def make_read_only(self) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
 
+    def take_away(self) -> None:
+        """As when the server of a network disk is lost: the folder it was mounted on is there again, empty."""
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
 
 @contextmanager
 def mounted(path: Path, size: str = "64m"):
@@ -29,4 +35,24 @@ def mounted(path: Path, size: str = "64m"):
     try:
         yield Disk(path)
     finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+        if path.is_mount():
+            subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+CLONE_NEWNS = 0x00020000
+
+
+def need_namespaces() -> None:
+    """Skips the test where `hide` cannot work."""
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("a mount namespace needs root")
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+
+
+def hide(folder: Path | str) -> None:
+    """From this process and those it starts: an empty disk lies over `folder`, as on a node whose mount failed."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(folder)], check=True)

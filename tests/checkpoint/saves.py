@@ -20,7 +20,7 @@ def values_of(batch: int) -> np.ndarray:
 def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | None = None) -> Manifest:
     """Two shards with half a tensor each."""
     save_id = store.new_save_id(lease, batch)
-    place, prefix = store.draft(save_id)
+    place, prefix = store.open_draft(save_id)
     files, slices = [], []
     for rank, half in enumerate(np.split(values_of(batch), 2)):
         offset = (rank * ROWS,)

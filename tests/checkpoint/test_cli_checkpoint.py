@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from llmfoundry_lite import cli
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from tests.checkpoint.saves import flip, save
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.launch import Preempted, describe, report
+from tests.checkpoint.saves import flip, save, write_draft
 
 TORCHLESS = """
 import json, sys, time
@@ -46,7 +49,7 @@ def test_looking_at_checkpoints_needs_no_torch(folder, command):
     print(f"{name}: {seconds:.2f} s, {time.monotonic() - started:.2f} s with the start of Python")
 
 
-@pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["prune", "--keep", "1"], ["diff"]])
+@pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["diff"]])
 def test_nothing_there_is_an_error_of_one_line(tmp_path, capsys, command):
     name, *options = command
     places = [tmp_path / "nowhere"] * (2 if name == "diff" else 1)
@@ -98,7 +101,7 @@ def test_inspect_says_what_it_passed_over(folder, capsys):
     (folder / "checkpoints" / "ba3" / "shard-00000.safetensors").unlink()
     code, out, err = run(capsys, "inspect", folder)
     assert code == 0 and "ba2" in out.splitlines()[0]
-    assert err.startswith("passed over damaged checkpoint: ") and "missing" in err
+    assert err.startswith("passed over incomplete checkpoint: ") and "missing" in err
 
 
 def test_prune_keeps_what_it_has_hashed(folder, capsys):
@@ -115,3 +118,29 @@ def test_diff_of_two_saves_counts_what_differs(folder, capsys):
     assert code == 0 and "1 of 1 tensors and 0 numbers differ" in out
     assert "model/w" in out and "100,000" in out and "2.000e+00" in out
     assert "0 of 1 tensors and 0 numbers differ" in run(capsys, "diff", folder, folder)[1]
+
+
+HOSTILE = "run\x1b]0;owned\x07\x1b[2J\u202e\rx"
+
+
+@pytest.mark.fault
+def test_names_from_files_cannot_steer_the_terminal(tmp_path, capsys):
+    store = CheckpointStore(tmp_path / HOSTILE)
+    lease = store.acquire()
+    for batch in (1, 2):
+        store.publish(replace(write_draft(store, lease, batch), run_name=HOSTILE, parent_save_id=HOSTILE), lease)
+    (tmp_path / HOSTILE / "ba2" / "shard-00000.safetensors").unlink()
+    commands = [["ls"], ["inspect", "--tensors"], ["verify"], ["diff", tmp_path / "x\x1b[2J"]]
+    for command, *options in commands:
+        _, out, err = run(capsys, command, tmp_path / HOSTILE, *options)
+        assert not [c for c in out + err if not c.isprintable() and c != "\n"]
+        assert r"run\x1b]0;owned\x07" in (out + err).replace("\n", "")
+
+
+@pytest.mark.fault
+def test_a_launch_reports_names_that_cannot_steer_the_terminal(capsys):
+    for error in (CheckpointError(HOSTILE), Preempted(HOSTILE), RuntimeError(HOSTILE)):
+        report(describe(error))
+        shown = capsys.readouterr().err
+        assert r"run\x1b]0;owned\x07\x1b[2J\u202e\rx" in shown
+        assert not [c for c in shown if not c.isprintable() and c != "\n"]

@@ -6,11 +6,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from llmfoundry_lite import cli
+from llmfoundry_lite.checkpoint.restore import load_newest
 from llmfoundry_lite.checkpoint.shards import Want, read_wanted
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from tests.checkpoint.saves import ROWS, save, values_of
+from tests.checkpoint.saves import ROWS, flip, save, values_of
 
 pytestmark = [pytest.mark.fault, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
 
@@ -72,7 +75,9 @@ def test_killed_at_any_phase_a_committed_state_is_found_and_the_run_goes_on(tmp_
     assert sorted(left) == [".leases", "latest.json"], "nothing half done is left"
 
 
-def test_killed_between_replacing_and_renaming_the_replaced_save_comes_back(tmp_path):
+@pytest.fixture
+def half_replaced(tmp_path):
+    """A store that was killed between moving its only checkpoint away and putting the next in its place."""
     store = CheckpointStore(tmp_path)
     lease = store.acquire()
     save(store, lease, 1)
@@ -92,7 +97,46 @@ def test_killed_between_replacing_and_renaming_the_replaced_save_comes_back(tmp_
         os._exit(1)
     os.waitpid(child, 0)
     assert not (tmp_path / "ba1").exists()
-    CheckpointStore(tmp_path).acquire()
-    found = CheckpointStore(tmp_path).newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    return CheckpointStore(tmp_path)
+
+
+def check_found(store, name):
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name.startswith(name) and not found.notes
     assert ROWS and np.array_equal(read_values(found.checkpoint), values_of(1))
+
+
+def test_killed_between_replacing_and_renaming_the_replaced_save_is_found_and_comes_back(half_replaced, tmp_path):
+    check_found(half_replaced, ".replaced-e1-ba1-")
+    half_replaced.acquire()
+    check_found(half_replaced, "ba1")
+    assert sorted(os.listdir(tmp_path)) == [".leases", "ba1", "latest.json"]
+
+
+def test_a_half_replaced_save_is_read_without_a_lease(half_replaced, tmp_path, capsys):
+    before = sorted(os.listdir(tmp_path))
+    for command in ("ls", "inspect", "verify"):
+        assert cli.run(["checkpoint", command, str(tmp_path)]) == 0
+        assert "ba1" in capsys.readouterr().out
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(2 * ROWS, dtype=torch.int64), requires_grad=False)
+    assert load_newest(half_replaced, model).manifest.timestamp.batch == 1
+    assert model.w[5] == 6
+    assert half_replaced.prune(None, keep_newest=1) == []
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_half_replaced_save_that_is_damaged_is_not_cleared_away(half_replaced, tmp_path):
+    (replaced,) = tmp_path.glob(".replaced-*")
+    flip(replaced / "manifest.json", 700)
+    half_replaced.acquire()
+    assert (tmp_path / "ba1" / "manifest.json").exists()
+    assert [candidate.name for candidate in half_replaced.candidates()] == ["ba1"]
+
+
+def test_what_was_replaced_is_no_checkpoint_beside_what_replaced_it(half_replaced, tmp_path):
+    (replaced,), (draft,) = tmp_path.glob(".replaced-*"), tmp_path.glob(".tmp-*")
+    draft.rename(tmp_path / "ba1")
+    assert [candidate.name for candidate in half_replaced.candidates()] == ["ba1"]
+    half_replaced.acquire()
+    assert not replaced.exists()

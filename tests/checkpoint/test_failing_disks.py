@@ -130,7 +130,7 @@ def test_a_disk_that_may_only_be_read(tmp_path):
         save_now(saver, model, optimizer, 1)
         disk.make_read_only()
         saver.save(model, optimizer, about(2))
-        with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors: not written: Read-only file system"):
+        with pytest.raises(CheckpointError, match=r"ba2-[0-9a-f]+: not written: Read-only file system"):
             saver.wait()
         with pytest.raises(CheckpointError, match="no lease can be taken: Read-only file system"):
             open_saver(CheckpointStore(disk.path))

@@ -1,8 +1,11 @@
 """Several ranks: what one of them finds, all of them do; and what one of them fails, none of them publishes."""
 
+import errno
 import os
 import pickle
+import re
 import signal
+import socket
 import threading
 from itertools import product
 from pathlib import Path
@@ -12,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.format import open_saver
+from llmfoundry_lite.checkpoint.format import Saver, open_saver
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from tests.checkpoint.mounts import hide, need_namespaces
 from tests.checkpoint.ranks import about, build, save_now, start, step, whole_state
 from tests.checkpoint.saves import flip
 from tests.helpers.launch import launch
@@ -130,6 +134,97 @@ def faults(folder):
 
 def test_what_one_rank_finds_all_ranks_do(tmp_path):
     launch(faults, (str(tmp_path / "checkpoints"),), tmp_path, 2).check()
+
+
+def views(folder):
+    """What one rank sees otherwise than the others. All in one launch, the lasting fault last."""
+    start()
+    rank, host = dist.get_rank(), socket.gethostname()
+    model, opt = build("FULL_SHARD")
+    store = CheckpointStore(folder)
+    saver = open_saver(store)
+    for batch in (1, 2):
+        step(model, opt, batch)
+        save_now(saver, model, opt, batch)
+    at_two, before = whole_state(model, opt), listing(folder)
+    places.PAUSE_SECONDS = 0
+    read = os.preadv
+
+    def restored_with(victim, answer):
+        """The newest checkpoint, of whose tensors `victim` reads something else."""
+        dist.barrier()
+
+        def preadv(descriptor, pieces, offset):
+            done = read(descriptor, pieces, offset)
+            if sum(map(len, pieces)) > 4096:  # the header alone is no more
+                answer(pieces)
+            return done
+
+        if rank == victim:
+            os.preadv = preadv
+        other, other_opt = build("FULL_SHARD", seed=4)
+        try:
+            restored = load_newest(store, other, other_opt, lease=saver.lease)
+            assert same(whole_state(other, other_opt), at_two)
+            return restored.notes
+        finally:
+            os.preadv = read
+            dist.barrier()
+            assert listing(folder) == before
+
+    def once(answer):
+        left = [answer]
+        return lambda pieces: left.pop()(pieces) if left else None
+
+    def refuse(pieces):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def garble(pieces):
+        pieces[-1][-1] ^= 1
+
+    # Once is never.
+    for victim, answer in product((0, 1), (refuse, garble)):
+        assert restored_with(victim, once(answer)) == []
+
+    # For ever, on one rank alone: that rank, its host and the file; and the checkpoint stands.
+    sound = f"; rank 0 on host {host} finds this file sound, so nothing is wrong with the checkpoint: see on {host}"
+    words = raised_by(CheckpointError, lambda: restored_with(1, refuse))
+    file = f"{folder}/ba2/shard-0000[01].safetensors"
+    assert re.match(f"rank 1 on host {host}: {file}: cannot be read on host {host}: Input/output error{sound}", words)
+    words = raised_by(CheckpointError, lambda: restored_with(1, garble))
+    assert re.match(f"rank 1 on host {host}: {file}: bytes .* are not what was written .*{sound}", words)
+
+    # On rank 0: no rank goes on, and nothing is moved either.
+    words = raised_by(UnreadableCheckpointError, lambda: restored_with(0, refuse))
+    assert re.match(f"{file}: cannot be read on host {host}: Input/output error$", words)
+
+    # A node whose mount failed: it can neither load nor save.
+    if rank == 1:
+        hide(folder)
+    words = raised_by(CheckpointError, lambda: restored_with(None, None) if rank == 0 else hidden_load(store))
+    assert re.match(f"rank 1 on host {host}: {file}: missing{sound}", words)
+    saver = Saver(store, saver.lease)  # whose thread begins now: an older one still sees the disk
+    words = raised_by(CheckpointError, lambda: save_now(saver, model, opt, 3))
+    assert f"host {host} does not find this launch's lease" in words and "not shared by all nodes" in words
+    assert rank == 1 or listing(folder) == before
+    assert rank == 0 or os.listdir(folder) == []
+
+
+def hidden_load(store):
+    dist.barrier()
+    try:
+        load_newest(store, *build("FULL_SHARD", seed=4))
+    finally:
+        dist.barrier()
+
+
+def listing(folder):
+    return sorted(name for name in os.listdir(folder) if name != "latest.json")
+
+
+def test_what_one_rank_alone_sees_is_its_nodes_fault_and_no_checkpoint_pays_for_it(tmp_path):
+    need_namespaces()
+    launch(views, (str(tmp_path / "checkpoints"),), tmp_path, 2).check()
 
 
 def train_until_killed(folder, phase, victim):

@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.places import LocalPlace, open_place
+from llmfoundry_lite.checkpoint.places import LocalPlace, open_place, part_bytes
 from llmfoundry_lite.checkpoint.shards import CHUNK_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -55,6 +55,15 @@ def test_an_url_stays_what_was_given_all_the_way_down(monkeypatch: pytest.Monkey
     verify_checkpoint(CheckpointStore(saved.where.rsplit("/", 1)[0]).candidates()[0].checkpoint)  # type: ignore[arg-type]
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("num_bytes", [1, 156 << 30, 157 << 30, 1 << 40, 40 << 40])
+def test_an_upload_has_no_more_parts_than_s3_takes_and_none_larger(num_bytes: int) -> None:
+    size = part_bytes(num_bytes)
+    assert -(-num_bytes // size) <= 10_000
+    assert 16 << 20 <= size <= 5 << 30
+    assert size == 16 << 20 or num_bytes > 156 << 30
+
+
 class NoCredentials(Exception):
     """As botocore's: neither an OSError nor anything else that could be named here."""
 
@@ -67,11 +76,11 @@ def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.Monkey
     for name in ("ls", "info", "open", "pipe_file"):
         monkeypatch.setattr(MemoryFileSystem, name, fail)
     store = CheckpointStore("memory://bucket/run")
-    for attempt in (store.candidates, store.acquire, lambda: store.remove("ba1")):
+    for attempt in (store.candidates, store.acquire, lambda: store.remove("ba1", "e1-ba1-0")):
         with pytest.raises(CheckpointError, match=r"^memory://bucket/run.*: Unable to locate credentials$"):
             attempt()
     with pytest.raises(OSError, match=r"Unable to locate credentials$"):
-        open_place("memory://bucket/run").sink("shard")
+        open_place("memory://bucket/run").sink("shard", 1)
 
 
 def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

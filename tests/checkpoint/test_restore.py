@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import read_attachment, verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import consolidate, diff, diff_scalars, load_full_tensors
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, UnsoundCheckpointError
 from llmfoundry_lite.training.optimizers import Lion
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
 from tests.checkpoint.saves import flip
@@ -303,7 +303,7 @@ def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_pat
     assert restored.manifest is not None and restored.manifest.timestamp.batch == 2
     assert [("ba4" in a, "ba3" in b) for a, b in [restored.notes]] == [(True, True)]
     assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
-    assert [c.name for c in store.candidates()] == ["ba2"]
+    assert [c.name for c in store.candidates()] == ["ba3", "ba2"], "what is incomplete is not moved"
 
 
 @pytest.mark.fault
@@ -320,7 +320,7 @@ def test_a_damaged_log_beside_the_tensors_is_damage_too(tmp_path, damage):
     assert newest is not None and read_attachment(newest, "metrics.jsonl") == b"3 lines"
     assert (read_attachment(newest, "empty.txt"), read_attachment(newest, "none")) == (b"", None)
     damage(tmp_path / "ba3" / "metrics.jsonl")
-    with pytest.raises(DamagedCheckpointError, match=r"ba3/metrics.jsonl: "):
+    with pytest.raises(UnsoundCheckpointError, match=r"ba3/metrics.jsonl: "):
         verify_checkpoint(newest)
     restored = load_newest(store, model, opt, lease=saver.lease)
     assert restored.manifest is not None and restored.manifest.timestamp.batch == 2

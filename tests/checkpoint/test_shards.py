@@ -21,7 +21,7 @@ from llmfoundry_lite.checkpoint.shards import (
     verify_file,
     write_shard,
 )
-from llmfoundry_lite.errors import DamagedCheckpointError
+from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
 from tests.checkpoint.mounts import mounted
 from tests.checkpoint.saves import flip
 
@@ -85,7 +85,7 @@ def test_a_file_cut_short_or_gone_is_named(tmp_path):
     with pytest.raises(DamagedCheckpointError, match="39,999 bytes, written were 40,000"):
         verify_file(LocalPlace(tmp_path), record)
     (tmp_path / "s").unlink()
-    with pytest.raises(DamagedCheckpointError, match="s: missing"):
+    with pytest.raises(IncompleteCheckpointError, match="s: missing"):
         verify_file(LocalPlace(tmp_path), record)
 
 

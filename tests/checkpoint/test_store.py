@@ -1,9 +1,10 @@
 """One writer, atomic publishing, careful removal: on a local disk and on an object store."""
 
 import errno
+import io
 import json
 import os
-import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +16,19 @@ import fsspec
 import pytest
 
 from llmfoundry_lite.checkpoint import lease as leases
+from llmfoundry_lite.checkpoint import places
+from llmfoundry_lite.checkpoint.codec import write_json
 from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.places import LocalPlace, RemotePlace, open_place
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnreadableCheckpointError,
+)
+from tests.checkpoint.mounts import mounted
 from tests.checkpoint.saves import flip, save, write_draft
 
 
@@ -176,6 +185,44 @@ def test_the_epoch_outlives_a_lost_lease_file(url):
     save(store, lease, 1)
     store.leases.place.remove_all()
     assert store.acquire().epoch == 4
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("change", ["absent", "foreign", "folder"])
+def test_only_its_own_claim_tells_a_writer_that_it_may_write(url, change):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    save(store, lease, 1)
+    draft = write_draft(store, lease, 2)
+    store.leases.place.remove("00000001.json")
+    if change == "foreign":  # of the same launch, for another folder
+        store.leases.place.put("00000001.json", write_json(lease.owner | {"claim": "another"}))
+    elif change == "folder":
+        store.leases.place.remove_all()
+    for attempt in (lambda: store.publish(draft, lease), lambda: store.prune(lease, keep_newest=1)):
+        with pytest.raises(
+            CheckpointError, match=r"does not find this launch's lease \(\.leases/00000001\.json\) any more; "
+        ):
+            attempt()
+    assert names(store) == ["ba1"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("inside", ["", "run/checkpoints"], ids=["the disk itself", "a folder on it"])
+def test_when_the_disk_vanishes_nothing_is_written_beneath(tmp_path, inside):
+    with mounted(tmp_path / "disk") as disk:
+        store = CheckpointStore(disk.path / inside)
+        lease = store.acquire()
+        save(store, lease, 1)
+        draft = write_draft(store, lease, 2)
+        disk.take_away()
+        for attempt in (lambda: store.publish(draft, lease), lambda: write_draft(store, lease, 3)):
+            with pytest.raises(
+                CheckpointError, match=r"does not find this launch's lease .* may have been unmounted"
+            ) as e:
+                attempt()
+            assert "\n" not in str(e.value)
+        assert os.listdir(disk.path) == []
 
 
 @pytest.mark.fault
@@ -359,13 +406,63 @@ def test_old_ones_go_and_those_to_keep_stay(url):
     assert not store.root.child("ba1").names()
 
 
-def test_of_a_checkpoint_that_was_moved_to_another_disk_the_link_goes(tmp_path):
+def archive(tmp_path, name):
+    """Move something of the store to another disk and leave a link to it; returns where it is."""
+    moved = tmp_path / "archive" / name
+    moved.parent.mkdir(exist_ok=True)
+    (tmp_path / "checkpoints" / name).rename(moved)
+    (tmp_path / "checkpoints" / name).symlink_to(moved)
+    return moved
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["pruned", "replaced"])
+def test_of_a_checkpoint_that_was_moved_to_another_disk_the_link_goes_and_the_archive_stays(tmp_path, how):
     store = CheckpointStore(tmp_path / "checkpoints")
-    save(store, store.acquire(), 1)
-    (tmp_path / "checkpoints/ba1").rename(tmp_path / "elsewhere")
-    (tmp_path / "checkpoints/ba1").symlink_to(tmp_path / "elsewhere")
-    store.remove("ba1")
-    assert not [name for name in os.listdir(tmp_path / "checkpoints") if "ba1" in name]
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    moved = archive(tmp_path, "ba1")
+    if how == "pruned":
+        assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
+        assert sorted(os.listdir(tmp_path / "checkpoints")) == [".leases", "ba2", "latest.json"]
+    else:
+        again = save(store, lease, 1)
+        assert open_checkpoint(tmp_path / "checkpoints/ba1").manifest.save_id == again.manifest.save_id
+        assert not (tmp_path / "checkpoints/ba1").is_symlink()
+    verify_checkpoint(open_checkpoint(moved))
+
+
+@pytest.mark.fault
+def test_no_removal_follows_a_link_whatever_is_one(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    (elsewhere / "root").mkdir(parents=True)
+    folder.symlink_to(elsewhere / "root")
+    store = CheckpointStore(folder)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    for name in ("shard-00000.safetensors", "manifest.json"):
+        (folder / "ba1" / name).rename(elsewhere / name)
+        (folder / "ba1" / name).symlink_to(elsewhere / name)
+    for name in (".tmp-e1-ba7-abc", ".deleting-e0-ba7-abc", ".replaced-e1-ba2-abc"):
+        (elsewhere / name).mkdir()
+        (elsewhere / name / "theirs").write_text("")
+        (folder / name).symlink_to(elsewhere / name)
+    assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
+    store.acquire()
+    assert sorted(os.listdir(folder)) == [".leases", "ba2", "latest.json"]
+    assert folder.is_symlink() and len(list(elsewhere.rglob("theirs"))) == 3
+    assert all((elsewhere / name).stat().st_size for name in ("shard-00000.safetensors", "manifest.json"))
+
+
+@pytest.mark.fault
+def test_a_link_that_leads_nowhere_gives_way_to_a_save(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    (tmp_path / "ba1").symlink_to(tmp_path / "nowhere")
+    save(store, lease, 1)
+    verify_checkpoint(open_checkpoint(tmp_path / "ba1"))
 
 
 @pytest.mark.fault
@@ -382,12 +479,46 @@ def test_the_last_verified_one_is_never_removed(tmp_path):
     assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == []
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_pruning_leaves_what_another_launch_is_uploading(url, has_lease):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    for batch in (10, 20, 30):
+        save(store, old, batch)
+    new = CheckpointStore(url).acquire()
+    save(store, new, 15)  # restarted from ba10
+    draft = write_draft(store, new, 20)
+    doomed = ["ba10", "ba20", "ba30"]
+    assert sorted(store.prune(new if has_lease else None, keep_newest=1, verify=verify_checkpoint)) == doomed
+    assert names(store) == ["ba15"]
+    store.publish(draft, new)
+    verify_checkpoint(open_checkpoint(f"{url}/ba20"))
+
+
+@pytest.mark.fault
+def test_pruning_removes_what_it_decided_on_and_not_what_took_its_place(url):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    again = []
+
+    def replace_meanwhile(checkpoint):
+        if not again:
+            again.append(save(store, lease, 1))
+
+    store.prune(lease, keep_newest=1, verify=replace_meanwhile)
+    assert open_checkpoint(f"{url}/ba1").manifest.save_id == again[0].manifest.save_id
+    verify_checkpoint(open_checkpoint(f"{url}/ba1"))
+
+
 def test_removal_takes_the_commit_first(url):
     store = CheckpointStore(url)
-    save(store, store.acquire(), 1)
+    saved = save(store, store.acquire(), 1)
     seen = []
     store.on_phase = lambda phase: seen.append(names(store)) if phase == "mid-prune" else None
-    store.remove("ba1")
+    store.remove("ba1", saved.manifest.save_id)
     assert seen == [[]]
 
 
@@ -441,38 +572,127 @@ def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatc
         verify_checkpoint(candidate.checkpoint)
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize(
-    ("error", "is_damage"), [(errno.EIO, True), (errno.ESTALE, False), (errno.EACCES, False)], ids=str
-)
-@pytest.mark.parametrize("place", ["manifest", "header"])
-def test_a_bad_spot_is_damage_but_what_can_be_mended_stops_the_search(tmp_path, monkeypatch, error, is_damage, place):
+class Disk:
+    """A disk of which `name`, in the checkpoint ba2, answers otherwise the first `count` times it is read."""
+
+    def __init__(self, monkeypatch, name, count, answer):
+        self.name, self.count, self.answer = name, count, answer
+        self.pread, self.open = os.preadv, open
+        monkeypatch.setattr(places, "PAUSE_SECONDS", 0)
+        monkeypatch.setattr(os, "preadv", self.preadv)
+        monkeypatch.setattr(places, "open", self.open_file, raising=False)
+
+    def is_hit(self, path):
+        hit = path.endswith(f"ba2/{self.name}") and self.count > 0
+        self.count -= hit
+        return hit
+
+    def preadv(self, descriptor, pieces, offset):
+        done = self.pread(descriptor, pieces, offset)
+        if self.is_hit(os.readlink(f"/proc/self/fd/{descriptor}")):
+            self.answer(pieces[-1])
+        return done
+
+    def open_file(self, path, mode):
+        content = bytearray(self.open(path, mode).read())
+        if self.is_hit(str(path)):
+            self.answer(content)
+        return io.BytesIO(content)
+
+
+def refuse(error):
+    def answer(content):
+        raise OSError(error, os.strerror(error))
+
+    return answer
+
+
+def garble(content):
+    content[-1] ^= 1
+
+
+FILES = ["manifest.json", "shard-00001.safetensors"]
+FOR_EVER = 1 << 30
+
+
+@pytest.fixture
+def two_saves(tmp_path):
     store = CheckpointStore(tmp_path)
     lease = store.acquire()
-    save(store, lease, 1)
-    save(store, lease, 2)
-    read, source = LocalPlace.read, LocalPlace.source
+    for batch in (1, 2):
+        save(store, lease, batch)
+    return store, lease
 
-    def fail(at, call):
-        def called(self, name, *args):
-            if name.startswith(at) and self.path.name == "ba2":
-                raise OSError(error, os.strerror(error))
-            return call(self, name, *args)
 
-        return called
+@pytest.mark.fault
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("answer", [refuse(errno.EIO), refuse(errno.ESTALE), garble], ids=["EIO", "ESTALE", "garbled"])
+def test_what_a_disk_gets_wrong_once_is_asked_again(two_saves, monkeypatch, name, answer):
+    store, lease = two_saves
+    disk = Disk(monkeypatch, name, 1, answer)
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert (found.checkpoint.name, found.notes, disk.count) == ("ba2", [], 0)
+    assert names(store) == ["ba2", "ba1"]
 
-    if place == "manifest":
-        monkeypatch.setattr(LocalPlace, "read", fail("manifest", read))
-    else:
-        monkeypatch.setattr(LocalPlace, "source", fail("shard", source))
-    words = f"ba2/.*: cannot be read: {os.strerror(error)}"
-    if is_damage:
-        found = store.newest_intact(check_structure, quarantine=lease)
-        assert found.checkpoint.name == "ba1" and re.search(words, found.notes[0])
-    else:
-        with pytest.raises(CheckpointError, match=words):
-            store.newest_intact(check_structure, quarantine=lease)
-        assert (tmp_path / "ba2").exists()
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
+def test_what_cannot_be_read_stops_the_search_and_is_never_damage(two_saves, monkeypatch, name, error):
+    store, lease = two_saves
+    Disk(monkeypatch, name, FOR_EVER, refuse(error))
+    words = f"ba2/{name}: cannot be read on host {socket.gethostname()}: {os.strerror(error)}$"
+    with pytest.raises(UnreadableCheckpointError, match=words):
+        store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert {"ba1", "ba2"} <= set(store.root.names())
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", FILES)
+def test_bytes_that_are_wrong_twice_are_damage(two_saves, monkeypatch, name):
+    store, lease = two_saves
+    Disk(monkeypatch, name, FOR_EVER, garble)
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert found.checkpoint.name == "ba1" and "passed over damaged checkpoint, now .damaged-ba2-" in found.notes[0]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", FILES)
+def test_a_checkpoint_that_lacks_a_file_is_passed_over_where_it_lies(two_saves, tmp_path, name):
+    store, lease = two_saves
+    (tmp_path / "ba2" / name).unlink()
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert found.checkpoint.name == "ba1"
+    assert found.notes == [f"passed over incomplete checkpoint: {tmp_path}/ba2/{name}: missing"]
+    assert (tmp_path / "ba2").is_dir()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("names_damaged", [FILES[1:] * 2, FILES, FILES[::-1]], ids=["shards", "ba1's", "ba2's"])
+def test_the_last_checkpoint_is_never_renamed(two_saves, tmp_path, names_damaged):
+    store, lease = two_saves
+    for batch, name in zip((1, 2), names_damaged, strict=True):
+        flip(tmp_path / f"ba{batch}" / name, -1)
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert found.checkpoint is None and len(found.notes) == 2
+    left = [name for name in os.listdir(tmp_path) if name.startswith("ba")]
+    assert len(left) == 1
+    for _ in range(2):
+        store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("ba")] == left
+
+
+@pytest.mark.fault
+def test_a_folder_whose_checkpoints_were_all_set_aside_is_not_a_new_one(two_saves, tmp_path):
+    store, _ = two_saves
+    CheckpointStore(tmp_path / "new").check_is_new()
+    os.rename(tmp_path / "ba1", tmp_path / ".damaged-ba1-0")
+    os.rename(tmp_path / "ba2", tmp_path / ".damaged-ba2-1")
+    assert store.candidates() == []
+    with pytest.raises(
+        CheckpointError, match=r"holds no checkpoint but \.damaged-ba1-0, \.damaged-ba2-1, set aside as"
+    ):
+        store.check_is_new()
 
 
 @pytest.mark.fault
@@ -496,9 +716,9 @@ def test_a_save_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, 
 
 def test_what_someone_else_has_removed_is_removed(url):
     store = CheckpointStore(url)
-    save(store, store.acquire(), 1)
-    store.remove("ba1")
-    store.remove("ba1")
+    saved = save(store, store.acquire(), 1)
+    store.remove("ba1", saved.manifest.save_id)
+    store.remove("ba1", saved.manifest.save_id)
     assert names(store) == []
 
 
@@ -534,5 +754,5 @@ def test_structure_alone_reads_little_and_finds_what_is_missing(url):
     checkpoint = open_checkpoint(f"{url}/ba1")
     check_structure(checkpoint)
     checkpoint.place.remove(checkpoint.manifest.files[1].name)
-    with pytest.raises(DamagedCheckpointError, match=r"shard-00001.safetensors: missing"):
+    with pytest.raises(IncompleteCheckpointError, match=r"shard-00001.safetensors: missing"):
         check_structure(checkpoint)

@@ -27,10 +27,6 @@ def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
 
 
-def statuses(findings: Iterable[Finding]) -> dict[str, Status]:
-    return {name: finding.status for name, finding in by_name(findings).items()}
-
-
 def flip_bit(values: torch.Tensor, index: int, bit: int) -> None:
     """Of a contiguous tensor on the CPU, whatever its dtype."""
     address = values.data_ptr() + index * values.element_size() + bit // 8
@@ -73,6 +69,38 @@ def test_a_bit_that_flips_now_and_then_is_found_by_computing_again():
     found = by_name(gemm.check(QUICK, multiply))
     assert "1 of 65536 sums changed" in found["gemm fp32"].detail
     assert found["gemm bf16"].status is found["gemm fp16"].status is Status.PASS
+
+
+@pytest.mark.parametrize("dtype", list(gemm.NAMES))
+def test_products_that_are_wrong_in_long_sums_alone_are_found(dtype):
+    """The part of a sum behind its 256th product is lost."""
+
+    def multiply(a_mk: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
+        end = 256 if a_mk.dtype == dtype else None
+        return a_mk[:, :end] @ b_kn[:end]
+
+    found = by_name(gemm.check(QUICK, multiply))
+    broken = f"gemm {gemm.NAMES[dtype]}"
+    assert {name for name, finding in found.items() if finding.status is Status.FAIL} == {broken}
+    assert "64 x 768 x 2304 of MPT-125M: " in found[broken].detail
+
+
+@pytest.mark.parametrize("dtype", list(gemm.NAMES))
+def test_one_wrong_product_in_twenty_is_found(dtype):
+    count = 0
+
+    def multiply(a_mk: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        result_mn = a_mk @ b_kn
+        count += a_mk.dtype == dtype
+        if a_mk.dtype == dtype and count % 20 == 19:
+            flip_bit(result_mn, 99, 0)
+        return result_mn
+
+    found = by_name(gemm.check(QUICK, multiply))
+    broken = f"gemm {gemm.NAMES[dtype]}"
+    assert {name for name, finding in found.items() if finding.status is Status.FAIL} == {broken}
+    assert "(5 of 99 times)" in found[broken].detail
 
 
 def test_products_in_tf32_are_not_taken_for_fp32():
@@ -168,7 +196,57 @@ def test_a_disk_that_gives_other_bytes_back_fails(tmp_path):
 
     found = by_name(disk.check(Machine(folder=tmp_path, quick=True), fsync))
     assert found["disk read"].status is Status.FAIL
-    assert "1 of 32 MiB are not what was written, from MiB 5 on" in found["disk read"].detail
+    assert "1 of 32 MiB are not what was written: MiB 5 at byte 5,242,880 holds other" in found["disk read"].detail
+
+
+def test_blocks_that_come_back_from_another_place_are_found(tmp_path):
+    """Every MiB comes back whole, from the place where its neighbour was written."""
+
+    def fsync(descriptor: int) -> None:
+        os.fsync(descriptor)
+        first, second = os.pread(descriptor, 1 << 20, 6 << 20), os.pread(descriptor, 1 << 20, 7 << 20)
+        if first[:8] == second[:8] and first[8:16] < second[8:16]:  # once
+            os.pwrite(descriptor, second, 6 << 20)
+            os.pwrite(descriptor, first, 7 << 20)
+
+    found = by_name(disk.check(Machine(folder=tmp_path, quick=True), fsync))["disk read"]
+    assert found.status is Status.FAIL
+    assert "2 of 32 MiB are not what was written: MiB 6 at byte 6,291,456 holds what was written to byte 7,340,032" in (
+        found.detail
+    )
+
+
+def test_a_disk_that_reads_at_5_mb_a_second_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "LIMIT_SECONDS", 0.5)
+
+    def read(descriptor: int, size: int) -> bytes:
+        time.sleep(size / 5e6)
+        return os.read(descriptor, size)
+
+    found = by_name(disk.check(Machine(folder=tmp_path, quick=True), read=read, kind=disk.NVME))["disk read"]
+    assert found.status is Status.WARN and 3 < found.value < 5.1
+    assert "300 MB/s is the least for a disk on NVMe" in found.detail and "save_folder" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "rotational", "kind"), [("nvme0n1", 0, "disk on NVMe"), ("sda", 0, "solid-state disk")]
+)
+@pytest.mark.parametrize("is_partition", [False, True])
+def test_the_kind_of_a_disk_is_read_from_the_system(tmp_path, monkeypatch, name, rotational, kind, is_partition):
+    monkeypatch.setattr(disk, "_file_system", lambda folder: "ext4")
+    device = tmp_path / "sys/devices" / name
+    (device / "queue").mkdir(parents=True)
+    (device / "queue/rotational").write_text("0\n")
+    (device / "part1").mkdir()
+    number = tmp_path.stat().st_dev
+    link = tmp_path / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(device / "part1" if is_partition else device)
+    assert disk.find_kind(tmp_path, tmp_path).name == kind
+    (device / "queue/rotational").write_text("1\n")
+    assert disk.find_kind(tmp_path, tmp_path).name == ("turning disk" if name == "sda" else kind)
+    monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
+    assert disk.find_kind(tmp_path, tmp_path) is disk.NETWORK
 
 
 @pytest.fixture
@@ -229,6 +307,23 @@ def swap_halves(rank: int) -> None:
     dist.all_gather_into_tensor = all_gather
 
 
+def move_by_251(rank: int) -> None:
+    real = dist.broadcast
+
+    def broadcast(values: torch.Tensor, src: int):
+        real(values, src)
+        if len(values) > 1000:
+            values.copy_(values.roll(251))
+
+    dist.broadcast = broadcast
+
+
+def run_an_hour_ahead(rank: int) -> None:
+    if rank == 1:
+        real = time.time
+        time.time = lambda: real() + 3600
+
+
 def die(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -247,7 +342,7 @@ def examine_collectives(sabotage=None, **options) -> dict[str, Finding]:
 @pytest.mark.multiprocess
 def test_whole_collectives_pass_on_three_ranks():
     found = examine_collectives(num_ranks=3)
-    assert set(found) == {collectives.READY, *collectives.COLLECTIVES}
+    assert set(found) == {collectives.READY, collectives.CLOCKS, *collectives.COLLECTIVES}
     assert {finding.status for finding in found.values()} == {Status.PASS}
 
 
@@ -265,21 +360,34 @@ def test_right_elements_in_the_wrong_place_fail():
 
 
 @pytest.mark.multiprocess
+def test_elements_that_moved_by_a_short_period_fail():
+    found = examine_collectives(move_by_251)
+    assert {name for name, finding in found.items() if finding.status is Status.FAIL} == {"broadcast"}
+
+
+@pytest.mark.multiprocess
+def test_ranks_whose_clocks_are_an_hour_apart_are_warned_of():
+    found = examine_collectives(run_an_hour_ahead)[collectives.CLOCKS]
+    assert found.status is Status.WARN and found.value == pytest.approx(3600e3, abs=1e3)
+    assert "2 ranks on 1 host, read right after a barrier; rank 1 on " in found.detail
+
+
+@pytest.mark.multiprocess
 def test_a_rank_that_dies_is_named_well_before_the_time_is_up():
     began = time.monotonic()
     found = examine_collectives(die)
     assert time.monotonic() - began < Machine().ranks_limit_seconds / 2
-    assert list(found) == [collectives.READY, "all_reduce"]
-    assert found["all_reduce"].status is Status.FAIL
-    assert "rank 1 was killed by SIGKILL" in found["all_reduce"].detail
+    assert list(found) == [collectives.READY, collectives.CLOCKS]
+    assert found[collectives.CLOCKS].status is Status.FAIL
+    assert "rank 1 was killed by SIGKILL" in found[collectives.CLOCKS].detail
 
 
 @pytest.mark.multiprocess
 def test_a_rank_that_hangs_ends_with_the_checks_own_time():
     found = examine_collectives(hang, ranks_limit_seconds=4)
-    assert list(found) == [collectives.READY, "all_reduce"]
-    assert found["all_reduce"].status is Status.FAIL
-    assert "within 4 s" in found["all_reduce"].detail or "Timed out" in found["all_reduce"].detail
+    assert list(found) == [collectives.READY, collectives.CLOCKS]
+    words = found[collectives.CLOCKS].detail
+    assert found[collectives.CLOCKS].status is Status.FAIL and ("within 4 s" in words or "Timed out" in words)
 
 
 # ------------------------------------------------------------------------------------------------ clocks
@@ -292,15 +400,64 @@ def test_a_clock_that_jumps_and_is_not_kept_right_is_warned_of(tmp_path):
         now = time.time()
         return now + 3600 * (now > began + 0.1)
 
-    found = by_name(clock.check(Machine(folder=tmp_path, quick=True), wall, lambda: clock.STA_UNSYNC))
-    assert {name: finding.status for name, finding in found.items()} == dict.fromkeys(found, Status.WARN)
+    found = check_clock(
+        tmp_path, wall, kernel_status=lambda: clock.STA_UNSYNC, board=time.time, is_shared=lambda folder: True
+    )
+    warned = {name for name, finding in found.items() if finding.status is Status.WARN}
+    assert warned == {"clock pace", "clock", "clock of the folder", "clock of the board"}
     assert found["clock pace"].value == pytest.approx(3600e3, rel=1e-3)
     assert found["clock of the folder"].value == pytest.approx(-3600e3, rel=1e-3)
 
 
+def check_clock(folder, *arguments, **options):
+    options = {"dated": (), "kernel_status": lambda: 0, **options}
+    return by_name(clock.check(Machine(folder=folder, quick=True), *arguments, **options))
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_hour_s_error_is_found_without_a_file_server(tmp_path, hours):
+    """The clock runs evenly and the disk's times are its own: the board's clock alone knows."""
+    found = check_clock(tmp_path, board=lambda: time.time() - 3600 * hours)
+    assert {name for name, finding in found.items() if finding.status is Status.WARN} == {"clock of the board"}
+    assert found["clock of the board"].value == pytest.approx(-3600 * hours, abs=1)
+    assert found["clock of the folder"].status is Status.SKIP
+    assert "nothing was compared" in found["clock of the folder"].detail
+
+
+def test_a_clock_that_was_set_back_is_found_by_files_from_the_future(tmp_path):
+    (tmp_path / "ba100").mkdir()
+    (tmp_path / "ba100/manifest.json").touch()
+    os.utime(tmp_path / "ba100/manifest.json", (time.time() + 3600,) * 2)
+    found = check_clock(tmp_path)["clock and files"]
+    assert found.status is Status.WARN and found.value == pytest.approx(3600, abs=5)
+    assert "ba100/manifest.json was written 3,600 s in the future" in found.detail
+
+
+def test_a_hardware_clock_that_counts_local_time_is_not_hours_wrong(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "Europe/Helsinki")
+    time.tzset()
+    try:
+        (tmp_path / "sys/class/rtc/rtc0").mkdir(parents=True)
+        (tmp_path / "sys/class/rtc/rtc0/since_epoch").write_text("1700007200\n")
+        assert clock._board_clock(tmp_path) == 1700007200
+        (tmp_path / "etc").mkdir()
+        (tmp_path / "etc/adjtime").write_text("0.0 0 0.0\n0\nLOCAL\n")
+        assert clock._board_clock(tmp_path) == 1700000000
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert clock._board_clock(tmp_path / "none") is None
+
+
 def test_a_kernel_that_does_not_tell_is_no_reason_to_warn(tmp_path):
-    found = statuses(clock.check(Machine(folder=tmp_path, quick=True), kernel_status=lambda: None))
-    assert found == {"clock pace": Status.PASS, "clock": Status.SKIP, "clock of the folder": Status.PASS}
+    found = check_clock(tmp_path, kernel_status=lambda: None, board=lambda: None, is_shared=lambda folder: True)
+    assert {name: finding.status for name, finding in found.items()} == {
+        "clock pace": Status.PASS,
+        "clock": Status.SKIP,
+        "clock of the folder": Status.PASS,
+        "clock of the board": Status.SKIP,
+        "clock and files": Status.PASS,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ bandwidth

@@ -15,7 +15,8 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
-from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.paired import items_needed
+from llmfoundry_lite.evaluation.reading import load_results, mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.verdicts import panels
 from llmfoundry_lite.models.mpt import MPT
@@ -30,6 +31,10 @@ def result_of(folder, first, other, **options):
     return pair
 
 
+def on(data, answers, **changes):
+    return choice(answers, data_fingerprint=f"sha256:{data}", **changes)
+
+
 def settings(**changes):
     return {"icl_task_type": "multiple_choice", "prompt_string": "", "limit": None, **changes}
 
@@ -38,26 +43,27 @@ def test_a_task_by_hand(tmp_path):
     other = [0, 1, 1, 1, 1, 1, 1, 0, 0, 0]  # 3 won, 1 lost
     (task,) = result_of(tmp_path, {"t/0-shot": TEN}, {"t/0-shot": other}).tasks
     assert (task.n, task.wins, task.losses, task.ties) == (10, 3, 1, 6)
-    assert (task.first, task.other) == (0.4, 0.6) and task.difference == pytest.approx(0.2)
-    assert task.p == task.p_corrected == 2 * (1 + 4) / 16
+    assert (task.first, task.other) == pytest.approx((0.4, 0.6)) and task.difference == pytest.approx(0.2)
+    assert task.p == task.p_corrected == pytest.approx(math.erfc(1.5 / math.sqrt(2 * 4)))
     assert task.verdict == "no detectable difference"
     error = math.sqrt(0.4 - 0.2**2) / math.sqrt(10)
     assert task.detectable == pytest.approx(2.8016 * error, rel=1e-4)
-    assert task.high - task.low == pytest.approx(2 * 1.96 * error, rel=0.1)
-    assert task.needed == math.ceil((1.959964 * 0.4**0.5 + 0.841621 * (0.4 - 1e-4) ** 0.5) ** 2 * 1e4)
+    assert (task.low, task.high) == (pytest.approx(-0.269, abs=1e-3), pytest.approx(0.593, abs=1e-3))
+    assert task.needed == items_needed(0.4)
 
 
 def test_a_difference_is_called_one_when_it_outlasts_the_correction(tmp_path):
-    half, better = [0, 1] * 40, [1, 1] * 10 + [0, 1] * 30  # 10 won, none lost: p = 2 / 1024
+    half, better = [0, 1] * 40, [1, 1] * 10 + [0, 1] * 30  # 10 won, none lost
+    p = math.erfc(9.5 / math.sqrt(2 * 10))
     alone = result_of(tmp_path, {"a/0-shot": half}, {"a/0-shot": better})
-    assert alone.tasks[0].p == 2 / 1024
+    assert alone.tasks[0].p == pytest.approx(p) and alone.tasks[0].confidence == 0.95
     assert alone.tasks[0].verdict.startswith("better by 0.125 ± 0.0") and alone.mean is None
     assert (
         compare(load_results([tmp_path / "ours.json", tmp_path / "base.json"]))[0].tasks[0].verdict.startswith("worse")
     )
     many = {f"t{i}/0-shot": half for i in range(30)}
     among = result_of(tmp_path, {"a/0-shot": half, **many}, {"a/0-shot": better, **many})
-    assert among.tasks[0].p_corrected == pytest.approx(31 * 2 / 1024)
+    assert among.tasks[0].p_corrected == pytest.approx(31 * p) and among.tasks[0].low < 0
     assert [task.verdict for task in among.tasks[:2]] == ["no detectable difference", "the same on every item"]
 
 
@@ -66,14 +72,15 @@ def test_several_results_are_corrected_together(tmp_path):
     paths = [write_result(tmp_path, name, {"a/0-shot": better if name == "b" else half}) for name in "abc"]
     first, second = compare(load_results(paths))
     assert (first.first, first.other, second.first, second.other) == ("a", "b", "a", "c")
-    assert first.tasks[0].p_corrected == 2 * first.tasks[0].p == 4 / 1024
+    assert first.tasks[0].p_corrected == 2 * first.tasks[0].p
+    assert first.tasks[0].confidence == 0.975 and second.tasks[0].confidence == 0.95
 
 
 def test_the_mean_counts_each_task_the_same(tmp_path):
     rng = np.random.default_rng(0)
     a = {"small/0-shot": rng.random(100) < 0.5, "large/0-shot": rng.random(2000) < 0.5}
     b = {"small/0-shot": rng.random(100) < 0.5, "large/0-shot": rng.random(2000) < 0.6}
-    pair = result_of(tmp_path, a, b)
+    pair = result_of(tmp_path, *({task: on(task, answers) for task, answers in model.items()} for model in (a, b)))
     differences = [b[task].astype(float) - a[task] for task in a]
     assert pair.mean.difference == pytest.approx(sum(d.mean() for d in differences) / 2)
     error = math.sqrt(sum(d.var() / len(d) for d in differences)) / 2
@@ -83,18 +90,67 @@ def test_the_mean_counts_each_task_the_same(tmp_path):
     assert pair.sentence.startswith("ours is better than base by 0.083 ± 0.07")
     pair = result_of(tmp_path, {"t/0-shot": TEN, "u/0-shot": TEN}, {"t/0-shot": TEN, "u/0-shot": [1] + [0] * 9})
     assert pair.sentence.startswith(
-        "ours and base: no detectable difference on the mean of 2 tasks (p 0.25); one of 0.2"
+        "ours and base: no detectable difference on the mean of 2 tasks (p 0.15); one of 0.2"
     )
 
 
-def test_the_same_items_with_more_examples_are_not_more_items(tmp_path):
+def test_the_same_items_with_more_examples_or_another_label_are_not_more_items(tmp_path):
     rng = np.random.default_rng(1)
     a, b = rng.random((2, 500)) < 0.5
     once = result_of(tmp_path, {"t/0-shot": a}, {"t/0-shot": b}).tasks[0]
-    twice = result_of(tmp_path, {"t/0-shot": a, "t/5-shot": a}, {"t/0-shot": b, "t/5-shot": b}).mean
-    assert twice.high - twice.low == pytest.approx(once.high - once.low, rel=0.05)
-    apart = result_of(tmp_path, {"t/0-shot": a, "u/0-shot": a}, {"t/0-shot": b, "u/0-shot": b}).mean
-    assert apart.high - apart.low == pytest.approx((once.high - once.low) / math.sqrt(2), rel=0.05)
+    for label in ("t/5-shot", "u/0-shot"):
+        twice = result_of(tmp_path, {"t/0-shot": a, label: a}, {"t/0-shot": b, label: b}).mean
+        assert (twice.low, twice.high, twice.p) == pytest.approx((once.low, once.high, once.p))
+    apart = result_of(tmp_path, {"t/0-shot": a, "u/0-shot": on(2, a)}, {"t/0-shot": b, "u/0-shot": on(2, b)}).mean
+    assert apart.high - apart.low == pytest.approx((once.high - once.low) / math.sqrt(2), rel=0.01)
+
+
+def test_three_prompts_over_one_file_are_called_different_at_most_one_time_in_twenty(tmp_path):
+    rng = np.random.default_rng(4)
+    labels, num_called, num_trials = ("a/0-shot", "b/0-shot", "c/0-shot"), 0, 150
+    for _ in range(num_trials):
+        models = []
+        for _ in range(2):  # four answers in five are the same whatever the prompt
+            usual, drawn = rng.random(60) < 0.5, rng.random((3, 60)) < 0.5
+            models.append(dict(zip(labels, np.where(rng.random((3, 60)) < 0.8, usual, drawn), strict=True)))
+        num_called += result_of(tmp_path, *models).mean.is_detected
+    # 7.5 are expected of 150, with a standard deviation of 2.7; were the three independent, 25 would be called.
+    assert num_called <= 13
+
+
+def test_items_of_a_cluster_count_as_one(tmp_path):
+    rng = np.random.default_rng(5)
+    a, b = rng.random((2, 40)) < [[0.4], [0.6]]
+    alone = result_of(tmp_path, {"t/0-shot": a}, {"t/0-shot": b}).tasks[0]
+
+    def five_times(answers):
+        record, items = choice(np.repeat(answers, 5))
+        return record, [{**item, "cluster": str(item["index"] // 5)} for item in items]
+
+    pair = result_of(tmp_path, {"t/0-shot": five_times(a)}, {"t/0-shot": five_times(b)})
+    (task,) = pair.tasks
+    assert (task.n, task.low, task.high, task.p) == pytest.approx((200, alone.low, alone.high, alone.p))
+    assert task.needed == 5 * alone.needed
+    assert pair.notes == ["t/0-shot: 200 items in 40 clusters, which are what is independent"]
+    few = result_of(tmp_path, {"t/0-shot": five_times(a[:5])}, {"t/0-shot": five_times(b[:5])})
+    assert few.tasks[0].low is None and few.notes == ["t/0-shot: 5 clusters: no interval and no verdict below 6"]
+
+
+def test_a_task_with_categories_is_the_mean_of_them(tmp_path):
+    def asked(answers):
+        _, items = choice(answers)
+        items = [{**item, "category": "large" if item["index"] < 90 else "small"} for item in items]
+        record = choice(answers, settings=settings(has_categories=True))[0]
+        return {
+            **record,
+            **dict(zip(("acc_per_token", "e"), mean_and_error(items, "acc_per_token", True), strict=True)),
+        }, items
+
+    (task,) = result_of(
+        tmp_path, {"t/0-shot": asked([1] * 45 + [0] * 55)}, {"t/0-shot": asked([1] * 45 + [0] * 45 + [1] * 10)}
+    ).tasks
+    assert (task.first, task.other, task.wins) == (0.25, 0.75, 10)
+    assert task.low < 0.5 < task.high and task.is_detected
 
 
 def test_bits_per_byte_by_document(tmp_path):
@@ -104,9 +160,7 @@ def test_bits_per_byte_by_document(tmp_path):
     assert task.first == pytest.approx(37 / 60 / math.log(2)) and task.other == pytest.approx(35 / 60 / math.log(2))
     assert (task.n, task.wins, task.losses, task.ties) == (3, 2, 1, 0)
     assert task.is_better and task.difference < 0
-    assert task.p == pytest.approx(
-        6 / 8, abs=0.02
-    )  # of the signs of (-2, 1, -1) two give more than -2, and four as far
+    assert (task.low, task.p) == (None, 1)  # three documents are no evidence
     rng = np.random.default_rng(3)
     sizes, nats = rng.integers(50, 500, 300), rng.normal(0.7, 0.1, 300)
     a = text([[(n * size, size)] for n, size in zip(nats, sizes.tolist(), strict=True)])
@@ -121,15 +175,21 @@ def test_bits_per_byte_by_document(tmp_path):
 def test_one_document_is_resampled_by_window_or_not_at_all(tmp_path):
     a, b = text([[(8.0, 10), (4.0, 10)]]), text([[(7.0, 10), (4.5, 10)]])
     pair = result_of(tmp_path, {"x/0-shot": a}, {"x/0-shot": b})
-    assert pair.tasks[0].n == 2 and "one document: its windows" in pair.notes[0]
+    assert pair.tasks[0].n == 2 and pair.notes == [
+        "x/0-shot: one document: its windows are resampled, as if they were independent",
+        "x/0-shot: 2 windows: no interval and no verdict below 20",
+    ]
     pair = result_of(tmp_path, {"x/0-shot": text([[(8.0, 10)]])}, {"x/0-shot": text([[(9.0, 10)]])})
     assert (pair.tasks[0].low, pair.tasks[0].p, pair.tasks[0].needed) == (None, 1.0, None)
+    assert pair.notes == ["x/0-shot: one document: no interval and no verdict below 20"]
 
 
 def test_one_item_has_no_interval(tmp_path):
     pair = result_of(tmp_path, {"t/0-shot": [0]}, {"t/0-shot": [1]})
     assert (pair.tasks[0].low, pair.tasks[0].p) == (None, 1.0)
-    assert pair.tasks[0].verdict == "no detectable difference" and pair.notes == ["t/0-shot: one item: no interval"]
+    assert pair.tasks[0].verdict == "no detectable difference" and pair.notes == [
+        "t/0-shot: one item: no interval and no verdict below 6"
+    ]
 
 
 def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
@@ -163,6 +223,12 @@ def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
     assert len(pair.more) == 4 and pair.notes == []
     facts = json.loads(first.read_text())["tasks"]
     assert [task.first for task in pair.tasks] == pytest.approx([task[task["metric"]] for task in facts.values()])
+    items = tmp_path / "s/two.items.jsonl"
+    whole = items.read_text()
+    items.write_text(whole.replace('"num_trimmed": 0', '"num_trimmed": 1', 1))
+    with pytest.raises(DataError, match="the items of choice/0-shot are not those that the result was made from; ev"):
+        load_results([first, tmp_path / "s/two.json"])
+    items.write_text(whole)
     with pytest.raises(DataError, match=r"choice/0-shot: .*: tokenization 'separate' against 'joint'; "):
         compare(load_results([first, evaluated("joint", 1, tokenization="joint")]))
     with pytest.raises(

@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,14 +19,15 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models
 from llmfoundry_lite.evaluation import results as results_module
-from llmfoundry_lite.evaluation.harness import evaluate, mean_and_error
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
-from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.reading import hash_of, load_results, mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.plots import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
@@ -351,7 +354,7 @@ def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here)
 
 
 @pytest.mark.multiprocess
-def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here, capsys):
+def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here, capsys, monkeypatch):
     write_data(here / "data")
     blocks = {
         "tokenizer": {"name": "tokenizer"},
@@ -391,6 +394,23 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     sharded = json.loads((here / "results/sharded/tiny.json").read_text())
     assert (sharded["average"], sharded["save_id"]) == (learnt[-1], subject.save_id)
 
+    # Another suite's model stays in the table, and what a live run prunes meanwhile is named and passed over.
+    real = {"find_subject": suite.find_subject, "evaluate_one": suite.evaluate_one}
+    for step, name in ((real["find_subject"], "find_subject"), (real["evaluate_one"], "evaluate_one")):
+        shutil.copytree(here / "runs/tiny", here / "runs/live")
+
+        def prune_first(*arguments, step=step, **options):
+            shutil.rmtree(here / "runs/live/checkpoints/ba2", ignore_errors=True)
+            return step(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(suite, name, prune_first)
+            scripts.eval.main(["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"])
+        assert "models.live-ba2: passed over runs/live/checkpoints/ba2, which was removed" in capsys.readouterr().err
+        rows = (here / "results/curve/table.md").read_text().splitlines()
+        assert [row.split()[1] for row in rows if "-ba" in row] == ["live-ba4", "tiny-ba2", "tiny-ba4"]
+        shutil.rmtree(here / "runs/live")
+
     other = train_tokenizer(["something else"] * 3, 280)
     other.save("other")
     with pytest.raises(
@@ -418,13 +438,14 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
 
 def test_a_learning_curve_is_of_the_run_whose_whole_name_it_has(monkeypatch):
     drawn = []
-    monkeypatch.setattr(suite, "plot_curves", lambda curves, path, x_label: drawn.append(curves))
-    record = {"metric": "acc", "acc": 0.5, "acc_stderr": 0.1}
+    monkeypatch.setattr(suite, "plot_curves", lambda panels, path, x_label: drawn.append(panels))
+    record = {"metric": "acc", "acc": 0.5, "acc_stderr": 0.1, "chance": 0.25}
     models = [Results(model=name, suite="", source="") for name in ("mpt-ba10", "mpt-base-ba10", "mpt-base-ba20")]
     for results in models:
         results.tasks["next/0-shot"] = record
     suite.plot_learning_curves(models, Path("learning.png"))
-    assert drawn == [{"next/0-shot, acc": {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}}]
+    points = {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}
+    assert drawn == [[Panel(title="next/0-shot", y_label="accuracy (acc)", points=points, chance=0.25)]]
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(here):
@@ -450,6 +471,21 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_eval_config(["icl.yaml", "models.a=b", "precision=fp8"])
     with pytest.raises(ConfigError, match="icl_tasks: no task given"):
         load_eval_config(["icl.yaml", "models.a=b", "icl_tasks=[]"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("suite=../../x", "suite: '../../x' given, expected the name of a folder in results_folder (results), without"),
+        ("suite=/tmp/x", "suite: '/tmp/x' given, expected the name of a folder in results_folder (results), without"),
+        ("suite=..", "suite: '..' given, expected the name of a folder in results_folder (results), without slashes"),
+        ('"models={../x: model}"', "models: '../x' given, expected the name of a file"),
+    ],
+)
+def test_results_are_written_nowhere_but_in_results_folder(here, argument, message):
+    with pytest.raises(ConfigError) as error:
+        load_eval_config(["models.a=model", argument.strip('"')])
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_all_checkpoints_needs_a_run_and_nothing_else(here):
@@ -498,6 +534,29 @@ def test_ranks_that_find_other_data_do_not_wait_for_each_other(here):
     for name in ("evals/next.yaml", "next.jsonl"):
         (here / "elsewhere" / name).write_text((here / name).read_text())
     launch(ask_for_tasks_that_are_not_everywhere, (here,), here, 2).check()
+
+
+WRITE = {"label": "write", "icl_task_type": "generation_task_with_answers", "dataset_uri": "next.jsonl"}
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_model_that_gives_no_numbers_has_no_result_where_it_writes_either(here, is_ours):
+    riddles = [{"context": row["context"], "answer": row["continuation"]} for row in SENTENCES]
+    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
+    (here / "evals/write.yaml").write_text(json.dumps(WRITE))
+    model = load_subject("model" if is_ours else str(save_neox(here / "neox")), device=CPU).model
+    for name, parameter in model.model.named_parameters():
+        if "norm_f" in name or "final_layer_norm" in name:
+            parameter.data.fill_(math.nan)
+    files = ResultFiles(Path("results"), "suite", "ours")
+    results = Results(model="ours", suite="suite", source="model")
+    tokenizer = load_subject("model", device=CPU).tokenizer
+    with pytest.raises(DataError) as error:
+        evaluate(model, tokenizer, load_tasks(["write"], "evals"), results, files)
+    assert str(error.value) == (
+        "write/0-shot: the model gives NaN or infinity in its answer to item 0; nothing is kept"
+    )
+    assert not (here / "results/suite/ours.json").exists()
 
 
 def save_neox(folder):
@@ -703,6 +762,35 @@ def test_language_modelling_by_hand():
     assert record["acc"] == 0.5 and record["perplexity"] == pytest.approx(math.exp(1.5))
 
 
+def test_a_perplexity_has_an_error():
+    rows = [{"context": "a", "continuation": "b"}] * 3
+    record, _ = ask_by_hand("language_modeling", rows, [-2.0, -1.0, -3.0])
+    assert record["perplexity_stderr"] == pytest.approx(math.exp(2) / math.sqrt(3))
+
+
+def test_a_result_names_its_code_and_items():
+    record, items = ask_by_hand("language_modeling", [{"context": "a", "continuation": "b"}], [-2.0])
+    assert re.fullmatch(r"\d+\.\d+\.\d+( [0-9a-f]{12}\+?)?", record["code"])
+    assert record["items_hash"] == hash_of([json.dumps(item) for item in items])
+
+
+def of(values, **columns):
+    return [{"acc": value, **{name: column[i] for name, column in columns.items()}} for i, value in enumerate(values)]
+
+
 def test_standard_errors():
-    assert mean_and_error([1, 0, 1, 1]) == (0.75, pytest.approx(0.25))
-    assert mean_and_error([1]) == (1, 0)
+    assert mean_and_error(of([1, 0, 1, 1]), "acc") == (0.75, pytest.approx(0.25))
+    assert mean_and_error(of([1]), "acc") == (1, 0)
+
+
+def test_the_error_of_clusters_is_that_of_their_means():
+    clustered = of([1, 1, 0, 0, 1, 1, 1, 1], cluster="aabbccdd")
+    assert mean_and_error(clustered, "acc") == (0.75, pytest.approx(0.25))
+    assert mean_and_error(of([1, 0], cluster="aa"), "acc") == (0.5, 0)
+
+
+def test_categories_count_the_same_and_spread_within():
+    items = of([1, 0, 1, 1, 1, 1, 1, 1], category="aaaabbbb")
+    assert mean_and_error(items, "acc", True) == (0.875, pytest.approx(0.125))
+    uneven = of([1, 1, 1, 1, 0], category="aaaab")
+    assert mean_and_error(uneven, "acc", True) == (0.5, pytest.approx(0.25))  # b has one, whose spread is the whole's

@@ -1,20 +1,28 @@
-"""Statistics beside numbers worked out by hand, and beside what chance does."""
+"""Statistics beside numbers worked out by hand, beside each other, and beside what chance does."""
 
 import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from llmfoundry_lite import cli
 from llmfoundry_lite.evaluation.paired import (
-    NUM_EXACT,
+    MAX_EXACT,
+    MAX_RESAMPLED,
+    Counts,
+    Studentised,
     bootstrap_sums,
+    count,
+    difference_of_ratios,
     documents_needed,
-    flipped_sums,
+    exact_power,
     holm,
-    interval,
     items_needed,
-    mcnemar_p,
-    sign_flip_p,
+    score_interval,
+    score_p,
+    upper_limit,
 )
 
 
@@ -23,80 +31,139 @@ from llmfoundry_lite.evaluation.paired import (
     [
         (0, 0, 1.0),
         (5, 5, 1.0),
-        (8, 2, 2 * (1 + 10 + 45) / 1024),
-        (2, 8, 0.109375),
-        (6, 0, 2 / 64),
-        (1299, 1201, 0.05238),  # (98 - 1) / sqrt(2500) = 1.94 standard deviations
+        (8, 2, 0.0820),  # 5.5 / sqrt(10) = 1.739 standard deviations
+        (2, 8, 0.0820),
+        (4, 0, 0.0801),  # without the correction 0.0455, where chance does this one time in eight
+        (1299, 1201, 0.0512),
     ],
 )
-def test_mcnemar(wins, losses, p):
-    assert mcnemar_p(wins, losses) == pytest.approx(p, rel=1e-4)
+def test_a_score_test_by_hand(wins, losses, p):
+    assert score_p(Counts(wins, losses, 5000, 1.0)) == pytest.approx(p, rel=2e-3)
 
 
-def test_mcnemar_does_not_jump_where_the_exact_test_ends():
-    exact = mcnemar_p(NUM_EXACT // 2 + 30, NUM_EXACT // 2 - 30)
-    approximate = math.erfc(59 / math.sqrt(NUM_EXACT) / math.sqrt(2))
-    assert exact == pytest.approx(approximate, rel=0.01)
-    assert mcnemar_p(NUM_EXACT // 2 + 31, NUM_EXACT // 2 - 30) == pytest.approx(exact, rel=0.1)
+def test_the_limits_are_tangos():
+    """At the limit the distance is z deviations of the likeliest proportions, which are sought here one by one."""
+    for wins, losses, n in ((8, 2, 100), (0, 0, 20), (30, 0, 40), (3, 9, 12)):
+        limit = float(upper_limit(wins, losses, n, 1.96))
+        q = np.linspace(max(0, -limit), (1 - limit) / 2, 2_000_001)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            likelihood = sum(
+                number * np.log(share)
+                for number, share in ((wins, q + limit), (losses, q), (n - wins - losses, 1 - 2 * q - limit))
+                if number
+            )
+        likeliest = float(q[np.nanargmax(likelihood)])
+        deviation = math.sqrt(n * (2 * likeliest + limit - limit**2))
+        assert n * limit - (wins - losses) - 0.5 == pytest.approx(1.96 * deviation, rel=1e-3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=6, max_size=60), st.floats(1e-4, 0.2))
+def test_an_interval_excludes_0_exactly_where_the_test_says_so(values, level):
+    added = np.array(values, np.float64) / 200
+    counts = count(added, np.full(len(added), 1 / len(added)))
+    assert float(counts.difference) == pytest.approx(added.sum(), abs=1e-12)
+    low, high = score_interval(counts, level)
+    assert low <= added.sum() + 1e-12 and added.sum() - 1e-12 <= high
+    p = score_p(counts)
+    if not math.isclose(p, level, rel_tol=1e-9):
+        assert (low > 0 or high < 0) == (p < level)
+
+
+def test_units_of_whole_items_are_counted_and_others_weighed():
+    assert count(np.array([1, 1, -1, 0, 0, 0]) / 6, np.full(6, 1 / 6)) == pytest.approx((2, 1, 6, 1))
+    counts = count(np.array([3, 1, -1, 0, 0, 0]) / 18, np.full(6, 1 / 6))
+    assert (counts.wins - counts.losses) / math.sqrt(counts.wins + counts.losses) == pytest.approx(3 / math.sqrt(11))
+    # Nothing won or lost: (20 h - 1/2)² = 1.96² 20 h (1 - h).
+    low, high = score_interval(count(np.zeros(20), np.full(20, 1 / 20)), 0.05)
+    assert high == -low == pytest.approx(0.2005, abs=1e-4)
+
+
+def test_too_few_are_no_evidence():
+    assert score_p(Counts(5, 0, 5, 1.0)) == 1 and score_interval(Counts(5, 0, 5, 1.0), 0.05) is None
+    few = np.stack([np.arange(1.0, 20), np.ones(19)], axis=1)
+    found = difference_of_ratios(few, few * [2, 1], np.random.default_rng(0))
+    assert (found.difference, found.p, found.interval(0.05)) == (10, 1, None)
 
 
 def test_holm_multiplies_the_smallest_most_and_keeps_the_order():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []
+    corrected, levels = holm([0.01, 0.04, 0.03, 0.005])
+    assert corrected == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert levels == pytest.approx([0.05 / 3, 0.025, 0.025, 0.0125])
+    assert holm([0.6, 0.7]) == ([1.0, 1.0], [0.025, 0.025])
+    assert holm([]) == ([], [])
 
 
-def test_the_bootstrap_gives_the_normal_interval_where_that_holds():
+def test_of_ratios_the_interval_is_students_where_that_holds():
     generator = np.random.default_rng(1)
-    differences = generator.choice([-1.0, 0.0, 1.0], 2000, p=[0.1, 0.75, 0.15])
-    error = differences.std() / math.sqrt(2000)
-    # The second is resampled item by item: no two values are equal.
-    for values in (differences, differences + generator.normal(0, 1e-6, 2000)):
-        low, high = interval(bootstrap_sums(values[:, None], generator)[:, 0] / 2000)
-        assert (low + high) / 2 == pytest.approx(differences.mean(), abs=0.1 * error)
-        assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.05)
+    sizes = np.full(30, 100.0)
+    first = np.stack([sizes * generator.normal(1, 0.1, 30), sizes], axis=1)
+    other = np.stack([sizes * generator.normal(1.02, 0.1, 30), sizes], axis=1)
+    found = difference_of_ratios(first, other, generator)
+    differences = (other - first)[:, 0] / 100
+    assert found.difference == pytest.approx(differences.mean())
+    assert found.error == pytest.approx(differences.std(ddof=1) / math.sqrt(30))
+    low, high = found.interval(0.05)
+    assert (high - low) / 2 == pytest.approx(2.045 * found.error, rel=0.12)
+    many = np.tile(first, (MAX_RESAMPLED, 1))
+    low, high = difference_of_ratios(many, many * [1.01, 1], generator).interval(0.05)
+    assert (low + high) / 2 == pytest.approx(0.01 * first[:, 0].mean() / 100) and low > 0
 
 
-def test_columns_are_resampled_together():
+@settings(max_examples=100, deadline=None)
+@given(st.floats(-5, 5), st.floats(1e-3, 0.9))
+def test_the_bootstraps_interval_and_p_are_one_statistic(difference, level):
+    skewed = np.sort(np.random.default_rng(2).lognormal(size=999) - 1.6)
+    found = Studentised(difference, 1.0, skewed)
+    interval = found.interval(level)
+    excludes = interval is not None and (interval[0] > 0 or interval[1] < 0)
+    if not math.isclose(found.p, level, rel_tol=1e-6):
+        assert excludes == (found.p < level)
+
+
+def test_sums_are_of_rows_drawn_together():
     values = np.random.default_rng(2).normal(size=(200, 1)) @ [[1.0, -3.0]]
     draws = bootstrap_sums(values, np.random.default_rng(3), 500)
     assert draws.shape == (500, 2)
     np.testing.assert_allclose(draws[:, 1], -3 * draws[:, 0], atol=1e-9)
+    assert draws[:, 0].std() == pytest.approx(math.sqrt(200) * values[:, 0].std(), rel=0.15)
 
 
-def test_flipping_signs_gives_the_binomial_of_the_sign_test():
-    draws = flipped_sums(np.array([1.0, 1, 1, -1, 0, 0]), np.random.default_rng(4), 40_000)
-    shares = [(draws == value).mean() for value in (-4, -2, 0, 2, 4)]
-    assert shares == pytest.approx([1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16], abs=0.01)
-    many = np.random.default_rng(5).normal(size=300)
-    assert flipped_sums(many, np.random.default_rng(6)).std() == pytest.approx(math.sqrt((many**2).sum()), rel=0.03)
-
-
-def test_what_is_equally_good_is_called_different_one_time_in_twenty():
+def test_what_is_equally_good_is_called_different_at_most_one_time_in_twenty():
     generator = np.random.default_rng(7)
-    num_trials, n, tasks = 400, 500, 5
-    counts = {"mcnemar": 0, "flips": 0, "interval": 0, "any of five": 0}
+    num_trials, n, tasks = 2000, 300, 5
+    one, any_of_five = 0, 0
     for _ in range(num_trials):
-        a, b = generator.random((2, tasks, n)) < 0.4
-        differences = b.astype(float) - a
-        ps = [mcnemar_p(int((row > 0).sum()), int((row < 0).sum())) for row in differences]
-        low, high = interval(bootstrap_sums(differences[0][:, None], generator, 1000)[:, 0])
-        counts["mcnemar"] += ps[0] < 0.05
-        counts["flips"] += sign_flip_p(differences[0] + generator.normal(0, 0.1, n), generator, 500) < 0.05
-        counts["interval"] += not low <= 0 <= high
-        counts["any of five"] += min(holm(ps)) < 0.05
-    # 20 are expected of 400, with a standard deviation of 4.4; McNemar's exact test is on the safe side.
-    assert 8 <= counts["mcnemar"] <= 29, counts
-    assert 8 <= counts["flips"] <= 33, counts
-    assert 9 <= counts["interval"] <= 33, counts
-    assert counts["any of five"] <= 29, counts
+        draws = generator.multinomial(n, [0.1, 0.1, 0.8], tasks)
+        ps = [score_p(Counts(float(wins), float(losses), n, 1.0)) for wins, losses, _ in draws]
+        one += ps[0] < 0.05
+        any_of_five += min(holm(ps)[0]) < 0.05
+    # 100 are expected of 2,000, with a standard deviation of 9.7.
+    assert 60 <= one <= 125 and any_of_five <= 125, (one, any_of_five)
 
 
-def test_the_items_needed_find_the_difference_four_times_in_five():
-    assert items_needed(0.2, 0.1) == 155  # ((1.96 * 0.4472 + 0.8416 * 0.4359) / 0.1) ** 2
-    n = items_needed(0.15, 0.03)
-    draws = np.random.default_rng(8).multinomial(n, [0.09, 0.06, 0.85], 1500)
-    power = np.mean([mcnemar_p(int(wins), int(losses)) < 0.05 for wins, losses, _ in draws])
-    assert 0.74 < power < 0.84
-    assert items_needed(0.0) == items_needed(0.01)
-    assert documents_needed(0.1, 0.01) == 785  # (2.8016 * 10) ** 2
+@pytest.mark.parametrize(("discordance", "difference"), [(0.01, 0.01), (0.05, 0.01), (0.15, 0.03), (0.3, 0.1)])
+def test_the_items_needed_find_the_difference_four_times_in_five(discordance, difference):
+    n = items_needed(discordance, difference)
+    shares = [(discordance + difference) / 2, (discordance - difference) / 2, 1 - discordance]
+    draws = np.random.default_rng(8).multinomial(n, shares, 5000)
+    power = np.mean([score_p(Counts(float(wins), float(losses), n, 1.0)) < 0.05 for wins, losses, _ in draws])
+    assert power == pytest.approx(0.8, abs=0.025)
+    if n * discordance <= MAX_EXACT:
+        assert exact_power(n, discordance, difference) == pytest.approx(power, abs=0.02)
+
+
+def test_more_are_needed_where_more_differ():
+    assert items_needed(0.0) == items_needed(0.01) < items_needed(0.05) < items_needed(0.4)
+    assert documents_needed(0.1, 0.01) == 787  # (2.8016 * 10) ** 2, and 1.96 ** 2 / 2 for an unknown deviation
+    assert documents_needed(0.001) == 20
+
+
+def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys):
+    assert cli.run(["bench", "intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
+    written = (tmp_path / "intervals.md").read_text()
+    rows = [
+        line.split(" | ") for line in written.splitlines() if line.startswith(("| one", "| mean", "| clus", "| bits"))
+    ]
+    assert len(rows) > 40 and {row[5] for row in rows} == {"0"}
+    assert "| 30% | 0.10 | 241 |" in written

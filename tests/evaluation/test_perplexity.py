@@ -9,7 +9,7 @@ import pytest
 import torch
 from streaming import MDSWriter
 
-from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
@@ -188,3 +188,30 @@ def test_what_is_no_text_is_refused(tmp_path, tokenizer, name, content, message)
 def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:
     with pytest.raises(DataError, match=r"cannot be read .*; expected a text or JSONL file or an MDS split"):
         prepare_text(task(tmp_path / "no.txt"), tokenizer, max_seq_len=8, limit=None)
+
+
+def test_documents_of_a_sample_do_not_see_each_other_where_training_keeps_them_apart(tmp_path, tokenizer) -> None:
+    """The number is eval/loss's: the same samples, through the model that is trained."""
+    from llmfoundry_lite.parallel import PRECISIONS
+    from llmfoundry_lite.training.adapter import LanguageModel
+
+    attention = AttentionConfig(alibi=True, attn_uses_sequence_id=True)
+    config = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=280, attn_config=attention)
+    torch.manual_seed(0)
+    mpt = MPT(config).eval()
+    for parameter in mpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    generator = np.random.default_rng(0)
+    samples = generator.integers(1, 280, (6, 16))
+    samples[generator.random(samples.shape) < 0.2] = tokenizer.eos_token_id
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
+        for sample in samples:
+            writer.write({"tokens": sample.astype(np.uint16)})
+    found = measure(TreeModel(mpt, CPU), tokenizer, tmp_path / "val")
+    precision, separators = PRECISIONS["fp32", "PURE"], (tokenizer.eos_token_id, None)
+    with torch.no_grad():
+        batch = {"input_ids": torch.tensor(samples, dtype=torch.int64)}
+        both = [LanguageModel(mpt, precision, separator)(batch) for separator in separators]
+    loss, other = (float(outputs["loss_sum"] / outputs["num_tokens"]) for outputs in both)
+    assert abs(loss - other) > 0.01, "the samples are chosen for this"
+    assert math.log(found["perplexity"]) == pytest.approx(loss, rel=1e-6)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.evaluation import scoring
 from llmfoundry_lite.evaluation.models import PlainModel, TreeModel
 from llmfoundry_lite.evaluation.packing import Row, pack
 from llmfoundry_lite.evaluation.scoring import Score, Wanted, score, score_hidden
 from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.models import products
 from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")
@@ -260,8 +260,20 @@ def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
     logits = hidden[0].double() @ unembedding.double().T
     best = logits.argmax(-1)
     wanted = Wanted(torch.zeros_like(at), at, torch.cat([at, at]), torch.cat([best, torch.randint(1000, (40,))]))
-    monkeypatch.setattr(scoring, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
+    monkeypatch.setattr(products, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
     found = score_hidden(hidden, unembedding, wanted)
     expected = logits.log_softmax(-1)[wanted.which_n, wanted.expected_n]
     assert found.log_probability_n.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert found.is_likeliest_n[:40].all() and found.is_likeliest_n.sum() < 45
+
+
+def test_what_a_model_in_bf16_writes_is_what_scoring_calls_the_likeliest():
+    """Logits rounded to bf16 would tie, and the first of equals would be written."""
+    torch.manual_seed(0)
+    mpt = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=4096)).eval()
+    for parameter in mpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model = TreeModel(mpt.to(torch.bfloat16), torch.device("cpu"))
+    contexts = [tuple((7 * i + 31 * j) % 4096 for j in range(5)) for i in range(150)]
+    requests = [Request(context, tuple(model.write(context, 1)), 0, 0) for context in contexts]
+    assert all(next(iter(score(model, [[request]], 64)))[0].is_greedy for request in requests)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import average_error, notes, print_table, write_tables
+from llmfoundry_lite.evaluation.tables import average_error, markdown_table, notes, print_table, write_tables
 from tests.helpers.results import choice, text
 
 
@@ -47,14 +47,26 @@ def test_bits_per_byte_are_named_and_not_averaged():
     assert ["±0.500", "±0.000", "±0.021", "±0.250"] in [line.split() for line in shown.splitlines()]
 
 
-def test_the_error_of_the_average_adds_tasks_as_independent_and_shots_as_not():
-    tasks = {
-        "a/0-shot": {"metric": "acc", "acc": 0, "acc_stderr": 0.03},
-        "b/0-shot": {"metric": "acc", "acc": 0, "acc_stderr": 0.04},
-        "b/5-shot": {"metric": "acc", "acc": 0, "acc_stderr": 0.02},
-    }
+def test_the_error_of_the_average_adds_other_data_as_independent_and_the_same_as_not():
+    def task(error, data):
+        return {"metric": "acc", "acc": 0, "acc_stderr": error, "data_fingerprint": data}
+
+    tasks = {"a/0-shot": task(0.03, "1"), "b/0-shot": task(0.04, "2"), "b/5-shot": task(0.02, "2")}
+    tasks |= {"c/0-shot": task(0.02, "2")}
     assert average_error(tasks, ["a/0-shot", "b/0-shot"]) == pytest.approx(0.05 / 2)
     assert average_error(tasks, ["b/0-shot", "b/5-shot"]) == pytest.approx(0.06 / 2)
+    assert average_error(tasks, ["b/0-shot", "c/0-shot"]) == pytest.approx(0.06 / 2)
+
+
+def test_numbers_that_were_not_asked_the_same_are_named():
+    a, b = (results(name, a__0=choice([1, 0], fingerprint=name)) for name in ("a", "b"))
+    assert notes([a, b]) == ["warning: a/0-shot: b not asked the same as a; these numbers do not compare"]
+
+
+def test_what_an_error_rests_on_is_told():
+    found = notes([results(a__0=choice([1, 0], num_clusters=1), x__0=text([[(1.0, 10)]], num_documents=3))])
+    assert "a/0-shot: 2 items in 1 clusters, which its standard error counts" in found
+    assert "x/0-shot: a standard error from 3 documents alone is rough" in found
 
 
 def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
@@ -91,3 +103,11 @@ def test_files_hold_the_same_numbers(tmp_path):
 
 def test_a_model_without_accuracies_has_no_average():
     assert "average" in printed([results(x__0=text([[(1.0, 10)]]))])
+
+
+def test_names_stay_text_in_markdown():
+    assert markdown_table([["model", "a|b"], ["<script>x\x1b[2J", "[y](http://z)\n| c"]]) == [
+        r"| model | a\|b |",
+        "|---|---:|",
+        r"| &lt;script&gt;x\x1b\[2J | \[y](http://z)\n\| c |",
+    ]

@@ -1,5 +1,6 @@
 """Prompts and tokens, written out by hand: `context|answer` for every option of an item."""
 
+import datetime
 import json
 import re
 from dataclasses import replace
@@ -292,7 +293,7 @@ def test_examples_depend_on_the_seed_and_the_item_alone():
     config = task("language_modeling")
     texts = texts_of(config, rows=many(30), shots=4)
     assert texts_of(config, rows=many(30), shots=4, limit=7) == texts[:7]
-    assert choose_examples(config, 30, 20, 4) == [int(n) for n in shown(texts[20][0])]
+    assert choose_examples(config, range(30), 20, 4) == [int(n) for n in shown(texts[20][0])]
     assert len({tuple(shown(text)) for (text,) in texts}) > 25
     assert texts_of(replace(config, fewshot_random_seed=1), rows=many(30), shots=4) != texts
 
@@ -301,6 +302,35 @@ def test_fixed_examples_are_the_first_rows_which_are_not_asked():
     found, texts = ask(task("language_modeling", **FIXED), rows=many(5), shots=2)
     assert [shown(text) for (text,) in texts] == [["0", "1"]] * 3
     assert [item.index for item in found.items] == [2, 3, 4]
+
+
+def test_with_categories_examples_come_from_the_items_own():
+    """As in LLM Foundry, which makes a data set of each; one too small shows what it has."""
+    rows = [{**row, "category": "even" if i % 2 == 0 else "odd"} for i, row in enumerate(many(9))]
+    rows += [{**row, "category": "alone"} for row in many(10)[9:]]
+    config = task("language_modeling", has_categories=True)
+    found, texts = ask(config, rows=rows, shots=3)
+    for index, (text,) in enumerate(texts[:9]):
+        assert len(set(shown(text)) - {str(index)}) == 3 and {int(i) % 2 for i in shown(text)} == {index % 2}
+    assert shown(texts[9][0]) == [] and [item.num_missing_examples for item in found.items] == [0] * 9 + [3]
+    fixed, texts = ask(replace(config, fewshot_fixed=True), rows=rows[:9], shots=1)
+    assert [item.index for item in fixed.items] == [2, 3, 4, 5, 6, 7, 8]
+    assert [shown(text) for (text,) in texts] == [["0"], ["1"]] * 3 + [["0"]]
+    with pytest.raises(DataError, match="has 5 rows in its largest category, too few for 5 examples and a question"):
+        ask(config, rows=rows, shots=5)
+
+
+def test_what_decides_examples_or_errors_is_in_the_fingerprint():
+    rows = [{**row, "category": "a", "passage": i // 2} for i, row in enumerate(many(6))]
+    plain = task("language_modeling")
+    found = [ask(config, rows=rows)[0] for config in (plain, replace(plain, has_categories=True))]
+    found.append(ask(replace(plain, cluster="passage"), rows=rows)[0])
+    assert len({prepared.fingerprint for prepared in found}) == 3
+    assert len({prepared.data_fingerprint for prepared in found}) == 1
+    assert [prepared.settings.get("has_categories") for prepared in found] == [None, True, None]
+    assert [item.cluster for item in found[2].items] == ["0", "0", "1", "1", "2", "2"]
+    spaced = [{**row, "context": f" {row['context']} "} for row in rows]
+    assert ask(replace(plain, strip_dataset=False), rows=spaced)[0].data_fingerprint == found[0].data_fingerprint
 
 
 def test_more_examples_than_rows_are_refused():
@@ -523,6 +553,24 @@ def test_room_is_left_for_the_longest_answer_with_its_reasoning():
     assert ask(replace(config, cot_delimiter=""), rows=rows)[0].config.max_new_tokens == 4
 
 
+def test_the_beginning_of_text_takes_one_of_the_tokens_for_an_answer_as_in_llm_foundry():
+    config, rows = task("generation_task_with_answers"), [{"context": "a b c d e f g h", "answer": "x y"}]
+    plain, begun = Pieces(), Pieces()
+    begun.beginning = [7]
+    room = [ask(config, rows=rows, max_seq_len=8, tokenizer=t)[0] for t in (plain, begun)]
+    assert [found.config.max_new_tokens for found in room] == [2, 3]
+    # LLM Foundry leaves the prompt what the longest answer leaves, and trims beginning and prompt as one.
+    assert [len(found.items[0].requests[0].context) for found in room] == [6, 5]
+
+
+def test_a_question_none_of_whose_answers_can_be_right_is_skipped_and_counted():
+    config = task("generation_task_with_answers")
+    rows = [{"context": "a", "answer": "The", "aliases": ["!", "an"]}, {"context": "b", "answer": "The Who"}]
+    found, _ = ask(config, rows=rows)
+    assert [item.index for item in found.items] == [1]
+    assert found.skipped == {"answers of which nothing is left to compare": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "answers", "right"),
     [
@@ -622,6 +670,11 @@ def test_categories_that_are_asked_for_must_be_there(tmp_path):
     assert ask(task(has_categories=True), rows=[row])[0].items[0].category == "ice"
 
 
+def test_a_cluster_must_be_a_column(tmp_path):
+    with pytest.raises(DataError, match="line 1: passage is None, expected a text or a whole number, because cluster"):
+        rows_of(tmp_path, GOOD, cluster="passage")
+
+
 def test_a_file_that_is_not_there_says_where_it_comes_from(tmp_path):
     with pytest.raises(DataError) as caught:
         read_rows(task(dataset_uri="nowhere.jsonl"))
@@ -661,6 +714,18 @@ def test_a_hub_data_set_is_read_through_the_map_of_its_columns(tmp_path):
     )
     with pytest.raises(DataError, match=r"has splits test; choose one: hf_loading_vars: \{split: …\}"):
         read_rows(replace(config, hf_loading_vars={}))
+
+
+def test_dates_in_a_column_of_a_hub_data_set_are_text(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    when = datetime.datetime(2024, 1, 2, 3)
+    columns = {"context": ["a"], "continuation": ["b"], "when": [when], "day": [when.date()]}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "set/test.parquet")
+    where = {"dataset_uri": f"hf://{tmp_path}/set", "hf_loading_vars": {"split": "test"}}
+    rows = read_rows(task("language_modeling", **where))
+    assert rows == [{"context": "a", "continuation": "b", "when": "2024-01-02 03:00:00", "day": "2024-01-02"}]
+    ask(task("language_modeling"), rows=rows)
 
 
 # ------------------------------------------------------------------------------------------------------ task lists
@@ -724,6 +789,7 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
         ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm"),
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate, joint"),
+        ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, but documents are a text's clusters"),
         ("max_new_tokens: 0", "max_new_tokens: 0 given, expected a number above 0"),
         ("early_stopping_criteria: ['']", "early_stopping_criteria: an empty text given, at which every answer would"),
     ],

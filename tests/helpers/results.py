@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.evaluation.harness import mean_and_error
+from llmfoundry_lite.evaluation.reading import mean_and_error
 
 
 def write_result(folder: Path, model: str, tasks: Mapping[str, Any], **facts: Any) -> Path:
@@ -35,8 +35,8 @@ def choice(answers: Sequence[int], *, per_character: Sequence[int] | None = None
     record = {"type": "multiple_choice", "n": len(answers), "num_fewshot": 0, "tokenization": "separate"}
     record |= {"fingerprint": "sha256:a", "data_fingerprint": "sha256:d", "settings": settings}
     record |= {"metric": "acc_per_token", "chance": 0.25}
-    for name, values in scores.items():
-        record[name], record[f"{name}_stderr"] = mean_and_error(values)
+    for name in scores:
+        record[name], record[f"{name}_stderr"] = mean_and_error(items, name)
     return {**record, **changes}, items
 
 

@@ -143,6 +143,7 @@ def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.config.eos_token_id == 2 and theirs.generation_config.eos_token_id == 2
     assert not (tmp_path / "out" / "notes.txt").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == ALIBI.max_seq_len
 
 
 # -------------------------------------------------------------------------------------------------- refusals

@@ -114,10 +114,13 @@ def test_fp16_does_not_take_a_loss_that_is_not_finite_for_an_overflow(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [(KillRank, "error: lost contact with another rank"), (RaiseOnRank, "the disk of this rank is on fire")],
+    ("kind", "text", "reason"),
+    [
+        (KillRank, "error: lost contact with another rank", "its own output has the reason: composer prints it"),
+        (RaiseOnRank, "the disk of this rank is on fire", "rank 1: ValueError: the disk of this rank is on fire"),
+    ],
 )
-def test_when_a_rank_dies_the_others_stop_soon_and_say_why(tmp_path, data, kind, text):
+def test_when_a_rank_dies_the_others_stop_soon_and_say_why(tmp_path, data, kind, text, reason):
     config = tiny_config(data, max_duration="1000ba", callbacks=callback(kind, rank=1, batch=5))
     path = write_config(tmp_path / "tiny.yaml", config)
     started = time.monotonic()
@@ -126,8 +129,10 @@ def test_when_a_rank_dies_the_others_stop_soon_and_say_why(tmp_path, data, kind,
     assert 0 not in result.exit_codes
     assert text in result.output
     assert status(tmp_path)["status"] == "failed"
-    after = train([path, "max_duration=2ba", "callbacks=null"], tmp_path, 2)
-    after.check()
+    assert status(tmp_path)["batch"] == 4
+    assert reason in status(tmp_path)["reason"]
+    after = train([path, "max_duration=2ba", "callbacks=null", "autoresume=true"], tmp_path, 2)
+    assert "has batches of this run up to 4, none of them saved yet: they are trained again" in after.check().output
     assert not blocks_for(data)
 
 
@@ -135,7 +140,7 @@ def test_a_run_killed_outright_leaves_nothing_in_the_way_of_the_next(tmp_path, d
     config = tiny_config(data, callbacks=callback(KillRank, rank=0, batch=3), train_loader__num_workers=2)
     path = write_config(tmp_path / "tiny.yaml", config)
     train([path], tmp_path)
-    train([path, "callbacks=null"], tmp_path).check()
+    train([path, "callbacks=null", "autoresume=true"], tmp_path).check()
     deadline = time.monotonic() + 30
     while blocks_for(data):  # the killed rank's workers look for their parent every few seconds, and end
         assert time.monotonic() < deadline

@@ -189,3 +189,17 @@ def test_a_log_that_a_crash_has_torn_is_read_around(tmp_path):
     assert last_launch(log) == 2
     assert log_until(log, 1) == good
     assert take_over(log, good + b'{"batch": 2, "launch": 3}\n') == [{"batch": 2, "launch": 3}]
+
+
+def test_a_log_that_came_along_voids_what_was_trained_here_instead(tmp_path):
+    """Lines are taken over from the first that is not here, in order, so that the last line of a batch counts."""
+    log = tmp_path / "metrics.jsonl"
+    shared, ours = b'{"batch": 1, "launch": 1}\n', b'{"batch": 2, "launch": 2}\n{"batch": 3, "launch": 2}\n'
+    log.write_bytes(shared + ours)
+    theirs = [b'{"batch": 2, "launch": 2, "lr": 1}\n', ours.splitlines(keepends=True)[1]]
+    assert take_over(log, shared + b"".join(theirs)) == [
+        {"batch": 2, "launch": 2, "lr": 1},
+        {"batch": 3, "launch": 2},
+    ]
+    assert log.read_bytes() == shared + ours + b"".join(theirs)
+    assert take_over(log, shared + b"".join(theirs)) == []

@@ -1,7 +1,6 @@
 """Configurations that are unusual and right: each must train, and where it is only another way, to the same losses."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -96,27 +95,6 @@ def test_a_run_directory_that_cannot_be_is_named(tmp_path, data):
     result = train([path], tmp_path)
     assert result.exit_codes == [2]
     assert result.output == "error: a-file/run cannot be written: Not a directory; make room, or set run_folder\n"
-
-
-def test_ctrl_c_ends_a_run_in_one_line(tmp_path, data):
-    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="100000ba"))
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "scripts/train.py", path],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("batch 3/"):
-            process.send_signal(signal.SIGINT)
-            break
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    told = [line for line in rest.splitlines() if not line.startswith("batch ")]
-    assert told == ["interrupted by SIGINT"]
 
 
 @pytest.mark.slow

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 from composer.core import Callback
 
+from llmfoundry_lite import launch as launching
 from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch import adopt_srun, first_host
+from llmfoundry_lite.status import read_status
+from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.train import RunFolder
 from tests.helpers.launch import ROOT, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -51,6 +55,42 @@ class SignalThenHang(Signal):
         if self.is_here(state):
             os.kill(os.getpid(), self.number)
             threading.Event().wait()
+
+
+class PressTwiceThenHang(Signal):
+    """Without the two seconds in which a second press would be taken for an echo of the first."""
+
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            launching.ECHO_SECONDS = 0
+            os.kill(os.getpid(), signal.SIGINT)
+            while not any(isinstance(c, Preemption) and c.reason for c in state.callbacks):
+                threading.Event().wait(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait()
+
+
+class Abort(Signal):
+    """As NCCL's watchdog does with a process whose peer is gone."""
+
+    def batch_start(self, state, logger):
+        if self.is_here(state):
+            os.abort()
+
+
+class SignalThenAbort(Signal):
+    """When rank 0 has heard of it, which asks once a second."""
+
+    def batch_start(self, state, logger):
+        if int(state.timestamp.batch) + 1 == self.batch:
+            if self.is_here(state):
+                os.kill(os.getpid(), self.number)
+            while not any(isinstance(c, Preemption) and c.reason for c in state.callbacks):
+                threading.Event().wait(0.01)
+            run = next(c for c in state.callbacks if isinstance(c, RunFolder))
+            while os.environ["RANK"] == "0" and read_status(run.folder)["reason"] is None:
+                threading.Event().wait(0.01)
+            os.abort()
 
 
 class StopThenHang(Signal):
@@ -175,7 +215,7 @@ def test_who_leaves_late_says_what_has_been_saved(tmp_path, data):
     result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=5, callbacks=hang))
     assert result.exit_codes == [75, 75]
     assert "preempted by SIGTERM: saved as ba4; what came after took more than the rest of 5 s" in result.output
-    assert status(tmp_path)["reason"].startswith("SIGTERM: saved as ba4")
+    assert status(tmp_path)["reason"].startswith("preempted by SIGTERM: saved as ba4")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -213,6 +253,69 @@ def test_a_lost_peer_is_no_preemption(tmp_path, data):
     result = launch(tmp_path, config)
     assert result.exit_codes == [1, -9]
     assert status(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("then", [None, "SIGTERM"])
+def test_ctrl_c_saves_and_leaves(tmp_path, data, then):
+    """A terminal sends it to the whole process group, loader workers included; `composer` sends SIGTERM after it."""
+    config = tiny_config(data, max_duration="1000000ba", train_loader__num_workers=1)
+    path = write_config(tmp_path / "tiny.yaml", config)
+    process = start([sys.executable, ROOT / "scripts/train.py", path], tmp_path)
+    try:
+        read_until(process, "batch 3/")
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
+        if then is not None:
+            process.send_signal(signal.Signals[then])
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
+    batch = status(tmp_path)["batch"]
+    assert process.returncode == 75, output
+    assert output.splitlines()[-1] == (
+        f"interrupted by Ctrl-C at batch {batch}, saved as ba{batch}; run the same command again with autoresume=true"
+    )
+    assert status(tmp_path)["status"] == "preempted"
+    assert (tmp_path / f"runs/tiny/checkpoints/ba{batch}/manifest.json").exists()
+
+
+def test_ctrl_c_again_leaves_at_once(tmp_path, data):
+    config = tiny_config(
+        data, autoresume=True, save_interval="2ba", callbacks=callback(PressTwiceThenHang, rank=0, batch=4)
+    )
+    result = launch(tmp_path, config, 1)
+    assert result.exit_codes == [130]
+    text = "interrupted by Ctrl-C a second time: nothing more was saved; the last save stands"
+    assert result.output.splitlines()[-1] == text
+    assert status(tmp_path) == {"status": "failed", "batch": 3, "reason": text}
+
+
+def test_only_a_later_press_is_a_second_one(monkeypatch):
+    now = iter([10.0, 10.1, 11.9, 12.1])
+    monkeypatch.setattr(launching.time, "monotonic", lambda: next(now))
+    pressed_at: list[float] = []
+    assert [launching.is_second_press(pressed_at) for _ in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_aborted_process_is_a_failed_run(tmp_path, data, rank):
+    config = tiny_config(data, autoresume=True, save_interval="2ba")
+    result = launch(tmp_path, config, callbacks=callback(Abort, rank=rank, batch=4))
+    assert result.exit_codes[rank] == -signal.SIGABRT and result.exit_codes[1 - rank] == 1
+    found = read_status(tmp_path / "runs/tiny")
+    assert found["status"] == "failed"
+    assert found["batch"] in ([3] if rank else [1, 2, 3]), "rank 0 writes it every few seconds"
+    words = "lost contact with another rank" if rank else "the process of rank 0 is gone without a word"
+    assert words in found["reason"]
+
+
+def test_an_abort_after_a_request_to_leave_is_a_preemption(tmp_path, data):
+    config = tiny_config(data, autoresume=True, save_interval="2ba", preemption_grace_seconds=20)
+    result = launch(tmp_path, config, callbacks=callback(SignalThenAbort, rank=1, batch=4))
+    assert -signal.SIGABRT in result.exit_codes
+    found = read_status(tmp_path / "runs/tiny")
+    assert (found["status"], found["batch"]) == ("preempted", 3)
+    assert found["reason"].startswith("SIGTERM: the process of rank 0 is gone")
 
 
 def start(arguments, tmp_path, **environment):
@@ -259,6 +362,21 @@ def test_the_launcher_may_be_the_one_who_is_told(tmp_path, data, launcher, code)
     assert status(tmp_path)["status"] == "preempted"
     assert (tmp_path / f"runs/tiny/checkpoints/ba{status(tmp_path)['batch']}/manifest.json").exists()
     assert process.returncode == code or (code == 1 and process.returncode != 0)
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_a_terminal_reaches_ranks_and_launcher_and_is_one_request(tmp_path, data):
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="1000000ba"))
+    process = start(["composer", "-n", "2", ROOT / "scripts/train.py", path], tmp_path)
+    try:
+        read_until(process, "batch 3/")
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
+    assert "interrupted by Ctrl-C at batch" in output
+    assert process.returncode == 75
+    assert (tmp_path / f"runs/tiny/checkpoints/ba{status(tmp_path)['batch']}/manifest.json").exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from llmfoundry_lite.checkpoint import places
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from tests.checkpoint.mounts import mounted
+from tests.checkpoint.mounts import hide, mounted, need_namespaces
 from tests.checkpoint.saves import flip
-from tests.helpers.tiny import tiny_config, values
+from tests.helpers import launch
+from tests.helpers.tiny import tiny_config, values, write_config
 from tests.training.runs import attempt, losses, metrics, run, saved_names, saves, status
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.slow]
@@ -177,7 +179,47 @@ def test_when_all_are_damaged_the_run_refuses_and_says_so(tmp_path, data):
     assert "no checkpoint is intact" in refused.output
     assert "ba1" in refused.output and "ba2" in refused.output
     assert "Traceback" not in refused.output
+    (last,) = saved_names(tmp_path, "run")
+    again = attempt(tmp_path, config, "run")
+    assert again.exit_codes == [2] and "no checkpoint is intact" in again.output
+    assert saved_names(tmp_path, "run") == {last}, "the last one is not renamed"
+    os.rename(saves(tmp_path, "run") / last, saves(tmp_path, "run") / f".damaged-{last}-0")
+    refused = attempt(tmp_path, config, "run")
+    assert refused.exit_codes == [2]
+    assert "holds no checkpoint but .damaged-ba" in refused.output and "move the folder away" in refused.output
     assert (tmp_path / "runs/run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_whose_only_checkpoint_was_being_replaced_carries_on_from_it(tmp_path, data):
+    config = config_for(data, max_duration="3ba", save_interval="2ba")
+    run(tmp_path, config, "run", stop_after="2ba")
+    folder = saves(tmp_path, "run")
+    os.rename(folder / "ba2", folder / ".replaced-e1-ba2-abcdef")
+    assert "carrying on from runs/run/checkpoints/ba2" in run(tmp_path, config, "run").output
+    assert values(metrics(tmp_path, "run"), "batch") == [1, 2, 3]
+
+
+def train_without_the_disk(path: str, folder: str) -> None:
+    """Rank 1's node has lost its mount of the save folder."""
+    if os.environ["RANK"] == "1":
+        hide(folder)
+    launch._train([path])
+
+
+def test_a_node_without_the_disk_is_named_and_no_checkpoint_pays_for_it(tmp_path, data, whole):
+    need_namespaces()
+    config = config_for(data)
+    run(tmp_path, config, "run", 2, stop_after="4ba")
+    folder = saves(tmp_path, "run")
+    path = write_config(tmp_path / "run.yaml", {**config, "run_name": "run"})
+    refused = launch.launch(train_without_the_disk, (path, str(folder)), tmp_path, 2)
+    assert refused.exit_codes == [2, 2]
+    words = refused.output.strip().splitlines()[-1]
+    assert f"rank 1 on host {socket.gethostname()}: " in words and "/ba4/shard-0000" in words
+    assert ": missing; rank 0 on host " in words and "whether the disk is mounted" in words
+    assert {name for name in os.listdir(folder) if "ba" in name} == {"ba2", "ba4"}
+    assert "carrying on from runs/run/checkpoints/ba4" in run(tmp_path, config, "run", 2).output
+    assert losses(tmp_path, "run") == whole
 
 
 @pytest.mark.slow

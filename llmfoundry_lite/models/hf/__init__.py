@@ -28,7 +28,7 @@ from llmfoundry_lite.models.hf.files import (
     write_json,
     write_weights,
 )
-from llmfoundry_lite.models.hf.layout import HFConfig, Layout, Source, find_inexpressible, layout_tensor
+from llmfoundry_lite.models.hf.layout import HFConfig, Layout, Source, check_keys, find_inexpressible, layout_tensor
 from llmfoundry_lite.models.mpt import MPT
 
 LAYOUTS = {"mpt": mpt.LAYOUT, "gpt2": gpt2.LAYOUT, "llama": llama.LAYOUT}
@@ -77,6 +77,13 @@ def export_model(
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_folder) / name).is_file():
                     shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
+            say_max_length(draft / "tokenizer_config.json", config.max_seq_len)
+
+
+def say_max_length(file: Path, max_seq_len: int) -> None:
+    """In the tokenizer's configuration, where evaluation harnesses look: of MPT they take 2,048 tokens otherwise."""
+    written = read_json(file) if file.is_file() else {}
+    write_json(file, {**written, "model_max_length": max_seq_len})
 
 
 def import_model(
@@ -88,11 +95,15 @@ def import_model(
     pytorch_model.bin files where there is no safetensors; without it they are refused. Raises ExportError.
     """
     folder = Path(folder)
+    hf_config = read_hf_config(folder)
+    check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))  # before gigabytes are read for nothing
+    return from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
+
+
+def read_hf_config(folder: Path) -> HFConfig:
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
-    hf_config = read_json(folder / "config.json")
-    layout_named(hf_config, str(folder))  # before gigabytes are read for nothing
-    return from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
+    return read_json(folder / "config.json")
 
 
 def can_export(config: ModelConfig) -> str | None:
@@ -133,6 +144,7 @@ def from_hugging_face(
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """A layout's config and tensors as ours. Raises ExportError, naming what cannot be read."""
     layout = layout_named(hf_config, where)
+    check_keys(hf_config, layout, where)
     state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
     state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
     config = layout.read_config(hf_config, state, where)

@@ -18,6 +18,7 @@ from llmfoundry_lite.models.hf.layout import (
     attention_types,
     check_values,
     ffn_options,
+    keys,
     needed,
     qkv_names,
 )
@@ -59,10 +60,11 @@ def describe(config: ModelConfig) -> HFConfig:
         "eos_token_id": None,
         "tie_word_embeddings": config.tie_word_embeddings,
         "use_cache": True,
-        # GPT-2 knows none of these; two say which of its tensors are zeros that we added.
+        # GPT-2 knows none of these; the first two say which of its tensors are zeros that we added.
         "no_bias": config.no_bias,
         "learned_pos_emb": config.uses_learned_positions,
         "norm_type": config.norm_type,
+        "attn_uses_sequence_id": attention.attn_uses_sequence_id,
     }
 
 
@@ -90,6 +92,7 @@ def sources(config: ModelConfig) -> dict[str, Source]:
 
 
 MUST_BE: Options = {
+    "architectures": (None, ["GPT2LMHeadModel"], ["GPT2Model"]),
     # What config.json leaves out is transformers' default.
     "activation_function": ("gelu_new", *(name for name in ACTIVATIONS if name != "gelu_new")),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -118,6 +121,7 @@ def read_config(hf_config: HFConfig, state: Mapping[str, torch.Tensor], where: s
         learned_pos_emb=has_positions,
         attn_config=AttentionConfig(
             attn_pdrop=hf_config.get("attn_pdrop", 0.1),
+            attn_uses_sequence_id=hf_config.get("attn_uses_sequence_id", False),
             softmax_scale=None if hf_config.get("scale_attn_weights", True) else 1.0,
         ),
         no_bias=no_bias,
@@ -133,6 +137,15 @@ LAYOUT = Layout(
     describe=describe,
     sources=sources,
     read_config=read_config,
+    known={
+        "": keys(
+            "n_embd n_head n_layer n_inner n_positions n_ctx vocab_size activation_function layer_norm_epsilon",
+            "scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn",
+            "attn_pdrop resid_pdrop embd_pdrop no_bias learned_pos_emb norm_type attn_uses_sequence_id",
+            "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
+            "predict_special_tokens",
+        )
+    },
     prefix="transformer.",
     buffers=(".attn.bias", ".attn.masked_bias"),
 )

@@ -17,6 +17,10 @@ Options = dict[str, tuple[Any, ...]]
 """Dotted key -> the values it can have, the most usual one first."""
 
 
+def keys(*lines: str) -> frozenset[str]:
+    return frozenset(key for line in lines for key in line.split())
+
+
 class Source(NamedTuple):
     """Where a tensor of a layout comes from."""
 
@@ -40,6 +44,8 @@ class Layout:
     """For every tensor of the layout, in order, where it comes from."""
     read_config: Callable[[HFConfig, Mapping[str, torch.Tensor], str], ModelConfig]
     """(config.json, its tensors, where it is) -> our model. Raises ExportError."""
+    known: Mapping[str, frozenset[str]]
+    """Block of config.json, "" for the whole -> its keys that are read, or change nothing that a model computes."""
     prefix: str = ""
     """Of every tensor but the output embedding; files of the bare model lack it."""
     buffers: tuple[str, ...] = ()
@@ -123,6 +129,50 @@ def _own_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, nam
 
 
 # ----------------------------------------------------------------------------------------- config.json -> ModelConfig
+
+
+BESIDE_THE_MODEL = keys(
+    # What wrote the file, and how it is kept.
+    "model_type architectures transformers_version dtype torch_dtype _name_or_path name_or_path _commit_hash",
+    "tokenizer_class tokenizer_name prefix transformers.js_config",
+    # How to compute, not what.
+    "use_cache use_bfloat16 torchscript tf_legacy_loss return_dict output_hidden_states output_attentions output_past",
+    "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled",
+    "chunk_size_feed_forward gradient_checkpointing is_decoder tie_encoder_decoder cross_attention_hidden_size",
+    # Of special tokens and of generation.
+    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id",
+    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty",
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences",
+    "encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate remove_invalid_values",
+    "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens begin_suppress_tokens",
+    # Of other tasks, and of training.
+    "id2label label2id _num_labels num_labels problem_type finetuning_task task_specific_params initializer_range",
+    "is_encoder_decoder add_cross_attention pruned_heads tie_word_embeddings",
+)
+"""Keys of any config.json of transformers; those of the last line are checked."""
+NO_OTHER_KIND: Options = {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({}, None)}
+
+
+def check_keys(hf_config: HFConfig, layout: Layout, where: str) -> None:
+    """Raises ExportError for a key that may change what the model computes in a way that is not known here."""
+    for block, known in layout.known.items():
+        content: Any = hf_config
+        for part in filter(None, block.split(".")):
+            content = content.get(part) or {}
+            if not isinstance(content, dict):
+                raise ExportError(f"{where}: {block} is {json.dumps(content)} in config.json; expected an object")
+        for key, value in content.items():
+            if value is not None and key not in known and key not in BESIDE_THE_MODEL:
+                raise ExportError(
+                    f"{where}: {block and block + '.'}{key} is {_short(value)} in config.json, which is not known "
+                    "here and may change what the model computes; if it changes nothing, remove it there"
+                )
+    check_values(hf_config, NO_OTHER_KIND, where)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def check_values(hf_config: HFConfig, must_be: Options, where: str) -> None:

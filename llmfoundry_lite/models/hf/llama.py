@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.hf.layout import (
     ACTIVATIONS,
     HFConfig,
@@ -15,6 +16,7 @@ from llmfoundry_lite.models.hf.layout import (
     activation_name,
     check_values,
     ffn_options,
+    keys,
     needed,
 )
 
@@ -68,8 +70,9 @@ def describe(config: ModelConfig) -> HFConfig:
         "eos_token_id": None,
         "tie_word_embeddings": config.tie_word_embeddings,
         "use_cache": True,
-        # Llama does not know it: its norm is in fp32.
+        # Llama knows neither: its norm is in fp32, and a text is one document.
         "norm_type": config.norm_type,
+        "attn_uses_sequence_id": options.attn_uses_sequence_id,
     }
 
 
@@ -104,9 +107,13 @@ def sources(config: ModelConfig) -> dict[str, Source]:
 
 
 MUST_BE: Options = {
+    "architectures": (None, ["LlamaForCausalLM"], ["LlamaModel"]),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False, None),
     "hidden_act": ("silu", *(name for name in ACTIVATIONS if name != "silu")),
     "norm_type": ("rmsnorm", "low_precision_rmsnorm"),
 }
+ROPE_KEYS = keys("rope_type type factor rope_theta partial_rotary_factor")
 ROPE_MUST_BE: Options = {"rope_type": tuple(SCALINGS.values()), "partial_rotary_factor": (1.0, None)}
 
 
@@ -132,6 +139,7 @@ def read_config(hf_config: HFConfig, _state: Mapping[str, torch.Tensor], where: 
             attn_type=attn_type,
             kv_n_heads=num_kv_heads if attn_type == "grouped_query_attention" else None,
             attn_pdrop=hf_config.get("attention_dropout", 0.0),
+            attn_uses_sequence_id=hf_config.get("attn_uses_sequence_id", False),
             rope=True,
             **_read_rope(hf_config, where),
         ),
@@ -146,6 +154,8 @@ def _read_rope(hf_config: HFConfig, where: str) -> dict[str, Any]:
     """From rope_parameters as transformers 5 writes them, or from rope_theta and rope_scaling."""
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     found = hf_config.get(key) or {}
+    if contrary := [name for name, value in (hf_config.get("rope_scaling") or {}).items() if found.get(name) != value]:
+        raise ExportError(f"{where}: rope_parameters and rope_scaling differ in {contrary[0]} in config.json")
     rope = {"rope_type": found.get("type", "default"), **found}
     check_values({key: rope}, {f"{key}.{name}": values for name, values in ROPE_MUST_BE.items()}, where)
     ours = next(ours for ours, theirs in SCALINGS.items() if theirs == rope["rope_type"])
@@ -161,6 +171,17 @@ LAYOUT = Layout(
     describe=describe,
     sources=sources,
     read_config=read_config,
+    known={
+        "": keys(
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
+            "max_position_embeddings vocab_size hidden_act rms_norm_eps rope_parameters rope_scaling rope_theta",
+            "attention_bias mlp_bias attention_dropout norm_type attn_uses_sequence_id partial_rotary_factor",
+            # How transformers computes, and marks of who wrote the file.
+            "pretraining_tp rope_interleaved is_llama_config",
+        ),
+        "rope_parameters": ROPE_KEYS,
+        "rope_scaling": ROPE_KEYS,
+    },
     prefix="model.",
     buffers=(".rotary_emb.inv_freq",),
 )

@@ -1,0 +1,47 @@
+"""The lines of metrics.jsonl, which are only ever appended: which of them are whole, and what a carried log adds.
+
+A launch that carries on from batch 100 writes batch 101 behind all that stands in the file. The lines of batches above
+100 that stand before it are a dead branch: no later state comes from them. So the order of the lines decides what
+counts, and whoever adds lines from elsewhere must keep that order.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
+    """Each whole line, with its newline, and what it says; a line that a crash has made unreadable is passed over."""
+    for line in content.splitlines(keepends=True) if isinstance(content, bytes) else content:
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("batch"), int):
+            yield line, record
+
+
+def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes]:
+    """The lines of a log that came with a checkpoint, from the first one on that is not here.
+
+    Appended, they void the branch that was trained here from that batch on: the checkpoint does not come from it.
+    """
+    known = set(here)
+    first = next((i for i, line in enumerate(carried) if line not in known), len(carried))
+    return list(carried[first:])
+
+
+def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
+    """The lines here and those that came with the newest checkpoint, in the order that `missing_lines` asks for.
+
+    Lines written here after that checkpoint stay behind it: the run carried on from it here.
+    """
+    ours = here.splitlines(keepends=True)
+    theirs = [line for line, _ in read_lines(carried)]
+    missing = missing_lines(ours, theirs)
+    if not missing:
+        return ours
+    end = next((i for i in range(len(ours), 0, -1) if ours[i - 1] == theirs[-1]), len(ours))
+    return [*ours[:end], *missing, *ours[end:]]

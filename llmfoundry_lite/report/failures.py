@@ -1,0 +1,149 @@
+"""How launches of a run ended, what the failures cost, and how often to save in view of them.
+
+A launch is known from the lines of metrics.jsonl that it wrote, and from launches.jsonl, which only the run directory
+has where it ran. The two meet by where a launch began. A failure is a launch that had begun and ended as `failed`, or
+without a word (killed, or its machine went down); of launches that ran elsewhere, one that lost batches.
+
+    hours           `time/elapsed_seconds` of all launches, lost batches included, start-up not
+    between         these over the number of failures
+    lost            batches on dead branches, and their `time/batch_seconds` x devices
+"""
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from llmfoundry_lite.checkpoint.places import LocalPlace
+from llmfoundry_lite.log_lines import Record
+from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
+from llmfoundry_lite.status import is_running, read_status
+
+RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
+FAILURES = ("failed", KILLED)
+ELSEWHERE = "not known here"
+
+
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """None is what is not known."""
+
+    first_batch: int | None = None
+    """That it trained; None if it ended before."""
+    last_batch: int | None = None
+    ended: str = ELSEWHERE
+    reason: str | None = None
+    hours: float = 0.0
+    batches_lost: int = 0
+    device_hours_lost: float | None = 0.0
+
+    @property
+    def is_failure(self) -> bool:
+        return self.ended in FAILURES or (self.ended == ELSEWHERE and self.batches_lost > 0)
+
+
+def describe_failures(run: Run) -> dict[str, Any]:
+    launches = match(find_trained(run.log), find_told(run))
+    failures = [launch for launch in launches if launch.is_failure]
+    hours = sum(launch.hours for launch in launches)
+    between = hours / len(failures) if failures and hours else None
+    stalls, seconds = run.log[STALL], run.log[SECONDS]
+    save_seconds = float(np.nanmedian(stalls)) if np.isfinite(stalls).any() else None
+    every = suggest_save_interval(save_seconds, between * 3600) if save_seconds and between else None
+    batch_seconds = float(np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
+    lost = [launch.device_hours_lost for launch in launches]
+    return {
+        "launches": [asdict(launch) for launch in launches],
+        "causes": dict(Counter(launch.ended for launch in launches)),
+        "num_failures": len(failures),
+        "batches_lost": sum(launch.batches_lost for launch in launches),
+        "device_hours_lost": None if None in lost else sum(filter(None, lost)),
+        "hours": hours,
+        "hours_between_failures": between,
+        "save_stall_seconds": save_seconds,
+        "save_every_seconds": every,
+        "save_every_batches": max(1, round(every / batch_seconds)) if every and batch_seconds else None,
+    }
+
+
+def suggest_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Seconds of training between saves that lose least to saves and failures together.
+
+    With d for what a save holds up and M for the mean time between failures: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 +
+    (d / 2M) / 9) - d where d < 2M, and M beyond. J. T. Daly, "A higher order estimate of the optimum checkpoint
+    interval for restart dumps", Future Generation Computer Systems 22 (2006), equation 37. The first term is that of
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974). Both assume that
+    failures are independent, and that a restart costs the same whenever one saves.
+    """
+    d, m = save_seconds, seconds_between_failures
+    if d >= 2 * m:
+        return m
+    share = d / (2 * m)
+    return math.sqrt(2 * d * m) * (1 + math.sqrt(share) / 3 + share / 9) - d
+
+
+def find_trained(log: Log) -> list[Launch]:
+    """A launch for each that wrote lines, in order."""
+    launches = []
+    for number in range(1, log.num_launches + 1):
+        parts: list[tuple[Log | DeadBranch, np.ndarray]] = [
+            (rows, rows.launch == number) for rows in (log, *log.dead) if (rows.launch == number).any()
+        ]
+        batches = np.concatenate([rows.batch[here] for rows, here in parts]) if parts else np.empty(0, np.int64)
+        clocks = np.concatenate([rows[ELAPSED][here] for rows, here in parts]) if parts else np.empty(0)
+        lost = [(rows, here) for rows, here in parts if isinstance(rows, DeadBranch)]
+        device_seconds = sum(float(np.nansum((rows[SECONDS] * devices_of(rows))[here])) for rows, here in lost)
+        is_known = all(np.isfinite(devices_of(rows)[here]).all() for rows, here in lost)
+        if len(batches):
+            launches.append(
+                Launch(
+                    first_batch=int(batches.min()),
+                    last_batch=int(batches.max()),
+                    hours=float(np.nanmax(clocks)) / 3600 if np.isfinite(clocks).any() else 0.0,
+                    batches_lost=sum(int(here.sum()) for _, here in lost),
+                    device_hours_lost=device_seconds / 3600 if is_known else None,
+                )
+            )
+    return launches
+
+
+def find_told(run: Run) -> list[tuple[Record, Record]]:
+    """(beginning, end) of each launch in launches.jsonl. One that never began has nothing but its end."""
+    told: list[tuple[Record, Record]] = []
+    begun: Record | None = None
+    for event in run.launches:
+        if event.get("status") == RUNNING:
+            if begun is not None:
+                told.append((begun, {"status": KILLED}))
+            begun = event
+        elif begun is None or not event.get("has_begun"):
+            told.append((event, {**event, "status": NEVER_BEGAN}))
+        else:
+            told.append((begun, event))
+            begun = None
+    if begun is not None:
+        lives = isinstance(run.place, LocalPlace) and is_running(read_status(run.place.path) or {})
+        told.append((begun, {"status": RUNNING if lives else KILLED}))
+    return told
+
+
+def match(trained: list[Launch], told: list[tuple[Record, Record]]) -> list[Launch]:
+    """Both in order, so that a launch that was told of is the next that trained from the batch where it began."""
+    launches, next_one = [], 0
+    for begun, end in told:
+        ended, reason = end["status"], end.get("reason")
+        found = None
+        if ended != NEVER_BEGAN:
+            begins = (begun["batch"], begun["batch"] + 1)  # an evaluation before the first batch has a line too
+            found = next((i for i in range(next_one, len(trained)) if trained[i].first_batch in begins), None)
+        if found is None:
+            launches.append(Launch(ended=ended, reason=reason))
+            continue
+        launches += trained[next_one:found]
+        launch = trained[found]
+        launch.ended, launch.reason = ended, reason
+        launches.append(launch)
+        next_one = found + 1
+    return launches + trained[next_one:]

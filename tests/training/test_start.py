@@ -1,0 +1,73 @@
+"""Where a launch begins is decided before anything is built, and no run starts over silently."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.training.start import look
+from tests.helpers.tiny import tiny_config, write_config
+
+
+def config_of(folder, **changes):
+    path = write_config(folder / "tiny.yaml", tiny_config(folder / "data", run_folder=str(folder / "run"), **changes))
+    return load_train_config([path]).config
+
+
+def write_log(folder: Path, *records):
+    (folder / "run").mkdir()
+    (folder / "run/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def refusal(folder, **changes):
+    with pytest.raises(CheckpointError) as caught:
+        look(config_of(folder, **changes), {})
+    return str(caught.value).replace(str(folder) + "/", "")
+
+
+def test_a_run_with_a_log_and_no_checkpoint_is_not_started_over_silently(tmp_path):
+    write_log(tmp_path, {"batch": 0, "eval/loss": 4.0}, {"batch": 1}, {"batch": 2})
+    assert refusal(tmp_path) == (
+        "run/metrics.jsonl has batches of this run up to 2, and run/checkpoints holds no checkpoint to carry on from; "
+        "to start over, choose another run_name or remove run"
+    )
+    is_own, note = look(config_of(tmp_path, autoresume=True), {})
+    assert not is_own
+    assert note.endswith("has batches of this run up to 2, none of them saved yet: they are trained again")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("autoresume", [True, False])
+def test_a_run_whose_checkpoints_have_gone_is_never_started_over(tmp_path, autoresume):
+    """Such as when their disk is not mounted."""
+    write_log(tmp_path, {"batch": 1}, {"batch": 2, "checkpoint/bytes": 7})
+    assert refusal(tmp_path, autoresume=autoresume) == (
+        "run/metrics.jsonl has batches of this run up to 2 and says that it was saved, but run/checkpoints holds no "
+        "checkpoint; is its disk mounted, is save_folder the same? to start over, choose another run_name or remove run"
+    )
+
+
+def test_a_log_of_no_batch_is_no_hindrance(tmp_path):
+    write_log(tmp_path, {"batch": 0, "eval/loss": 4.0})
+    assert look(config_of(tmp_path), {}) == (False, "")
+
+
+def test_weights_of_others_are_answered_with_how_to_import_them(tmp_path):
+    torch.save({"state": {}}, tmp_path / "ep0-ba10-rank0.pt")
+    words = refusal(tmp_path, load_path=str(tmp_path / "ep0-ba10-rank0.pt"))
+    assert words.startswith(
+        "load_path: ep0-ba10-rank0.pt: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import "
+        "ep0-ba10-rank0.pt OUT` makes one of a checkpoint of Composer or LLM Foundry (a pickle: add --trust-pickle), "
+    )
+    for name, file, option in (("sharded", ".metadata", " --trust-pickle"), ("model", "config.json", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+        words = refusal(tmp_path, load_path=str(tmp_path / name))
+        assert f"`llmfoundry-lite checkpoint import {name} OUT{option}` makes one" in words
+    words = refusal(tmp_path, load_path=str(tmp_path / "nowhere"))
+    assert words == (
+        "load_path: nowhere holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run directory"
+    )
