@@ -232,6 +232,7 @@ class TextDataset(StreamingDataset):
         notes = gather_notes(note)
         errors = [note["error"] for note in notes if "error" in note]
         if errors:
+            self.__del__()  # lets go of the folders; the error may keep this object alive
             raise DataError(errors[0])  # the same sentence everywhere, so that it is printed once
         if get_local_rank() > 0:
             self._open_shared(notes[get_rank() - get_local_rank()]["number"])
