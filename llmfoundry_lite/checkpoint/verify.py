@@ -12,8 +12,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from llmfoundry_lite.checkpoint.folders import unreadable
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.places import unreadable
 from llmfoundry_lite.checkpoint.shards import check_headers, find_absent, read_verified, verify_file
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
@@ -34,9 +34,9 @@ class Description:
 def check_present(checkpoint: Checkpoint) -> None:
     """Every file is there with its size."""
     try:
-        absent = find_absent(checkpoint.place, (*checkpoint.manifest.files, *checkpoint.manifest.attachments))
+        absent = find_absent(checkpoint.folder, (*checkpoint.manifest.files, *checkpoint.manifest.attachments))
     except OSError as error:
-        raise unreadable(checkpoint.place.parent(), checkpoint.name, error) from error
+        raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
     if absent is not None:
         file, size = absent
         where = f"{checkpoint.where}/{file.name}"
@@ -47,21 +47,21 @@ def check_present(checkpoint: Checkpoint) -> None:
 
 def check_structure(checkpoint: Checkpoint) -> None:
     """Every file is there with its size and a header that says what the manifest says."""
-    check_headers(checkpoint.place, checkpoint.manifest)
+    check_headers(checkpoint.folder, checkpoint.manifest)
 
 
 def check_readable(checkpoint: Checkpoint) -> None:
     """What one rank looks at before all read the tensors, which are verified as they are read."""
     check_present(checkpoint)
     for file in checkpoint.manifest.attachments:
-        verify_file(checkpoint.place, file)
+        verify_file(checkpoint.folder, file)
 
 
 def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
     """What was saved beside the tensors as `name`; None if nothing was. Raises UnsoundCheckpointError."""
     for file in checkpoint.manifest.attachments:
         if file.name.rsplit("/", 1)[-1] == name:
-            return read_verified(checkpoint.place, file)
+            return read_verified(checkpoint.folder, file)
     return None
 
 
@@ -69,7 +69,7 @@ def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
     """Every block of every file is hashed, and all headers are compared with the manifest."""
     manifest = checkpoint.manifest
     for file in manifest.files:
-        verify_file(checkpoint.place, file, num_threads=num_threads)
+        verify_file(checkpoint.folder, file, num_threads=num_threads)
     check_structure(checkpoint)
     check_readable(checkpoint)
 
