@@ -325,8 +325,8 @@ class CheckpointStore:
         file, size = absent
         if size is None:
             raise CheckpointError(
-                f"{folder.url}/{file.name}: written by another rank but not to be seen from rank 0; save_folder must be "
-                "on a disk that all nodes share, or a URL"
+                f"{folder.url}/{file.name}: written by another rank but not to be seen from rank 0; save_folder must "
+                "be on a disk that all nodes share, or a URL"
             )
         raise CheckpointError(f"{folder.url}/{file.name}: {size:,} bytes, written were {file.num_bytes:,}")
 
