@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_config, find_surprises
 from llmfoundry_lite.config.check_values import check_kinds
-from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
+from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_fine_tuning, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
@@ -38,6 +38,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
             raise ConfigError(f"command line: unknown option {flag}; expected YAML files, key=value pairs or --dry-run")
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
+    refuse_fine_tuning(values, layers)
     notes = drop_keys_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
@@ -85,7 +86,7 @@ def _gather_extras(values: dict[str, Any]) -> dict[str, Any]:
             section["kwargs"] = {**section.get("kwargs", {}), **extra}
     callbacks = values.get("callbacks")
     if isinstance(callbacks, dict):
-        extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if key.startswith("python:")}
+        extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if str(key).startswith("python:")}
         if extra:
             callbacks["extra"] = {**callbacks.get("extra", {}), **extra}
     return values
