@@ -16,7 +16,7 @@ HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
        llmfoundry-lite eval [-n RANKS] [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
 
-YAML                a file, or one that comes with the package, by name: icl-zero-shot; none: all tasks whose data are here
+YAML                a file, or one that comes with the package, by name; none: all tasks whose data are here
 models.NAME=WHERE   a run, a checkpoint, a folder of a Hugging Face model, or hf:NAME
 --all-checkpoints   every checkpoint of the runs that follow: a learning curve
 """

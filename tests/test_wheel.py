@@ -65,8 +65,8 @@ def check_whole_path(programs, second_step, folder):
     work.mkdir()
     ours = programs / "llmfoundry-lite"
     (work / "text").mkdir()
-    for path in sorted((ROOT / "llmfoundry_lite").rglob("*.py"))[:60]:
-        (work / "text" / f"{path.stem}.txt").write_text(path.read_text())
+    for number, path in enumerate(sorted((ROOT / "llmfoundry_lite/checkpoint").glob("*.py"))):
+        (work / "text" / f"{number}.txt").write_text(path.read_text())
     refused = call(ours, "train", "mpt-quickstart", cwd=work, code=2)
     assert "composer and streaming not installed" in refused and SECOND_STEP in refused
 
@@ -82,7 +82,7 @@ def check_whole_path(programs, second_step, folder):
     call(*launch, "mine.yaml", "cpu", *small, "eval_interval=0", "device_train_microbatch_size=2", cwd=work)
     assert json.loads((work / "runs/mine/status.json").read_text())["status"] == "done"
 
-    task = {"label": "text", "icl_task_type": "perplexity", "dataset_uri": "text/errors.txt"}
+    task = {"label": "text", "icl_task_type": "perplexity", "dataset_uri": "text/0.txt"}
     (work / "task.yaml").write_text(json.dumps({"icl_tasks": [task]}))
     table = call(ours, "eval", "task.yaml", "models.mine=runs/mine", cwd=work)
     assert "text" in table and (work / "results/task/mine.json").is_file()

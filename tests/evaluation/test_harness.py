@@ -405,7 +405,9 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
 
         with monkeypatch.context() as patch:
             patch.setattr(suite, name, prune_first)
-            scripts.eval.main(["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"])
+            llmfoundry_lite.eval.main(
+                ["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"]
+            )
         assert "models.live-ba2: passed over runs/live/checkpoints/ba2, which was removed" in capsys.readouterr().err
         rows = (here / "results/curve/table.md").read_text().splitlines()
         assert [row.split()[1] for row in rows if "-ba" in row] == ["live-ba4", "tiny-ba2", "tiny-ba4"]
