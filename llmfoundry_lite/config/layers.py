@@ -60,7 +60,7 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"command line: cannot read {argument}: {one_line(error)}") from None
     try:
         return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments))))
-    except (OmegaConfBaseException, TypeError) as error:
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
         key = getattr(error, "full_key", None) or "a key"
         raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
 

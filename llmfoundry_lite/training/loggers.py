@@ -220,11 +220,13 @@ class ProgressBar(Mirror):
 
         self.max_duration = max_duration
         self.progress = progress
-        self.bar = tqdm(total=1.0, bar_format="{l_bar}{bar}| {postfix}", dynamic_ncols=True)
+        # tqdm puts a comma before what it calls the postfix, and a colon behind a description in l_bar.
+        form = "{percentage:3.0f}%|{bar}| {desc}"
+        self.bar = tqdm(total=1.0, initial=progress(), bar_format=form, desc="first batch", dynamic_ncols=True)
 
     def __call__(self, record: Record) -> None:
         self.bar.n = self.progress()
-        self.bar.set_postfix_str(console_line(record, self.max_duration))
+        self.bar.set_description_str(console_line(record, self.max_duration))
 
     def close(self) -> None:
         self.bar.close()
