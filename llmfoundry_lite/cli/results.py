@@ -1,5 +1,6 @@
-"""`llmfoundry-lite report` and `compare`: what runs and evaluations came to."""
+"""`llmfoundry-lite watch`, `report` and `compare`: where a run is, what runs and evaluations came to."""
 
+import contextlib
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,14 @@ class FigureAxis(StrEnum):
     batch = "batch"
     tokens = "tokens"
     flops = "flops"
+
+
+def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
+    """Show a run live, until it ends: batch, loss, rate, remaining time, last checkpoint. Ctrl-C leaves it alone."""
+    from llmfoundry_lite.report.watch import watch
+
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(run)
 
 
 def report_runs(

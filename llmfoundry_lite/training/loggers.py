@@ -20,7 +20,7 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.log_lines import Record, missing_lines, read_lines
+from llmfoundry_lite.log_lines import Record, console_line, missing_lines, read_lines
 from llmfoundry_lite.training.wandb_files import offline_steps
 
 METRICS = "metrics.jsonl"
@@ -182,34 +182,6 @@ class ConsoleLine(Mirror):
             due, self.last_epoch = record["time/epoch"] != self.last_epoch, record["time/epoch"]
         if due or "eval/loss" in record:
             print(console_line(record, self.max_duration), file=self.stream, flush=True)
-
-
-def console_line(record: Record, max_duration: Duration) -> str:
-    """`batch 20/800 · loss 4.1234 · …`"""
-    total = f"/{int(max_duration.value)}" if max_duration.unit == "ba" else ""
-    parts = [f"batch {record['batch']}{total}"]
-    if max_duration.unit != "ba":
-        key = {"ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}[max_duration.unit]
-        parts.append(f"{record[key]}/{max_duration}")
-    for key, form in (
-        ("loss/train/total", "loss {:.4f}"),
-        ("eval/loss", "validation {:.4f}"),
-        ("lr", "lr {:.2e}"),
-        ("grad_norm", "grad {:.2f}"),
-        ("throughput/tokens_per_sec", "{:,.0f} tokens/s"),
-        ("throughput/device/mfu", "MFU {:.1%}"),
-    ):
-        if record.get(key) is not None:
-            parts.append(form.format(record[key]))
-    if "time/remaining_seconds" in record:
-        parts.append("ETA " + duration_text(record["time/remaining_seconds"]))
-    return " · ".join(parts)
-
-
-def duration_text(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class ProgressBar(Mirror):
