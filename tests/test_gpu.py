@@ -8,9 +8,8 @@ import torch
 from llmfoundry_lite.bench.switch import switch
 from llmfoundry_lite.models.attention import document_numbers
 from tests.helpers.launch import train
+from tests.helpers.models import EOS, FAMILY, random_model, with_implementation
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.models.test_family import EOS, FAMILY, with_implementation
-from tests.models.test_mpt_parity import random_model
 
 pytestmark = [
     pytest.mark.gpu,

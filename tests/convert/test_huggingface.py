@@ -12,7 +12,7 @@ from llmfoundry_lite.convert import huggingface
 from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
-from tests.models.test_mpt_parity import (
+from tests.helpers.models import (
     ALIBI,
     LLAMA,
     SMALL,
@@ -22,6 +22,7 @@ from tests.models.test_mpt_parity import (
     with_attention,
     with_scaling,
 )
+from tests.helpers.tiny import build_tokenizer
 
 LAYOUTS = {
     "mpt": ALIBI,
@@ -125,14 +126,6 @@ def test_bf16_halves_the_file_and_loads_as_bf16(tmp_path):
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "bf16")]
     assert sizes[1] < 0.6 * sizes[0]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
-
-
-def build_tokenizer(folder) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
 
 
 def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):

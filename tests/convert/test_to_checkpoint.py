@@ -27,10 +27,18 @@ from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, Expo
 from llmfoundry_lite.evaluation.models import find_subject
 from llmfoundry_lite.models.mpt import MPT
 from tests import composer_saves
-from tests.convert.test_huggingface import build_tokenizer
 from tests.helpers.launch import launch, train
-from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, read_metrics, tiny_config, values, write_config, write_data
-from tests.models.test_mpt_parity import ALIBI, LLAMA, SMALL, random_model
+from tests.helpers.models import ALIBI, LLAMA, SMALL, random_model
+from tests.helpers.tiny import (
+    SEQ_LEN,
+    VOCAB_SIZE,
+    build_tokenizer,
+    read_metrics,
+    tiny_config,
+    values,
+    write_config,
+    write_data,
+)
 
 PACKAGE = Path(llmfoundry_lite.__file__).parent
 

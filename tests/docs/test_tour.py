@@ -34,3 +34,14 @@ def test_the_tour_has_twenty_behaviours_and_every_room():
 def test_files_that_the_tour_names_exist():
     for file in re.findall(r"`([\w/]+\.py)`", TOUR):
         assert (ROOT / "llmfoundry_lite" / file).is_file(), file
+
+
+def test_no_test_module_imports_from_another():
+    """What several share lies in tests/helpers, or beside them in a module that has no tests."""
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.match(r"\s*(from|import) tests\.([\w]+\.)*test_", line)
+    ]
+    assert not found

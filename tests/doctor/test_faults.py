@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +17,7 @@ import torch.distributed as dist
 from llmfoundry_lite.doctor import bandwidth, clock, collectives, disk, gemm, memory
 from llmfoundry_lite.doctor.examine import examine
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status
-
-QUICK = Machine(quick=True)
-
-
-def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
-    findings = list(findings)
-    assert all(finding.fix for finding in findings if finding.status in (Status.WARN, Status.FAIL))
-    return {finding.check: finding for finding in findings}
+from tests.helpers.findings import QUICK, by_name, corrupt_one_element, die
 
 
 def flip_bit(values: torch.Tensor, index: int, bit: int) -> None:
@@ -284,18 +277,6 @@ def test_a_folder_that_is_not_there_fails_with_the_command_that_makes_it(tmp_pat
 # ------------------------------------------------------------------------------------------------ collectives
 
 
-def corrupt_one_element(rank: int) -> None:
-    """The last rank's part of a large reduction arrives with one element off by one."""
-    real = dist.all_reduce
-
-    def all_reduce(values: torch.Tensor, *arguments, **options):
-        if rank == dist.get_world_size() - 1 and len(values) > 1000:
-            values[1000] += 1
-        return real(values, *arguments, **options)
-
-    dist.all_reduce = all_reduce
-
-
 def swap_halves(rank: int) -> None:
     """Everything arrives, in the wrong place."""
     real = dist.all_gather_into_tensor
@@ -322,11 +303,6 @@ def run_an_hour_ahead(rank: int) -> None:
     if rank == 1:
         real = time.time
         time.time = lambda: real() + 3600
-
-
-def die(rank: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang(rank: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from llmfoundry_lite.doctor import collectives, gemm, memory
 from llmfoundry_lite.doctor.examine import CHECKS, examine
 from llmfoundry_lite.doctor.finding import Machine, Status
-from tests.doctor.test_faults import by_name, corrupt_one_element, die
+from tests.helpers.findings import by_name, corrupt_one_element, die
 
 pytestmark = [
     pytest.mark.gpu,

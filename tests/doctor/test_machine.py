@@ -20,7 +20,7 @@ from llmfoundry_lite.doctor.finding import Finding, Machine, Status
 from llmfoundry_lite.doctor.versions import Build
 from llmfoundry_lite.hardware import GIB
 from tests.doctor.broken_checks import answer, crash, hang, segfault
-from tests.doctor.test_faults import QUICK, by_name
+from tests.helpers.findings import QUICK, by_name
 
 # ------------------------------------------------------------------------------------------------ devices
 

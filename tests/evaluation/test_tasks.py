@@ -17,25 +17,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import is_right, write
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
-
-
-class Pieces:
-    """Words with the space before them, punctuation and white space are tokens, as in GPT-2's."""
-
-    pattern = r" ?\w+| ?[^\w\s]+|\s"
-
-    def __init__(self):
-        self.pieces = ["<eos>"]
-        self.eos_token_id = 0
-        self.beginning = []
-
-    def encode(self, text):
-        found = re.findall(self.pattern, text)
-        self.pieces += [piece for piece in dict.fromkeys(found) if piece not in self.pieces]
-        return [self.pieces.index(piece) for piece in found]
-
-    def decode(self, ids):
-        return "".join(self.pieces[i] for i in ids)
+from tests.helpers.pieces import Pieces
 
 
 class Characters(Pieces):

@@ -76,3 +76,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def values(records: list[dict[str, Any]], key: str) -> list[Any]:
     return [record[key] for record in records if key in record]
+
+
+def build_tokenizer(folder: Path) -> None:
+    """Of three words, in transformers' files."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)

@@ -10,56 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.schema import AttentionConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models import blocked_attention
 from llmfoundry_lite.models.attention import choose_implementation, document_numbers
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
-from tests.models.test_mpt_parity import random_model, random_tokens
+from tests.helpers.models import BASE, EOS, FAMILY, GQA, attention, random_model, random_tokens, with_implementation
 
-BASE = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)
-EOS = 5
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-def attention(**options) -> ModelConfig:
-    return replace(BASE, attn_config=AttentionConfig(**options))
-
-
-GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
-FAMILY = {
-    "learned": BASE,
-    "alibi": attention(alibi=True),
-    "rope": attention(rope=True),
-    "rope linear": attention(rope=True, rope_hf_config=RopeScaling(type="linear", factor=2.0)),
-    "rope ntk": attention(rope=True, rope_theta=500.0, rope_hf_config=RopeScaling(type="ntk", factor=4.0)),
-    "no positions": replace(BASE, learned_pos_emb=False),
-    "grouped": attention(**GQA),
-    "multiquery": attention(attn_type="multiquery_attention", alibi=True),
-    "grouped rope": attention(**GQA, rope=True),
-    "window": attention(sliding_window_size=3),
-    "window alibi grouped": attention(**GQA, sliding_window_size=5, alibi=True),
-    "norm of q and k": attention(**GQA, qk_ln=True),
-    "norm of heads": attention(**GQA, qk_gn=True),
-    "clip and scale": attention(clip_qkv=0.5, softmax_scale=0.3),
-    "three matrices": attention(**GQA, fused_qkv=False, clip_qkv=0.5),
-    "gated": replace(BASE, ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu"))),
-    "hidden size": replace(BASE, ffn_config=FFNConfig(ffn_hidden_size=40, ffn_act_fn=FFNActivation(name="relu"))),
-    "gelu by tanh": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(approximate="tanh"))),
-    "quick gelu": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(name="quick_gelu"))),
-    "rmsnorm": replace(BASE, norm_type="rmsnorm"),
-    "low-precision rmsnorm": replace(BASE, norm_type="low_precision_rmsnorm", attn_config=AttentionConfig(qk_ln=True)),
-    "untied": replace(BASE, tie_word_embeddings=False),
-    "no bias": replace(BASE, no_bias=True, attn_config=AttentionConfig(**GQA, qk_ln=True)),
-}
-
-
-def with_implementation(model: MPT, attn_impl: str) -> MPT:
-    other = MPT(model.config, attn_impl)
-    other.load_state_dict(model.state_dict())
-    return other.eval()
 
 
 def documents_of(tokens_bt: torch.Tensor) -> torch.Tensor:

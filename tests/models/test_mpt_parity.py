@@ -15,40 +15,23 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import build_hf_config, layout_sources, to_hugging_face
 from llmfoundry_lite.convert.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.models import (
+    ALIBI,
+    LLAMA,
+    SMALL,
+    random_model,
+    random_tokens,
+    with_activation,
+    with_attention,
+    with_scaling,
+)
 
 LOGITS = 1e-5
 GRADIENTS = 1e-5
-
-SMALL = ModelConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)
-ALIBI = replace(SMALL, no_bias=True, attn_config=AttentionConfig(alibi=True))
-LLAMA = replace(
-    SMALL,
-    no_bias=True,
-    norm_type="rmsnorm",
-    attn_config=AttentionConfig(attn_type="grouped_query_attention", kv_n_heads=2, rope=True),
-    ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu")),
-    tie_word_embeddings=False,
-)
-
-
-def random_model(config: ModelConfig, seed: int = 0) -> MPT:
-    """Weights that leave nothing at a special value: norms and biases are off one and zero."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = MPT(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name or "_ln" in name
-            parameter.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.2)
-    return model
-
-
-def random_tokens(config: ModelConfig, num_tokens: int = 29) -> torch.Tensor:
-    return torch.randint(config.vocab_size, (3, num_tokens), generator=torch.Generator().manual_seed(1))
 
 
 def build_theirs(model: MPT) -> torch.nn.Module:
@@ -72,18 +55,6 @@ def build_theirs(model: MPT) -> torch.nn.Module:
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str) -> None:
     error = (ours - theirs).abs().max() / theirs.abs().max()
     assert error < tolerance, f"{what}: relative error {error:.1e}"
-
-
-def with_attention(config: ModelConfig, **options) -> ModelConfig:
-    return replace(config, attn_config=replace(config.attn_config, **options))
-
-
-def with_activation(config: ModelConfig, **options) -> ModelConfig:
-    return replace(config, ffn_config=replace(config.ffn_config, ffn_act_fn=FFNActivation(**options)))
-
-
-def with_scaling(config: ModelConfig, **options) -> ModelConfig:
-    return with_attention(config, rope_theta=500.0, rope_hf_config=RopeScaling(**options))
 
 
 @pytest.mark.parametrize(

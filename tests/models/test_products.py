@@ -10,8 +10,7 @@ from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.models import products
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
-from tests.models.test_family import FAMILY
-from tests.models.test_mpt_parity import random_model
+from tests.helpers.models import FAMILY, random_model
 
 pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="a torch without oneDNN")
 SMALL = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)

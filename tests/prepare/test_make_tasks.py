@@ -16,7 +16,7 @@ from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.prepare import make_tasks as own
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import Request
-from tests.evaluation.test_tasks import Pieces
+from tests.helpers.pieces import Pieces
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["next_line", "identifier_recall", "stdlib_text"]

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from composer.core import Callback
 
 from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import ConfigError
@@ -19,35 +18,10 @@ from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.train import RunFolder
 from tests.helpers.launch import ROOT, free_port, train
+from tests.helpers.signals import Signal, SignalInEvaluation
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
 pytestmark = pytest.mark.multiprocess
-
-
-class Signal(Callback):
-    """Sends one rank a signal at the beginning of a batch."""
-
-    def __init__(self, rank: int, batch: int, name: str = "SIGTERM"):
-        self.rank, self.batch, self.number = rank, batch, signal.Signals[name]
-
-    def is_here(self, state) -> bool:
-        return int(os.environ["RANK"]) == self.rank and int(state.timestamp.batch) + 1 == self.batch
-
-    def batch_start(self, state, logger):
-        if self.is_here(state):
-            os.kill(os.getpid(), self.number)
-
-
-class SignalInEvaluation(Signal):
-    """In the evaluation before that batch."""
-
-    def batch_start(self, state, logger):
-        pass
-
-    def eval_batch_end(self, state, logger):
-        if self.is_here(state):
-            os.kill(os.getpid(), self.number)
-            threading.Event().wait(0.2)  # until its thread has been told; the evaluation goes on for far longer
 
 
 class SignalThenHang(Signal):

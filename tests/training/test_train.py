@@ -7,9 +7,8 @@ import pytest
 import torch
 from composer.core import Callback
 
-from tests.convert.test_huggingface import build_tokenizer
 from tests.helpers.launch import train
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 

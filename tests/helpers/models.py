@@ -1,0 +1,97 @@
+"""Models of every kind in the family, small, with weights at no special value."""
+
+from dataclasses import replace
+
+import torch
+
+from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.models.mpt import MPT
+
+SMALL = ModelConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)
+
+
+ALIBI = replace(SMALL, no_bias=True, attn_config=AttentionConfig(alibi=True))
+
+
+LLAMA = replace(
+    SMALL,
+    no_bias=True,
+    norm_type="rmsnorm",
+    attn_config=AttentionConfig(attn_type="grouped_query_attention", kv_n_heads=2, rope=True),
+    ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu")),
+    tie_word_embeddings=False,
+)
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> MPT:
+    """Weights that leave nothing at a special value: norms and biases are off one and zero."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = MPT(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name or "_ln" in name
+            parameter.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.2)
+    return model
+
+
+def random_tokens(config: ModelConfig, num_tokens: int = 29) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (3, num_tokens), generator=torch.Generator().manual_seed(1))
+
+
+def with_activation(config: ModelConfig, **options) -> ModelConfig:
+    return replace(config, ffn_config=replace(config.ffn_config, ffn_act_fn=FFNActivation(**options)))
+
+
+def with_attention(config: ModelConfig, **options) -> ModelConfig:
+    return replace(config, attn_config=replace(config.attn_config, **options))
+
+
+def with_scaling(config: ModelConfig, **options) -> ModelConfig:
+    return with_attention(config, rope_theta=500.0, rope_hf_config=RopeScaling(**options))
+
+
+BASE = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)
+
+
+EOS = 5
+
+
+def attention(**options) -> ModelConfig:
+    return replace(BASE, attn_config=AttentionConfig(**options))
+
+
+GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+
+
+FAMILY = {
+    "learned": BASE,
+    "alibi": attention(alibi=True),
+    "rope": attention(rope=True),
+    "rope linear": attention(rope=True, rope_hf_config=RopeScaling(type="linear", factor=2.0)),
+    "rope ntk": attention(rope=True, rope_theta=500.0, rope_hf_config=RopeScaling(type="ntk", factor=4.0)),
+    "no positions": replace(BASE, learned_pos_emb=False),
+    "grouped": attention(**GQA),
+    "multiquery": attention(attn_type="multiquery_attention", alibi=True),
+    "grouped rope": attention(**GQA, rope=True),
+    "window": attention(sliding_window_size=3),
+    "window alibi grouped": attention(**GQA, sliding_window_size=5, alibi=True),
+    "norm of q and k": attention(**GQA, qk_ln=True),
+    "norm of heads": attention(**GQA, qk_gn=True),
+    "clip and scale": attention(clip_qkv=0.5, softmax_scale=0.3),
+    "three matrices": attention(**GQA, fused_qkv=False, clip_qkv=0.5),
+    "gated": replace(BASE, ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu"))),
+    "hidden size": replace(BASE, ffn_config=FFNConfig(ffn_hidden_size=40, ffn_act_fn=FFNActivation(name="relu"))),
+    "gelu by tanh": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(approximate="tanh"))),
+    "quick gelu": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(name="quick_gelu"))),
+    "rmsnorm": replace(BASE, norm_type="rmsnorm"),
+    "low-precision rmsnorm": replace(BASE, norm_type="low_precision_rmsnorm", attn_config=AttentionConfig(qk_ln=True)),
+    "untied": replace(BASE, tie_word_embeddings=False),
+    "no bias": replace(BASE, no_bias=True, attn_config=AttentionConfig(**GQA, qk_ln=True)),
+}
+
+
+def with_implementation(model: MPT, attn_impl: str) -> MPT:
+    other = MPT(model.config, attn_impl)
+    other.load_state_dict(model.state_dict())
+    return other.eval()

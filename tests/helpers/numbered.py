@@ -1,0 +1,35 @@
+"""Shards whose samples begin with their own number, and what a loader makes of them."""
+
+from pathlib import Path
+
+import numpy as np
+from streaming import MDSWriter
+
+from llmfoundry_lite.data.dataset import TextDataset, build_text_dataset
+from llmfoundry_lite.data.loader import TextLoader, build_text_loader
+
+SEQ_LEN = 8
+
+
+def write_shards(folder: Path, num_samples: int = 100, size_limit: int = 1_000, first: int = 0, **options) -> Path:
+    """Samples that begin with their own number: [n, n + 1, …]; about ten in a shard."""
+    with MDSWriter(out=str(folder), columns={"tokens": "bytes"}, size_limit=size_limit, **options) as writer:
+        for number in range(first, first + num_samples):
+            writer.write({"tokens": np.arange(number, number + SEQ_LEN).tobytes()})
+    return folder
+
+
+def open_data(folder: Path | None, **settings) -> TextDataset:
+    settings = {"max_seq_len": SEQ_LEN, "global_batch_size": 12, "shuffle": True, "shuffle_seed": 3} | settings
+    if folder:
+        settings["local"] = str(folder)
+    return build_text_dataset(**settings)
+
+
+def numbers(loader: TextLoader) -> list[list[int]]:
+    """The sample numbers of every batch that is left in the epoch."""
+    return [batch["input_ids"][:, 0].tolist() for batch in loader]
+
+
+def numbers_of(dataset: TextDataset, num_workers: int = 0, **options) -> list[list[int]]:
+    return numbers(build_text_loader(dataset, num_workers=num_workers, **options))

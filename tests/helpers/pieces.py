@@ -1,0 +1,22 @@
+"""A tokenizer that a person can follow."""
+
+import re
+
+
+class Pieces:
+    """Words with the space before them, punctuation and white space are tokens, as in GPT-2's."""
+
+    pattern = r" ?\w+| ?[^\w\s]+|\s"
+
+    def __init__(self):
+        self.pieces = ["<eos>"]
+        self.eos_token_id = 0
+        self.beginning = []
+
+    def encode(self, text):
+        found = re.findall(self.pattern, text)
+        self.pieces += [piece for piece in dict.fromkeys(found) if piece not in self.pieces]
+        return [self.pieces.index(piece) for piece in found]
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids)
