@@ -64,13 +64,22 @@ def data_commands() -> None:
 
 @data.command("prepare")
 def data_prepare(
-    source: Annotated[list[str], typer.Option(help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs.")],
     out: Annotated[Path, typer.Option(help="The folder for train, val, tokenizer and summary.json.")],
     tokenizer: Annotated[str, typer.Option(help="A Hub name, a local folder, or train:VOCAB_SIZE.")],
     max_seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")],
-    more_sources: Annotated[list[str] | None, typer.Argument(metavar="[MORE SOURCES]", help="As --source.")] = None,
-    text_key: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
-    split: Annotated[str, typer.Option(help="The split of a Hub data set to read.")] = "train",
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOURCES]...", help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs."),
+    ] = None,
+    source: Annotated[list[str] | None, typer.Option(help="The same, before the others.")] = None,
+    text_key: Annotated[
+        list[str] | None,
+        typer.Option(help="The field or column that holds the text, such as meta.text; several are joined [text]."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split of a Hub data set, or of a saved one, to read.")] = "train",
+    encoding: Annotated[
+        str | None, typer.Option(help="Of text, JSON lines and CSV: latin-1, utf-16, … [utf-8]")
+    ] = None,
     val_fraction: Annotated[
         float | None, typer.Option(help="Share held out for validation [0.005; python-stdlib: 0.05].")
     ] = None,
@@ -86,11 +95,12 @@ def data_prepare(
     from llmfoundry_lite.data.summary import print_summary
 
     request = Request(
-        sources=(*source, *(more_sources or ())),
+        sources=(*(source or ()), *(sources or ())),
         tokenizer=tokenizer,
         max_seq_len=max_seq_len,
-        text_key=text_key,
+        text_key=tuple(text_key) if text_key and len(text_key) > 1 else (text_key or ["text"])[0],
         split=split,
+        encoding=encoding,
         on_error=on_error.value,
         val_fraction=val_fraction,
         size_limit_bytes=size_limit,
@@ -201,6 +211,18 @@ def bench_prepare(
             repeats=repeats,
         )
     )
+
+
+@bench.command("order")
+def bench_order(
+    num_shards: Annotated[int, typer.Option(min=1, help="Of the data set to open.")] = 1_560_000,
+    num_workers: Annotated[int, typer.Option(min=0, help="Of its loader.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="A folder for shuffle.json and .md.")] = None,
+) -> None:
+    """How well batches are mixed, beside StreamingDataset's shuffles; what it takes to open a data set of any size."""
+    from llmfoundry_lite.bench.order import run
+
+    run(num_shards=num_shards, num_workers=num_workers, out=out)
 
 
 @bench.command("checkpoint")

@@ -7,7 +7,9 @@ neither Composer nor streaming, so that the answer comes quickly.
 import contextlib
 import importlib.util
 import json
+import mmap
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,9 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.status import STATUS, write_ended_early
+
+LARGE_INDEX_BYTES = 16_000_000
+"""Of some 40,000 shards."""
 
 
 @dataclass(kw_only=True)
@@ -139,9 +144,7 @@ def _check_data(name: str, loader: LoaderConfig, config: TrainConfig, found: Pre
 
 def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, found: Preflight) -> int:
     try:
-        shards = json.loads(index.read_text())["shards"]
-        total = sum(shard["samples"] for shard in shards)
-        columns = shards[0]["column_names"] if shards else []
+        total, columns = _count_samples(index)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
     if not {"tokens", "text"} & set(columns):
@@ -157,6 +160,18 @@ def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, f
             )
         _check_fingerprint(summary["tokenizer"], key, config)
     return total
+
+
+def _count_samples(index: Path) -> tuple[int, list[str]]:
+    """Samples of all shards, and the columns of the first. A large index is searched, not parsed: every rank does so,
+    and Python makes eight bytes of each."""
+    if index.stat().st_size < LARGE_INDEX_BYTES:
+        shards = json.loads(index.read_text())["shards"]
+        return sum(shard["samples"] for shard in shards), shards[0]["column_names"] if shards else []
+    with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        columns = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
+        total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d+)', content))
+        return total, json.loads(columns[1]) if columns else []
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:

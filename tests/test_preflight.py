@@ -46,6 +46,11 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     assert "10ba = 10 batches, 2.56 k tokens, 1.33 epochs" in text
 
 
+def test_a_large_index_is_searched_with_the_same_result(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(preflight, "LARGE_INDEX_BYTES", 1)
+    assert check(tmp_path, tiny_config(data))[1].num_samples == {"train": 60, "eval": 9}
+
+
 def test_the_world_must_share_the_batch_evenly(tmp_path, data):
     with pytest.raises(ConfigError, match="global_train_batch_size: 8 cannot be shared evenly by 3 devices"):
         check(tmp_path, tiny_config(data), world_size=3)

@@ -240,6 +240,13 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
         if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
             key = f"scheduler.{key}"
             notes.append(f"{source_of(key, layers)}: {key}: {span} is longer than the run, {run}: {meaning}")
+    dataset, batch = config.train_loader.dataset, config.global_train_batch_size
+    if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:
+        key = "train_loader.dataset.shuffle_block_size"
+        notes.append(
+            f"{source_of(key, layers)}: {key}: {dataset.shuffle_block_size} is less than two batches of {batch}: "
+            f"shards are shuffled, their samples are not; set it to {100 * batch} or more, or leave it out"
+        )
     grace = config.preemption_grace_seconds
     if grace > LONGEST_GRACE_SECONDS and not under_srun:
         key = "preemption_grace_seconds"

@@ -250,11 +250,12 @@ class TextDatasetConfig:
     epoch_size: int | str | None = None
     predownload: int | None = None
     cache_limit: int | str | None = None
-    """Bytes, or 100gb."""
+    """Bytes, or 100gb. Only copies of a remote are given up."""
     download_retry: int = 2
     download_timeout: float = 60
     """Seconds."""
     validate_hash: str | None = None
+    """Shards are checked by this algorithm; default: the fastest of those in index.json."""
     keep_zip: bool = False
 
 

@@ -1,12 +1,17 @@
-"""What StreamingDataset keeps in arrays with a number for every sample, worked out here as it is asked for."""
+"""What StreamingDataset keeps in lists with an entry for every sample or shard, worked out here as it is asked for."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
+from streaming import Stream
+from streaming.base.format import FileInfo
+from streaming.base.format.mds import MDSReader
 
 from llmfoundry_lite.data.order import EpochOrder
+from llmfoundry_lite.data.shard_table import ShardTable
 
 
 class WorkerSampleIds:
@@ -47,17 +52,66 @@ class WorkerSampleIds:
 
 
 class ShardBounds:
-    """Sample id -> (shard, sample in shard), by bisection.
+    """Sample id -> (shard, sample in shard), by bisection of the shards' ends.
 
     StreamingDataset's Spanner does the same by way of an array of all samples: for C4 (170 M samples in 42,000 shards),
     4 s and 1.4 GB in every rank.
     """
 
-    def __init__(self, shard_sizes: NDArray[np.int64]) -> None:
-        self._bounds = [0, *np.cumsum(shard_sizes).tolist()]
+    def __init__(self, ends: NDArray[np.int64]) -> None:
+        self._ends = ends
 
     def __getitem__(self, sample_id: int) -> tuple[int, int]:
-        if not 0 <= sample_id < self._bounds[-1]:
-            raise IndexError(f"sample {sample_id} of {self._bounds[-1]}")
-        shard = bisect_right(self._bounds, sample_id) - 1
-        return shard, int(sample_id) - self._bounds[shard]
+        if not 0 <= sample_id < self._ends[-1]:
+            raise IndexError(f"sample {sample_id} of {self._ends[-1]}")
+        shard = int(self._ends.searchsorted(sample_id, side="right"))
+        return shard, int(sample_id) - (int(self._ends[shard - 1]) if shard else 0)
+
+
+class ShardReaders:
+    """StreamingDataset's readers of shards, each made when it is first needed, and the last few kept."""
+
+    _NUM_KEPT = 256
+
+    def __init__(self, table: ShardTable, streams: Sequence[Stream]) -> None:
+        self._table, self._begins = table, table.begins
+        self._folders = [(stream.local, stream.split) for stream in streams]
+        self._readers: dict[int, MDSReader] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, shard: int) -> MDSReader:
+        reader = self._readers.get(shard)
+        if reader is None:
+            reader = self._make(shard)
+            if len(self._readers) >= self._NUM_KEPT:
+                self._readers = {}  # not changed in place: other threads look into it
+            self._readers[shard] = reader
+        return reader
+
+    def stream_of(self, shard: int) -> int:
+        return bisect_right(self._begins, shard) - 1
+
+    def _make(self, shard: int) -> MDSReader:
+        stream = self.stream_of(shard)
+        kind = self._table.kinds[int(self._table.columns["kind"][shard])]
+        dirname, split = self._folders[stream]
+        return MDSReader(
+            dirname=dirname,
+            split=split,
+            **kind,
+            hashes=[],
+            raw_data=self._file(shard, stream, "raw"),
+            zip_data=self._file(shard, stream, "zip") if kind["compression"] else None,
+            samples=int(self._table.columns["samples"][shard]),
+            size_limit=None,
+        )
+
+    def _file(self, shard: int, stream: int, part: str) -> FileInfo:
+        hash_name = self._table.streams[stream].hash_name
+        return FileInfo(
+            basename=self._table.text(f"{part}_name", shard),
+            bytes=int(self._table.columns[f"{part}_bytes"][shard]),
+            hashes={hash_name: self._table.text(f"{part}_hash", shard)} if hash_name else {},
+        )

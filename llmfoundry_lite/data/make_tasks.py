@@ -21,12 +21,11 @@ import random
 import re
 import sysconfig
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.data.documents import read_documents
+from llmfoundry_lite.data.documents import Skipped, read_documents
 from llmfoundry_lite.data.sources import open_standard_library
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
@@ -75,7 +74,7 @@ def held_out_modules(folder: Path | None = None) -> list[Module]:
     documents = (
         document
         for unit in source.units()
-        for document in read_documents(unit, text_key="", on_error="skip", skipped=Counter())
+        for document in read_documents(unit, text_keys=(), on_error="skip", skipped=Skipped())
     )
     texts = [document.text for document in documents if document.split_key < threshold]
     return [Module(str(number), text) for number, text in enumerate(texts)]

@@ -37,6 +37,9 @@ Uint64Array = NDArray[np.uint64]
 DEFAULT_WINDOW_SAMPLES = 4_000_000
 """StreamingDataset's default, there spread over the canonical nodes, here over the whole world."""
 
+ORDER_VERSION = 1
+"""Of the algorithm; kept in every checkpoint. A change of any epoch's order is a new version."""
+
 NO_SAMPLE = -1
 
 _MAX_SLICE_ELEMENTS = 1 << 19
@@ -103,6 +106,17 @@ class SampleOrder:
         digest.update(np.array([*self.choose_per_stream, *settings], "<i8").tobytes())
         return digest.hexdigest()
 
+    @cached_property
+    def shard_sizes(self) -> Int64Array:
+        """Samples of each shard, of all streams one after another."""
+        sizes = [np.asarray(sizes, np.int64) for sizes in self.shard_sizes_per_stream]
+        return sizes[0] if len(sizes) == 1 else np.concatenate(sizes)
+
+    @cached_property
+    def shard_begins(self) -> Int64Array:
+        """The first sample of each shard."""
+        return np.cumsum(self.shard_sizes) - self.shard_sizes
+
     def epoch(self, epoch: int) -> "EpochOrder":
         return EpochOrder(self, epoch)
 
@@ -113,8 +127,6 @@ class EpochOrder:
     def __init__(self, order: SampleOrder, epoch: int) -> None:
         self.order = order
         self._key = (order.seed, epoch)
-        self._shard_sizes = np.concatenate([np.asarray(sizes, np.int64) for sizes in order.shard_sizes_per_stream])
-        self._shard_begins = np.cumsum(self._shard_sizes) - self._shard_sizes
 
         unit_shards, unit_sizes = _lay_out_units(order, self._key)
         self._ring_offset = 0
@@ -122,9 +134,10 @@ class EpochOrder:
             permutation = _permutations(_random_bits(*self._key, _UNITS, np.arange(len(unit_shards))))
             unit_shards, unit_sizes = unit_shards[permutation], unit_sizes[permutation]
             self._ring_offset = int(_random_bits(*self._key, _OFFSET)[0]) % max(order.num_samples, 1)
-        self._unit_shards = unit_shards
-        self._unit_bounds = np.concatenate([[0], np.cumsum(unit_sizes)])
-        self._unit_is_partial = unit_sizes < self._shard_sizes[unit_shards]
+        self._unit_shards = unit_shards.astype(np.int32)  # kept by every worker
+        self._unit_bounds = np.zeros(len(unit_sizes) + 1, np.int64)
+        np.cumsum(unit_sizes, out=self._unit_bounds[1:])
+        self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
 
     def sample_ids(self, lanes: range, steps: range) -> Int64Array:
         """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
@@ -156,8 +169,8 @@ class EpochOrder:
 
         # Lanes differ in length by one sample at most: the remainder is spread over the lanes.
         lanes_l = np.asarray(lanes, np.int64)
-        lane_begins_l = lanes_l * order.num_samples // order.num_lanes
-        lane_ends_l = (lanes_l + 1) * order.num_samples // order.num_lanes
+        lane_begins_l = _floor_share(lanes_l, order.num_samples, order.num_lanes)
+        lane_ends_l = _floor_share(lanes_l + 1, order.num_samples, order.num_lanes)
         begins_lk = lane_begins_l[:, None] + blocks_k * block_samples
         # Nothing is worked out beyond the end of the longest lane: the only block may be a sliver of a full one.
         longest_lane = -(-order.num_samples // order.num_lanes)
@@ -185,13 +198,13 @@ class EpochOrder:
             picks = [self._picks(unit) for unit in partial_units]
             pick_begins = np.cumsum([0, *map(len, picks)])
             within_unit[is_partial] = np.concatenate(picks)[pick_begins[which] + within_unit[is_partial]]
-        return self._shard_begins[self._unit_shards[units]] + within_unit
+        return self.order.shard_begins[self._unit_shards[units]] + within_unit
 
     def _picks(self, unit: int) -> Int64Array:
         """The samples of its shard that a partial unit is made of, in file order."""
         shard = int(self._unit_shards[unit])
         num_picks = self._unit_bounds[unit + 1] - self._unit_bounds[unit]
-        permutation = _permutations(_random_bits(*self._key, _PICKS, shard, np.arange(self._shard_sizes[shard])))
+        permutation = _permutations(_random_bits(*self._key, _PICKS, shard, np.arange(self.order.shard_sizes[shard])))
         return np.sort(permutation[:num_picks])
 
 
@@ -220,18 +233,33 @@ def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array
     num_shards_before = 0
     for stream, (sizes, choose) in enumerate(zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True)):
         sizes = np.asarray(sizes, np.int64)
-        num_repeats, rest = divmod(int(choose), int(sizes.sum()))
+        num_samples = int(sizes.sum())
+        num_repeats, rest = divmod(int(choose), num_samples)
         # The partial repeat takes from every shard in proportion to its size. Systematic sampling, that is rounding
         # cumulative shares after a random shift, makes the counts add up to `rest` and gives every shard, however
         # small, its share on average over the epochs.
-        shift = int(_random_bits(*key, _SHARES, stream)[0]) % int(sizes.sum())
-        shares = np.diff((np.concatenate([[0], np.cumsum(sizes)]) * rest + shift) // int(sizes.sum()))
+        shift = int(_random_bits(*key, _SHARES, stream)[0]) % num_samples
+        shares = np.diff(_floor_share(np.cumsum(sizes), rest, num_samples, shift), prepend=0)
         sizes_of_units = np.column_stack([*[sizes] * num_repeats, shares]).ravel()
         shards_of_units = np.repeat(np.arange(len(sizes)) + num_shards_before, num_repeats + 1)
         unit_shards.append(shards_of_units[sizes_of_units > 0])
         unit_sizes.append(sizes_of_units[sizes_of_units > 0])
         num_shards_before += len(sizes)
     return np.concatenate(unit_shards), np.concatenate(unit_sizes)
+
+
+def _floor_share(parts: Int64Array, count: int, whole: int, shift: int = 0) -> Int64Array:
+    """floor((parts * count + shift) / whole), exact where the product does not fit into 64 bits.
+
+    For 0 <= parts <= whole, 0 <= shift < whole < 2**61: long division, with as many bits of `count` at a time as fit.
+    """
+    bits = 62 - whole.bit_length()
+    quotients, rests = np.zeros_like(parts), np.zeros_like(parts)
+    for place in range(-(-count.bit_length() // bits) - 1, -1, -1):
+        digit = (count >> (place * bits)) & ((1 << bits) - 1)
+        more, rests = np.divmod((rests << bits) + parts * digit, whole)
+        quotients = (quotients << bits) + more
+    return quotients + (rests + shift) // whole
 
 
 def _cut_at_multiples(steps: range, size: int) -> list[slice]:

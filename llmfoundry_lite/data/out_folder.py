@@ -23,12 +23,14 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder, write_atomically
 
 PARTIAL = ".partial"
+LAYOUT = 2
+"""Of `.partial`: another number is another way to read units or to keep their tokens. Part of no result."""
 
 
 def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict[str, Any]:
     """The request with the state of its input and tokenizer, as it is compared and stored."""
     record = asdict(request) | {
-        "input": source.identity,
+        "input": source.identify(),
         "tokenizer_fingerprint": given.fingerprint if given else None,
         "format_version": FORMAT_VERSION,
     }
@@ -42,6 +44,8 @@ def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
             continue
         if key == "input":
             return f"the input has changed ({describe_input(stored.get(key))} then, {describe_input(now[key])} now)"
+        if key == "layout":
+            return "it was begun by another release, which keeps unfinished work in another way"
         return f"{key} was {stored.get(key)!r} and is {now[key]!r} now"
     return None
 
@@ -52,19 +56,31 @@ def describe_input(identity: Any) -> str:
     return ", ".join(f"{key} {value}" for key, value in identity.items())
 
 
-def find_finished(out: Path, record: dict[str, Any]) -> Summary | None:
+def check_unchanged(source: Source, record: dict[str, Any]) -> None:
+    """Refuse to publish what was made of an input that somebody has written to meanwhile: it may be a mixture."""
+    changed = difference({"input": record["input"]}, {"input": source.identify()})
+    if changed:
+        raise DataError(
+            f"{changed}: it was written to while it was read, so nothing is published; when it is complete, run the "
+            "same command again with --overwrite"
+        )
+
+
+def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) -> Summary | None:
     """The summary in `out` when this very request was finished there; an error when another one was."""
     if not (out / SUMMARY_FILE).is_file():
         return None
     summary = load_summary(out)
     changed = difference(summary.request, record)
+    if given and not changed:
+        changed = difference({"eos_token": summary.tokenizer.eos_token}, {"eos_token": given.eos_token})
     if changed:
         raise DataError(f"{out} holds another preparation: {changed}; choose another --out, or pass --overwrite")
     shutil.rmtree(out / PARTIAL, ignore_errors=True)  # killed between the summary and this
     return summary
 
 
-def open_partial(out: Path, record: dict[str, Any], notify: Callable[[str], None]) -> Path:
+def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, notify: Callable[[str], None]) -> Path:
     """The folder of work in progress, new or with what a killed launch of the same request left.
 
     Of another request, too, nothing stands in the way before its first unit is finished; and units made with
@@ -72,6 +88,7 @@ def open_partial(out: Path, record: dict[str, Any], notify: Callable[[str], None
     """
     partial = out / PARTIAL
     request_file = partial / "request.json"
+    record = record | {"layout": LAYOUT, "eos_token": given.eos_token if given else None}
     if request_file.is_file():
         stored = json.loads(request_file.read_text(encoding="utf-8"))
         num_done = len(list((partial / "units").glob("*.npz")))

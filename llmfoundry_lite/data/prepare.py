@@ -23,8 +23,8 @@ each sample, and an LLM Foundry loader reads it like any other array of tokens.
 
 import itertools
 import os
+import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +33,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from llmfoundry_lite.data.documents import Document, read_documents
+from llmfoundry_lite.data.documents import Document, Skipped, read_documents
 from llmfoundry_lite.data.out_folder import (
+    check_unchanged,
     clear_disk_errors,
     discard,
     find_finished,
@@ -46,8 +47,8 @@ from llmfoundry_lite.data.out_folder import (
 from llmfoundry_lite.data.request import TRAIN_PREFIX, Request
 from llmfoundry_lite.data.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.data.sources import Source, open_source
-from llmfoundry_lite.data.summary import FORMAT_VERSION, Summary, TokenizerSummary
-from llmfoundry_lite.data.token_files import token_dtype, tokenize
+from llmfoundry_lite.data.summary import FORMAT_VERSION, SHOWN, Summary, TokenizerSummary
+from llmfoundry_lite.data.token_files import origin_of_tokens, token_dtype, tokenize
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
@@ -76,7 +77,13 @@ def prepare(
     """
     started = time.monotonic()
     out = Path(out).expanduser()
-    source = open_source(request.sources, text_key=request.text_key, split=request.split)
+    source = open_source(
+        request.sources,
+        text_keys=request.text_keys,
+        split=request.split,
+        encoding=request.encoding,
+        on_error=request.on_error,
+    )
     if request.val_fraction is None:
         request = replace(request, val_fraction=source.val_fraction)
     given = None if request.tokenizer.startswith(TRAIN_PREFIX) else load_tokenizer(request.tokenizer)
@@ -85,15 +92,20 @@ def prepare(
     with clear_disk_errors(out), only_preparation_in(out):
         if overwrite:
             discard(out)
-        finished = find_finished(out, record)
+        finished = find_finished(out, record, given)
         if finished:
             notify(f"{out} is complete: the same preparation finished there before")
             return finished
-        partial = open_partial(out, record, notify)
+        for sentence in source.repeated[:SHOWN]:
+            notify(f"{sentence}, so it is read once")
+        if len(source.repeated) > SHOWN:
+            notify(f"{len(source.repeated) - SHOWN:,} more names of what is read already")
+        partial = open_partial(out, record, given, notify)
         with progress_bars(show_progress) as bars:
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
-            work = tokenize(source, request, tokenizer, partial, num_workers or usable_cores(), bars)
-            splits, skipped = pack(partial, work.num_units, request, token_dtype(tokenizer), bars)
+            work = tokenize(source, request, tokenizer, partial, num_workers or usable_cores(), bars, notify)
+            splits, skipped, named = pack(partial, work.num_units, request, token_dtype(tokenizer), bars)
+        check_unchanged(source, record)
         seconds = time.monotonic() - started
         summary = Summary(
             format_version=FORMAT_VERSION,
@@ -113,6 +125,9 @@ def prepare(
             seconds=round(seconds, 3),
             documents_per_second=round(work.documents / seconds, 1),
             text_bytes_per_second=round(work.text_bytes / seconds, 1),
+            skipped_examples=tuple(named),
+            unreadable=source.unreadable,
+            repeated=source.repeated,
         )
         publish(partial, out, summary)
     return summary
@@ -126,6 +141,8 @@ def provide_tokenizer(
 ) -> Tokenizer:
     """The tokenizer in `.partial/tokenizer`: left by an earlier launch, or the one given, or trained now."""
     folder = partial / "tokenizer"
+    if folder.is_dir() and given and origin_of_tokens(load_tokenizer(folder)) != origin_of_tokens(given):
+        shutil.rmtree(folder)
     if not folder.is_dir():
         tokenizer = given
         if tokenizer is None:
@@ -151,7 +168,13 @@ def sample_for_training(source: Source, request: Request) -> list[str]:
     documents: list[Document] = []
     num_bytes = 0
     for unit in itertools.islice(source.units(), 0, None, step):
-        for document in read_documents(unit, text_key=request.text_key, on_error=request.on_error, skipped=Counter()):
+        for document in read_documents(
+            unit,
+            text_keys=request.text_keys,
+            on_error=request.on_error,
+            skipped=Skipped(),
+            encoding=request.encoding,
+        ):
             documents.append(document)
             num_bytes += document.num_bytes
         if num_bytes >= TOKENIZER_SAMPLE_BYTES:

@@ -8,6 +8,12 @@ TRAIN_PREFIX = "train:"
 COMPRESSION_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
 """What StreamingDataset knows, as of 0.13; importing it to ask takes seconds, and to fail must not."""
 
+SHARD_LIMIT_BYTES = 2**32
+"""What MDS can address."""
+SHARD_HEAD_BYTES = 4096
+"""More than an MDS shard has before its samples."""
+LARGEST_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -19,10 +25,13 @@ class Request:
     """A local folder, a Hub name, or `train:VOCAB_SIZE`."""
     max_seq_len: int
     """Tokens in a sample."""
-    text_key: str = "text"
-    """The field of a JSON object, or the column of a table, that holds the document."""
+    text_key: str | tuple[str, ...] = "text"
+    """The field of a JSON object, or the column of a table, that holds the document; `meta.text` is a field within a
+    field. Of several, the document is the values, joined by blank lines."""
     split: str = "train"
-    """The split of a Hub data set to read; means nothing elsewhere."""
+    """The split to read of a Hub data set, or of one that `datasets` saved; means nothing elsewhere."""
+    encoding: str | None = None
+    """Of text, JSON lines and CSV, as Python names it; None is UTF-8."""
     on_error: str = "stop"
     """At a document that cannot be read: `stop`, or `skip` and count it."""
     val_fraction: float | None = None
@@ -34,21 +43,43 @@ class Request:
     """Of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
 
     def __post_init__(self) -> None:
-        if self.max_seq_len < 1:
-            raise DataError(f"--max-seq-len {self.max_seq_len}: expected a number of tokens, at least 1")
+        if not self.text_keys or not all(self.text_keys):
+            raise DataError("--text-key is empty; expected the name of a field or column")
+        if not 1 <= self.max_seq_len <= LARGEST_SEQ_LEN:
+            raise DataError(
+                f"--max-seq-len {self.max_seq_len}: expected a number of tokens, at least 1 and at most "
+                f"{LARGEST_SEQ_LEN} (one sample has to fit in a shard of less than 4 GiB)"
+            )
         if self.on_error not in ("stop", "skip"):
             raise DataError(f"--on-error {self.on_error}: expected stop or skip")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: expected a fraction, at least 0 and below 1")
-        smallest = 4096 + 8 * self.max_seq_len
-        if not smallest <= self.size_limit_bytes < 2**32:
+        smallest = SHARD_HEAD_BYTES + 8 * self.max_seq_len
+        if not smallest <= self.size_limit_bytes < SHARD_LIMIT_BYTES:
             raise DataError(
                 f"--size-limit {self.size_limit_bytes} bytes: expected at least {smallest} (one sample of "
                 f"{self.max_seq_len} tokens) and less than 4 GiB (what MDS can address)"
             )
         check_compression(self.compression)
+        check_encoding(self.encoding)
         if self.tokenizer.startswith(TRAIN_PREFIX) and not self.tokenizer.removeprefix(TRAIN_PREFIX).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer}: expected train:VOCAB_SIZE, for example train:4096")
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
+
+
+def check_encoding(encoding: str | None) -> None:
+    if encoding is None:
+        return
+    try:
+        "text".encode(encoding)
+    except (LookupError, ValueError) as error:
+        raise DataError(
+            f"--encoding {encoding}: Python knows no text encoding of this name; expected utf-8, utf-16, latin-1, "
+            "cp1252, gb18030, shift_jis or another"
+        ) from error
 
 
 def check_compression(compression: str | None) -> None:

@@ -15,10 +15,13 @@ import os
 import re
 import tempfile
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -37,8 +40,14 @@ SHM_TO_CLEAN = (
     *("epoch_shape", "epoch_data"),
 )
 
-_BLOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{'|'.join(SHM_TO_CLEAN)})")
+SHARD_TABLE, VERIFIED = "shard_table", "verified"
+"""Ours, beside StreamingDataset's."""
+
+_BLOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{'|'.join((*SHM_TO_CLEAN, SHARD_TABLE, VERIFIED))})")
 _LOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{BARRIER_FILELOCK}|{CACHE_FILELOCK})")
+
+_LAUNCH = "launch="
+"""Begins the last name in our `locals` blocks."""
 
 Inode = tuple[int, int]
 """Device and inode number: what tells a block from an unlinked one of the same name."""
@@ -110,16 +119,16 @@ def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
         lock.release()
 
 
-def wait_for_folders(folders: Sequence[str], timeout_seconds: float = 45) -> None:
+def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_seconds: float = 45) -> None:
     """Return when no living process caches a download in one of the folders; `DataError` if one goes on doing so.
 
-    Two runs must not download into one folder: each would evict and overwrite what the other reads. But what is left
-    of a killed run is worth waiting for: workers look for their parent every 5 s, and `composer` and `torchrun` leave
-    the ranks beside one that died 30 s.
+    Two runs must not download into one folder: each would evict and overwrite what the other reads. Nodes of one launch
+    may: each has the same data, and takes what the other has brought. What is left of a killed run is worth waiting
+    for: workers look for their parent every 5 s, and `composer` and `torchrun` leave the ranks beside one that died
+    30 s.
     """
     deadline = time.monotonic() + timeout_seconds
-    wanted = {os.path.abspath(folder) for folder in folders}
-    while users := _pids_by_folder(wanted):
+    while users := _pids_by_folder(folders, launch_id):
         folder, pids = next(iter(users.items()))
         processes = ", ".join(map(str, sorted(pids)))
         if os.getpid() in pids:
@@ -137,22 +146,79 @@ def wait_for_folders(folders: Sequence[str], timeout_seconds: float = 45) -> Non
         clean_stale_shared_memory()
 
 
-def _pids_by_folder(folders: set[str]) -> dict[str, set[int]]:
-    """Which of the folders are registered in shared memory, and by which living processes."""
+def register_folders(folders: Sequence[str], launch_id: str) -> tuple[int, Any]:
+    """Take a free number for a data set that reads these folders: the number and its `locals` block, to be kept."""
+    from streaming.base.shared import SharedMemory
+    from streaming.base.shared.prefix import _check_and_find
+
+    while True:
+        number = max(_check_and_find([], [], name) for name in SHM_TO_CLEAN)
+        content = pack_folders(folders, launch_id, number)
+        try:
+            block = SharedMemory(f"{number:06}_{LOCALS}", True, len(content))
+        except FileExistsError:
+            continue  # another node of this machine was faster
+        block.buf[: len(content)] = content
+        return number, block
+
+
+def shard_table_path(number: int) -> Path:
+    return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"{number:06}_{SHARD_TABLE}"
+
+
+def remove_at_exit(owner: object, path: Path) -> None:
+    """Remove a file of shared memory when `owner` or this process ends, by a signal too; never from a child of it."""
+    is_tracked = path.parent == Path("/dev/shm")
+    process = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:
+            path.unlink(missing_ok=True)
+            if is_tracked:
+                resource_tracker.unregister(f"/{path.name}", "shared_memory")
+
+    path.unlink(missing_ok=True)
+    if is_tracked:
+        resource_tracker.register(f"/{path.name}", "shared_memory")
+    weakref.finalize(owner, remove)
+
+
+def pack_folders(folders: Sequence[str], launch_id: str, number: int) -> bytes:
+    """The content of a `locals` block, which StreamingDataset can read too."""
+    text = "\0".join([*map(os.path.realpath, folders), _LAUNCH + launch_id, str(number)]).encode()
+    return np.int32(4 + len(text)).tobytes() + text
+
+
+def _pids_by_folder(folders: Sequence[str], launch_id: str) -> dict[str, set[int]]:
+    """Which of the folders are registered in shared memory by another launch, and by which living processes."""
     if not folders:
         return {}
+    places = {place: folder for folder in folders for place in _places(folder)}
     blocks = {
         path: inode
         for block in _names_by_number(SHARED_MEMORY, _BLOCK_NAME).values()
         for path, inode in block.items()
         if path.name.endswith(LOCALS)
     }
-    used = {path: folders & set(_read_locals(path)) for path in blocks}
-    inodes = {inode for path, inode in blocks.items() if used[path]}
+    used = {}
+    for path in blocks:
+        names = _read_locals(path)
+        if not (launch_id and _LAUNCH + launch_id in names):
+            used[path] = {places[place] for name in names for place in _places(name) if place in places}
+    inodes = {blocks[path] for path in used if used[path]}
     pids_by_inode = _find_holders(inodes)[0] if inodes else {}
     return {
-        folder: pids_by_inode[blocks[path]] for path in blocks if blocks[path] in pids_by_inode for folder in used[path]
+        folder: pids_by_inode[blocks[path]] for path in used if blocks[path] in pids_by_inode for folder in used[path]
     }
+
+
+def _places(folder: str) -> list[str | Inode]:
+    """What tells a folder under any of its names: its real path, and its inode if it is there."""
+    places: list[str | Inode] = [os.path.realpath(folder)]
+    with contextlib.suppress(OSError):
+        status = os.stat(folder)
+        places.append((status.st_dev, status.st_ino))
+    return places
 
 
 def _read_locals(path: Path) -> list[str]:

@@ -1,29 +1,146 @@
-"""The folders and downloads that a data set is read from: what is wrong with them, told before they are opened."""
+"""The folders and downloads that a data set is read from: what is wrong with them, told before they are opened.
 
-import json
+Owns the description of a stream, and bringing its files: nothing that is downloaded gets its name before it has been
+checked against `index.json`, and nothing is removed that has no remote elsewhere. Leaves which shard is needed or given
+up, and when, to `text.py`; the transport itself is Stream's.
+"""
+
+import filecmp
+import hashlib
 import os
+import socket
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 from streaming import Stream
+from streaming.base.compression import decompress
+from streaming.base.format import FileInfo, Reader
 
+from llmfoundry_lite.data.shard_table import ShardTable
 from llmfoundry_lite.errors import DataError
 
+INDEX = "index.json"
+PART = ".part"
+"""Ends the names of files that are on their way."""
 
-def build_streams(described: Mapping[str, Mapping[str, Any]]) -> list[Stream]:
-    """StreamingDataset's streams, after checking what it would report late, obscurely or not at all."""
+
+class CheckedStream(Stream):
+    """A stream that checks what arrives, and can share its folder with other nodes: files appear whole, at once."""
+
+    name = ""
+    """What the user calls it; empty if it is the only one."""
+
+    def fetch_index(self) -> Path:
+        """Path of `index.json`, which with a remote is the remote's, bit for bit. Raises DataError."""
+        folder = folder_of(self)
+        path = Path(folder, INDEX)
+        if not self.remote:
+            return path
+        os.makedirs(folder, exist_ok=True)
+        _remove_left_parts(folder)
+        try:
+            arrived = self._download_file(INDEX, _part_name(INDEX))
+        except Exception as error:
+            raise DataError(
+                f"cannot get {INDEX} of {self.remote}: {one_line(error)} (if {folder} is complete, leave `remote` out)"
+            ) from error
+        if not path.exists():
+            if any(".mds" in entry.name and not entry.name.endswith(PART) for entry in os.scandir(folder)):
+                os.remove(arrived)
+                raise DataError(f"{folder} holds shards without the {INDEX} they belong to; remove the folder")
+            os.replace(arrived, path)
+        elif filecmp.cmp(arrived, path, shallow=False):
+            os.remove(arrived)
+        else:
+            os.remove(arrived)
+            raise DataError(
+                f"{path} is not the {INDEX} of {self.remote}, so old and new samples would be mixed: the data has been "
+                f"prepared again, or {folder} holds something else; remove the folder, or give another `local`"
+            )
+        return path
+
+    def find_present(self, table: ShardTable, stream: int) -> NDArray[np.bool_]:
+        """Which shards are in the folder [num_shards], raw or compressed; without a remote, all are said to be."""
+        names, zips = table.of_stream(stream, "raw_name"), table.of_stream(stream, "zip_name")
+        if not self.remote:
+            return np.ones(len(names), bool)
+        folder = folder_of(self)
+        found = [
+            os.path.relpath(os.path.join(place, file), folder).encode()
+            for place, _, files in os.walk(folder)
+            for file in files
+            if file != INDEX and not file.endswith(PART)
+        ]
+        if not found:
+            return np.zeros(len(names), bool)
+        return np.isin(names, np.array(found)) | np.isin(zips, np.array(found))
+
+    def prepare_shard(self, shard: Reader) -> int:
+        """Bring and decompress a shard, unless it is there. Raises DataError, or what the transport raises."""
+        for raw, zipped in shard.file_pairs:
+            raw_path = os.path.join(folder_of(self), raw.basename)
+            if os.path.isfile(raw_path):
+                continue
+            if zipped is None:
+                self._bring(raw)
+                continue
+            zip_path = os.path.join(folder_of(self), zipped.basename)
+            damage = find_damage(zip_path, zipped) if os.path.isfile(zip_path) else "it is not there"
+            if damage and not self.remote:
+                raise DataError(f"{zip_path} is damaged: {damage}; {remedy(self)}")
+            if damage:
+                self._bring(zipped)
+            with open(zip_path, "rb") as file:
+                content = decompress(shard.compression, file.read())  # pyright: ignore[reportArgumentType]
+            part = os.path.join(folder_of(self), _part_name(raw.basename))
+            with open(part, "wb") as file:
+                file.write(content)
+            os.replace(part, raw_path)
+            if self.remote and not self.keep_zip:
+                _remove(zip_path)
+        return 0
+
+    def _bring(self, info: FileInfo) -> None:
+        """Download a file; one that arrives damaged is asked for a second time."""
+        damage = ""
+        for _ in range(2):
+            arrived = self._download_file(info.basename, _part_name(info.basename))
+            if not (damage := find_damage(arrived, info)):
+                os.replace(arrived, os.path.join(folder_of(self), info.basename))
+                return
+            os.remove(arrived)
+        raise DataError(f"it arrives damaged, twice: {damage}")
+
+    def remove_shard(self, shard: Reader) -> None:
+        assert self.remote, "the only copy of a shard is never removed"
+        for info in (info for pair in shard.file_pairs for info in pair if info is not None):
+            _remove(os.path.join(folder_of(self), info.basename))
+
+
+def build_streams(described: Mapping[str, Mapping[str, Any]]) -> list[CheckedStream]:
+    """The streams, after checking what StreamingDataset would report late, obscurely or not at all."""
     streams, names_by_folder = [], {}
     for name, description in described.items():
         where = f"stream {name}: " if name else ""
         local, remote = description.get("local"), description.get("remote")
         if not local:
             raise DataError(f"{where}`local` is not set; name the folder that {remote or 'the data'} is to be kept in")
-        if remote == local:
-            description = {**description, "remote": None}
+        if remote and (path := _path_of(remote)) is not None:
+            split = description.get("split") or ""
+            is_here = are_one_place(os.path.join(path, split), os.path.join(local, split))
+            description = {**description, "remote": None if is_here else path}
         try:
-            stream = Stream(**description)
+            stream = CheckedStream(**description)
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}{one_line(error)}") from error
+        stream.name = name
         if not stream.remote:
             _check_local_folder(folder_of(stream), where)
         other = names_by_folder.setdefault(os.path.realpath(folder_of(stream)), name)
@@ -33,26 +150,68 @@ def build_streams(described: Mapping[str, Mapping[str, Any]]) -> list[Stream]:
     return streams
 
 
+def _path_of(remote: str) -> str | None:
+    """The path of a remote that is a folder of this machine; None for other transports."""
+    path = remote.removeprefix("file://")
+    return None if "://" in path or path.startswith("dbfs:") else path
+
+
+def are_one_place(one: str, other: str) -> bool:
+    """Whether two paths lead to the same folder, by links, slashes or mounts of any kind."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    with suppress(OSError):
+        return os.path.samefile(one, other)
+    return False
+
+
 def _check_local_folder(folder: str, where: str) -> None:
-    index = os.path.join(folder, "index.json")
     if not os.path.isdir(folder):
         raise DataError(
             f"{where}there is no data folder {folder}; make it with `llmfoundry-lite data prepare --out …`, "
             "or correct `local` and `split`, or set `remote` to download it"
         )
-    if not os.path.exists(index):
-        splits = sorted(entry.name for entry in os.scandir(folder) if os.path.exists(f"{entry.path}/index.json"))
+    if not os.path.exists(os.path.join(folder, INDEX)):
+        splits = sorted(entry.name for entry in os.scandir(folder) if os.path.exists(f"{entry.path}/{INDEX}"))
         raise DataError(
             f"{where}{folder} has no index.json, so it is not a finished MDS data set; "
             + (f"set `split` to one of: {', '.join(splits)}" if splits else "prepare the data again")
         )
-    try:
-        with open(index, encoding="utf-8") as file:
-            content = json.load(file)
-    except ValueError as error:
-        raise DataError(f"{where}{index} is not JSON ({one_line(error)}); prepare the data again") from error
-    if not isinstance(content, dict) or content.get("version") != 2 or not content.get("shards"):
-        raise DataError(f"{where}{index} lists no shards of MDS version 2; prepare the data again")
+
+
+def find_damage(path: str, info: FileInfo) -> str:
+    """What a file has otherwise than `index.json` says; empty if nothing. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes != info.bytes:
+            return f"it has {num_bytes} bytes, {info.bytes} according to its index.json"
+        for name, expected in info.hashes.items():
+            digest = getattr(xxhash, name)() if name in xxhash.algorithms_available else hashlib.new(name)
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+            if digest.hexdigest() != expected:
+                return f"its {name} is not the one in index.json"
+            file.seek(0)
+    return ""
+
+
+def _part_name(name: str) -> str:
+    """No other process, node or thread downloads under this name."""
+    return f"{name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}{PART}"
+
+
+def _remove_left_parts(folder: str) -> None:
+    """Downloads that ended in their middle: nothing has been written to them for a day."""
+    for entry in os.scandir(folder):
+        if entry.name.removesuffix(".tmp").endswith(PART):
+            with suppress(FileNotFoundError):
+                if entry.stat().st_mtime < time.time() - 24 * 3600:
+                    os.remove(entry.path)
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):  # another node that shares the folder may be faster
+        os.remove(path)
 
 
 def folder_of(stream: Stream) -> str:

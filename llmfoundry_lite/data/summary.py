@@ -13,6 +13,8 @@ from llmfoundry_lite.errors import DataError
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 SUMMARY_FILE = "summary.json"
+SHOWN = 5
+"""Things left out that the table at the end names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +65,19 @@ class Summary:
     splits: dict[str, SplitSummary]
     """`train`, and `val` unless nothing could be held out."""
     skipped: dict[str, int]
-    """Documents left out, by reason: `empty`, `invalid_utf8`, `invalid_json`, `missing_text_key`, `not_text`."""
+    """Documents left out, by reason, as in `documents.SKIP_REASONS`."""
     ignored_files: int
     """Files in the folders given that are of no kind we read."""
     seconds: float
     """Of the launch that finished the work; the two rates, too, leave out what earlier launches had done."""
     documents_per_second: float
     text_bytes_per_second: float
+    skipped_examples: tuple[str, ...] = ()
+    """A sentence for each of the first documents left out, empty ones aside."""
+    unreadable: tuple[str, ...] = ()
+    """A sentence for each file or folder left out because it could not be read."""
+    repeated: tuple[str, ...] = ()
+    """A sentence for each name of a file or folder that was read under another name."""
 
 
 def load_summary(folder: str | Path) -> Summary:
@@ -79,6 +87,8 @@ def load_summary(folder: str | Path) -> Summary:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["tokenizer"] = TokenizerSummary(**content["tokenizer"])
         content["splits"] = {split: SplitSummary(**counts) for split, counts in content["splits"].items()}
+        for name in ("skipped_examples", "unreadable", "repeated"):
+            content[name] = tuple(content.get(name, ()))
         return Summary(**content)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist: nothing was prepared in {folder}, or not to the end") from error
@@ -102,8 +112,12 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
     if skipped:
         lines.append(f"documents skipped: {skipped}")
+        lines += some_of(summary.skipped_examples, of=sum(summary.skipped.values()) - summary.skipped["empty"])
     if summary.ignored_files:
         lines.append(f"files ignored, being of no kind we read: {summary.ignored_files:,}")
+    if summary.unreadable:
+        lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
+        lines += some_of(summary.unreadable, of=len(summary.unreadable))
     if "val" not in summary.splits:
         lines.append("no validation split: none was asked for, or too little text to hold out a sample")
     lines.append(
@@ -112,3 +126,9 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
     )
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+def some_of(sentences: tuple[str, ...], *, of: int) -> list[str]:
+    """Indented lines for the first of them, and how many there are besides."""
+    shown = [f"  {sentence.encode(errors='backslashreplace').decode()}" for sentence in sentences[:SHOWN]]
+    return shown + ([f"  and {of - len(shown):,} more"] if of > len(shown) else [])

@@ -1,41 +1,64 @@
 """MDS shards -> rows of token ids, the same global batches on every world.
 
-Owns the data set: reading samples, what can be wrong with them, and its place in an epoch. Leaves the order itself to
-`order.py`, folders to `streams.py`, batches and workers to `loader.py`, left-over shared memory to `shared_memory.py`,
-making shards to `prepare.py`, and labels and loss to the training adapter. Downloading, caching and eviction are
-StreamingDataset's.
+Owns the data set: reading samples, what can be wrong with them, its place in an epoch, and which shards a cache holds.
+Leaves the order itself to `order.py`, folders and downloads to `streams.py`, `index.json` to `shard_table.py`, batches
+and workers to `loader.py`, left-over shared memory to `shared_memory.py`, making shards to `prepare.py`, and labels and
+loss to the training adapter. Iteration, with its threads, is StreamingDataset's.
 
 Shapes: t = max_seq_len.
 """
 
+import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from time import time_ns
+from tempfile import gettempdir
+from time import sleep, time_ns
 from typing import Any, Protocol
 
 import numpy as np
-import streaming.base.dataset
 import torch
+from filelock import FileLock
 from numpy.typing import NDArray
 from streaming import Stream, StreamingDataset
+from streaming.base.constant import (
+    BARRIER,
+    BARRIER_FILELOCK,
+    CACHE_FILELOCK,
+    CACHE_USAGE,
+    NEXT_EPOCH,
+    SHARD_ACCESS_TIMES,
+    SHARD_STATES,
+    TICK,
+)
 from streaming.base.dataset import _ShardState
-from streaming.base.distributed import barrier, get_local_rank, get_world_size, maybe_init_dist
-from streaming.base.hashing import get_hash
+from streaming.base.distributed import get_local_rank, get_rank, get_world_size, maybe_init_dist
+from streaming.base.shared import SharedArray, SharedBarrier, SharedScalar
+from streaming.base.shared.prefix import _get_path
+from streaming.base.util import bytes_to_int, number_abbrev_to_int
 from streaming.base.world import World
 from torch import Tensor
 
-from llmfoundry_lite.data.lazy_arrays import ShardBounds, WorkerSampleIds
-from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, SampleOrder, share_of_worker
-from llmfoundry_lite.data.shared_memory import clean_stale_shared_memory, one_start_at_a_time, wait_for_folders
-from llmfoundry_lite.data.streams import build_streams, folder_of, one_line, remedy
+from llmfoundry_lite.data.agreement import check_alike, draw_launch_id, gather_notes
+from llmfoundry_lite.data.lazy_arrays import ShardBounds, ShardReaders, WorkerSampleIds
+from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, ORDER_VERSION, SampleOrder, share_of_worker
+from llmfoundry_lite.data.shard_table import ShardTable, write_table
+from llmfoundry_lite.data.shared_memory import (
+    VERIFIED,
+    clean_stale_shared_memory,
+    one_start_at_a_time,
+    register_folders,
+    remove_at_exit,
+    shard_table_path,
+    wait_for_folders,
+)
+from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, one_line, remedy
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.launch import is_lost_peer
+
+log = logging.getLogger(__name__)
 
 PAD_TOKEN = -100
 """Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
-
-streaming.base.dataset.Spanner = ShardBounds  # made in the middle of StreamingDataset's constructor
 
 
 class Tokenizer(Protocol):
@@ -124,7 +147,7 @@ class TextDataset(StreamingDataset):
     def __init__(
         self,
         *,
-        streams: Sequence[Stream],
+        streams: Sequence[CheckedStream],
         max_seq_len: int,
         global_batch_size: int,
         shuffle: bool,
@@ -154,7 +177,13 @@ class TextDataset(StreamingDataset):
         self.tokenizer = tokenizer
         self.token_dtype = np.dtype(token_encoding_type)
         self._background_error: Exception | None = None
-        self._verified_shards: set[int] = set()
+        self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
+        self.cache_limit = bytes_to_int(cache_limit) if isinstance(cache_limit, str) else cache_limit
+        self.replication = replication
+        self._unique_rank_world = World.detect()
+        self._parallel_rank_world = self._unique_rank_world.replicate(replication)
+        self.streams = streams
+        self.num_streams = len(streams)
         # [epoch, sample_in_epoch] to begin with. Shared with the DataLoader's workers, persistent ones included, and
         # anonymous: StreamingDataset's own block is found by its name, and when that is gone (unlinked by the
         # resource tracker of a killed run) it starts over from sample 0 without a word.
@@ -162,53 +191,118 @@ class TextDataset(StreamingDataset):
 
         initialised_dist = maybe_init_dist()
         try:
-            with one_start_at_a_time() if get_local_rank() == 0 else nullcontext():
-                if get_local_rank() == 0:
-                    clean_stale_shared_memory()
-                    wait_for_folders([folder_of(stream) for stream in streams if stream.remote])
-                barrier()
-                super().__init__(
-                    streams=streams,
-                    batch_size=self.device_batch_size,
-                    shuffle=shuffle,
-                    shuffle_seed=shuffle_seed,
-                    num_canonical_nodes=1,  # unused, but named, or StreamingDataset logs what it guesses
-                    shuffle_block_size=window_samples,
-                    epoch_size=epoch_size,
-                    predownload=predownload,
-                    cache_limit=cache_limit,
-                    replication=replication,
-                )
-        except DataError:
-            raise
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            if is_lost_peer(error):
-                raise
-            folders = ", ".join(stream.remote or folder_of(stream) for stream in streams)
-            raise DataError(f"cannot open the data set {folders}: {one_line(error)}") from error
+            self._open()
+            self._choose_samples(epoch_size, shuffle_seed)
+            self.order = SampleOrder(
+                shard_sizes_per_stream=[self.table.of_stream(stream, "samples") for stream in range(len(streams))],
+                choose_per_stream=[int(stream.choose) for stream in streams],
+                num_lanes=global_batch_size,
+                seed=shuffle_seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                window_samples=window_samples,
+            )
+            self.order.shard_begins.setflags(write=False)  # worked out before workers are forked, who share it
+            # Whoever comes back from here knows that the other ranks have opened the blocks as well.
+            check_alike(gather_notes(self._describe()))
         finally:
             if initialised_dist:
                 torch.distributed.destroy_process_group()
-
         self._check_columns()
-        self._check_hashes()
-        self.order = SampleOrder(
-            shard_sizes_per_stream=[
-                self.samples_per_shard[begin : begin + count]
-                for begin, count in zip(self.shard_offset_per_stream, self.shards_per_stream, strict=True)
-            ],
-            choose_per_stream=[int(stream.choose) for stream in streams],
-            num_lanes=global_batch_size,
-            seed=shuffle_seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            window_samples=window_samples,
-        )
         if not self.order.num_batches:
             raise DataError(
                 f"an epoch of {self.order.num_samples} samples is smaller than one global batch of "
                 f"{global_batch_size}; use a smaller batch, more data, or streams that repeat"
             )
+
+    # Opening: in place of StreamingDataset's constructor, which makes an object for each shard on each rank -----------
+
+    def _open(self) -> None:
+        """The first rank of each node reads the indexes and makes what the node shares; the others open that."""
+        launch_id = draw_launch_id()
+        note: dict[str, Any] = {}
+        if get_local_rank() == 0:
+            try:
+                note["number"] = self._make_shared(launch_id)
+            except DataError as error:
+                note["error"] = str(error)
+            except (OSError, RuntimeError, ValueError, KeyError) as error:
+                folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
+                note["error"] = f"cannot open the data set {folders}: {one_line(error)}"
+        notes = gather_notes(note)
+        errors = [note["error"] for note in notes if "error" in note]
+        if errors:
+            raise DataError(errors[0])  # the same sentence everywhere, so that it is printed once
+        if get_local_rank() > 0:
+            self._open_shared(notes[get_rank() - get_local_rank()]["number"])
+
+    def _make_shared(self, launch_id: str) -> int:
+        with one_start_at_a_time():
+            clean_stale_shared_memory()
+            wait_for_folders([folder_of(stream) for stream in self.streams if stream.remote], launch_id)
+            number, self._locals_shm = register_folders([folder_of(stream) for stream in self.streams], launch_id)
+        path = shard_table_path(number)
+        remove_at_exit(self, path)
+        indexes = [stream.fetch_index() for stream in self.streams]
+        write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        self._open_shared(number)
+        self._check_cache_limit()
+
+        # StreamingDataset looks for every shard's file; here a folder without a remote is taken to be complete.
+        present = np.concatenate([stream.find_present(self.table, i) for i, stream in enumerate(self.streams)])
+        self._shard_states.numpy()[:] = np.where(present, _ShardState.LOCAL, _ShardState.REMOTE)
+        self._shard_access_times.numpy()[:] = time_ns()
+        self.cache_usage = self._index_bytes() + int(self._sizes_in_cache()[present].sum()) if self.cache_limit else 0
+        self.next_epoch = 0
+        return number
+
+    def _open_shared(self, number: int) -> None:
+        """Open the blocks of this number, or make them."""
+        self.table = ShardTable(shard_table_path(number))
+        self.num_shards = len(self.table)
+        self.shards = ShardReaders(self.table, self.streams)
+        self.spanner = ShardBounds(self.table.columns["ends"])
+        self.num_samples = int(self.table.columns["ends"][-1])
+        self._cache_filelock_path = os.path.join(gettempdir(), _get_path(number, CACHE_FILELOCK))
+        self._shared_barrier = SharedBarrier(
+            os.path.join(gettempdir(), _get_path(number, BARRIER_FILELOCK)), _get_path(number, BARRIER)
+        )
+        del self._shared_barrier.lock  # cannot be pickled; made again when it is needed
+        self._next_epoch = SharedScalar(np.int64, _get_path(number, NEXT_EPOCH))
+        self._cache_usage = SharedScalar(np.int64, _get_path(number, CACHE_USAGE))
+        self._shard_states = SharedArray(self.num_shards, np.uint8, _get_path(number, SHARD_STATES))
+        self._shard_access_times = SharedArray(self.num_shards, np.uint64, _get_path(number, SHARD_ACCESS_TIMES))
+        self._verified = SharedArray(self.num_shards, np.uint8, _get_path(number, VERIFIED))
+
+    def _choose_samples(self, epoch_size: int | str | None, seed: int) -> None:
+        """How many samples an epoch takes from each stream, by its weight."""
+        samples_per_stream = np.array([self.table.of_stream(i, "samples").sum() for i in range(self.num_streams)])
+        for stream, num_samples in zip(self.streams, samples_per_stream, strict=True):
+            if not num_samples:
+                raise DataError(f"{folder_of(stream)} holds no samples; prepare the data again")
+        try:
+            epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
+            self.epoch_size = Stream.apply_weights(self.streams, samples_per_stream, epoch_samples, seed)
+        except ValueError as error:
+            folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
+            raise DataError(f"cannot open the data set {folders}: {one_line(error)}") from error
+
+    def _describe(self) -> dict[str, Any]:
+        """What all nodes must have alike, and where this one has it."""
+        return {
+            "node": f"node {self._unique_rank_world.node} ({socket.gethostname()})",
+            "order": self.order.fingerprint,
+            "streams": [
+                {
+                    "name": stream.name,
+                    "folder": stream.remote or os.path.abspath(folder_of(stream)),
+                    "shards": part.num_shards,
+                    "samples": int(self.table.of_stream(i, "samples").sum()),
+                    "content": part.content,
+                }
+                for i, (stream, part) in enumerate(zip(self.streams, self.table.streams, strict=True))
+            ],
+        }
 
     # Where we are ----------------------------------------------------------------------------------------------------
 
@@ -232,6 +326,9 @@ class TextDataset(StreamingDataset):
             "seed": self.order.seed,
             "global_batch_size": self.global_batch_size,
             "order": self.order.fingerprint,
+            "order_version": ORDER_VERSION,
+            "streams": [stream.name for stream in self.streams],
+            "content": [part.content for part in self.table.streams],
         }
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
@@ -251,6 +348,12 @@ class TextDataset(StreamingDataset):
                     f"{name} is {now}, but the checkpoint was trained with {obj[key]}, and the order of the samples "
                     f"depends on it; set {name}={obj[key]} to carry on"
                 )
+        if obj.get("order_version", 1) != ORDER_VERSION:
+            raise DataError(
+                f"the checkpoint was trained in version {obj['order_version']} of the sample order, this release has "
+                f"version {ORDER_VERSION}; carry on with the release that saved it"
+            )
+        self._check_content(obj)
         if obj["order"] != self.order.fingerprint:
             raise DataError(
                 f"the data (shards, streams, epoch size) or the shuffling is not what the checkpoint was trained with "
@@ -264,6 +367,28 @@ class TextDataset(StreamingDataset):
             )
         self._resume_state[:] = torch.tensor([obj["epoch"], obj["sample_in_epoch"]])
         self.next_epoch = obj["epoch"]
+
+    def _check_content(self, state: dict[str, Any]) -> None:
+        """Is it the data that the checkpoint was trained with? (Its first releases kept the sizes of shards alone.)"""
+        here = [part.content for part in self.table.streams]
+        there = state.get("content", here)
+        if there == here:
+            return
+        names = [repr(name) if name else "the data" for name in state["streams"]]
+        if sorted(there) == sorted(here):
+            what = f"the streams stand in another order: {', '.join(names)} in the checkpoint"
+        elif len(there) != len(here):
+            what = f"{len(here)} streams here, {len(there)} in the checkpoint: {', '.join(names)}"
+        else:
+            what = "; ".join(
+                f"{folder_of(stream)} holds {ours}, {name} in the checkpoint was {theirs}"
+                for stream, ours, name, theirs in zip(self.streams, here, names, there, strict=True)
+                if ours != theirs
+            )
+        raise DataError(
+            f"the data is not what the checkpoint was trained with: {what}; restore the data, "
+            "or begin a new run (load_weights_only=true takes the weights along)"
+        )
 
     def _resume(self, world: World, epoch: int) -> tuple[int, int]:
         """StreamingDataset's hook: the epoch that begins now, and how many of its samples are done already."""
@@ -313,6 +438,8 @@ class TextDataset(StreamingDataset):
 
     def get_item(self, sample_id: int, retry: int = 7) -> Tensor:
         """Row [t] of a sample; downloads its shard if need be."""
+        shard_id, _ = self.spanner[sample_id]
+        self._verify_shard(shard_id)
         try:
             sample = super().get_item(sample_id, retry)
         except DataError:
@@ -320,9 +447,10 @@ class TextDataset(StreamingDataset):
         except Exception as error:
             if self._background_error:
                 raise self._background_error from None
-            self._verify_shard(sample_id)  # a damaged file explains whatever went wrong
+            self._verified[shard_id] = False
+            self._verify_shard(shard_id)  # a damaged file explains whatever went wrong
             raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error
-        self._verify_shard(sample_id)
+        self._verify_shard(shard_id)
         try:
             return torch.from_numpy(self._row_of(sample))
         except Exception as error:
@@ -364,80 +492,129 @@ class TextDataset(StreamingDataset):
                     "match the one the data was prepared with, or the shard is damaged"
                 )
 
-    def _verify_shard(self, sample_id: int) -> None:
-        """Once for each shard, and each worker: is the file what the index says it is?"""
-        shard_id, _ = self.spanner[sample_id]
-        path = self._path(shard_id)
-        if shard_id in self._verified_shards or not os.path.exists(path):
+    def _verify_shard(self, shard_id: int) -> None:
+        """Once on each node: is the file what the index says it is? A damaged copy of a remote is brought again."""
+        if self._verified[shard_id]:
             return
-        shard, stream = self.shards[shard_id], self.streams[self.stream_per_shard[shard_id]]
-        expected_bytes, actual_bytes = shard.raw_data.bytes, os.path.getsize(path)  # pyright: ignore
-        if actual_bytes != expected_bytes:
-            raise DataError(
-                f"{path} is damaged: it has {actual_bytes} bytes, {expected_bytes} according to its index.json; "
-                + remedy(stream)
-            )
-        # What is downloaded has been checked on arrival; what was here all along has not.
-        if stream.validate_hash and not stream.remote:
-            with open(path, "rb") as file:
-                actual_hash = get_hash(stream.validate_hash, file.read())
-            if actual_hash != shard.raw_data.hashes[stream.validate_hash]:  # pyright: ignore
-                raise DataError(
-                    f"{path} is damaged: its {stream.validate_hash} is not the one in index.json; {remedy(stream)}"
-                )
-        self._verified_shards.add(shard_id)
+        path, stream, reader = self._path(shard_id), self._stream_of(shard_id), self.shards[shard_id]
+        try:
+            damage = find_damage(path, reader.raw_data)
+            if damage and stream.remote:
+                log.warning("%s is damaged: %s; it is downloaded again", path, damage)
+                stream.remove_shard(reader)
+                self.prepare_shard(shard_id)
+                damage = find_damage(path, reader.raw_data)
+        except FileNotFoundError:
+            return  # it has not been downloaded yet, or given up again
+        if damage:
+            raise DataError(f"{path} is damaged: {damage}; {remedy(stream)}")
+        self._verified[shard_id] = True
 
     def _place(self, sample_id: int) -> str:
         shard_id, sample_in_shard = self.spanner[sample_id]
         return f"{self._path(shard_id)}, sample {sample_in_shard}"
 
     def _path(self, shard_id: int) -> str:
-        stream = self.streams[self.stream_per_shard[shard_id]]
-        return os.path.join(folder_of(stream), self.shards[shard_id].raw_data.basename)  # pyright: ignore
+        return os.path.join(folder_of(self._stream_of(shard_id)), self.table.text("raw_name", shard_id))
+
+    def _stream_of(self, shard_id: int) -> CheckedStream:
+        return self.streams[self.shards.stream_of(shard_id)]
 
     def _check_columns(self) -> None:
-        for stream_id, stream in enumerate(self.streams):
-            shard = self.shards[self.shard_offset_per_stream[stream_id]]
-            columns = list(getattr(shard, "column_names", []))
-            if "tokens" not in columns and "text" not in columns:
-                raise DataError(
-                    f"{folder_of(stream)} has no column tokens or text, only {', '.join(columns)}; "
-                    "prepare it with `llmfoundry-lite data prepare`, or write one of the two columns"
-                )
-            if "tokens" not in columns and self.tokenizer is None:
-                raise DataError(f"{folder_of(stream)} holds text, not tokens: name a tokenizer to read it")
+        for i, stream in enumerate(self.streams):
+            for kind in np.unique(self.table.of_stream(i, "kind")):
+                columns = self.table.kinds[kind]["column_names"]
+                if "tokens" not in columns and "text" not in columns:
+                    raise DataError(
+                        f"{folder_of(stream)} has no column tokens or text, only {', '.join(columns)}; "
+                        "prepare it with `llmfoundry-lite data prepare`, or write one of the two columns"
+                    )
+                if "tokens" not in columns and self.tokenizer is None:
+                    raise DataError(f"{folder_of(stream)} holds text, not tokens: name a tokenizer to read it")
 
-    def _check_hashes(self) -> None:
-        for stream_id, stream in enumerate(self.streams):
-            hashes = self.shards[self.shard_offset_per_stream[stream_id]].raw_data.hashes  # pyright: ignore
-            if stream.validate_hash and stream.validate_hash not in hashes:
-                raise DataError(
-                    f"validate_hash is {stream.validate_hash}, but the index.json of {folder_of(stream)} has "
-                    f"{', '.join(hashes) or 'no hashes'}; leave validate_hash out, or name one that is there"
-                )
+    # The cache -------------------------------------------------------------------------------------------------------
 
-    # Failures of the threads that download ---------------------------------------------------------------------------
+    def _sizes_in_cache(self) -> NDArray[np.int64]:
+        """Bytes that a shard takes of `cache_limit` [num_shards]: none where no remote has it too."""
+        sizes = []
+        for i, stream in enumerate(self.streams):
+            raw, zipped = self.table.of_stream(i, "raw_bytes"), self.table.of_stream(i, "zip_bytes")
+            sizes.append((raw + zipped * bool(stream.keep_zip)) * bool(stream.remote))
+        return np.concatenate(sizes)
+
+    def _index_bytes(self) -> int:
+        return sum(stream.get_index_size() for stream in self.streams if stream.remote)
+
+    def _check_cache_limit(self) -> None:
+        largest = max(
+            int((self.table.of_stream(i, "raw_bytes") + self.table.of_stream(i, "zip_bytes")).max())
+            for i in range(self.num_streams)
+        )
+        least = self._index_bytes() + 4 * largest
+        if self.cache_limit and self.cache_limit < least and any(stream.remote for stream in self.streams):
+            raise DataError(
+                f"cache_limit is {self.cache_limit} bytes, expected at least {least}: the indexes and four times the "
+                "largest shard, compressed and not"
+            )
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Download a shard. A failure is met by everybody who needs the shard; nobody is left waiting for ever."""
-        # Asked once for every sample, by a thread that competes with the reader; StreamingDataset takes a file lock
-        # each time (0.2 ms). Should the shard be evicted this very moment, get_item downloads it again.
-        if not blocking and shard_id in self._verified_shards and self._shard_states[shard_id] == _ShardState.LOCAL:
+        """Download a shard, or wait for whoever does (if `blocking`), and make room for it.
+
+        A failure is met by everybody who needs the shard; nobody is left waiting for ever.
+        """
+        # Asked once for every sample, by a thread that competes with the reader; a file lock takes 0.2 ms. Should the
+        # shard be evicted this very moment, get_item downloads it again.
+        states = self._shard_states
+        if not blocking and self._verified[shard_id] and states[shard_id] == _ShardState.LOCAL:
             self._shard_access_times[shard_id] = time_ns()
             return
+        if not hasattr(self, CACHE_FILELOCK):
+            self._cache_filelock = FileLock(self._cache_filelock_path)  # cannot be pickled
+        with self._cache_filelock:
+            is_here = states[shard_id] == _ShardState.LOCAL and os.path.exists(self._path(shard_id))
+            is_ours = not is_here and states[shard_id] != _ShardState.PREPARING
+            if is_ours:
+                if states[shard_id] == _ShardState.REMOTE and self.cache_limit:
+                    self._make_room(shard_id)
+                states[shard_id] = _ShardState.PREPARING
+        if is_ours:
+            self._bring_shard(shard_id)
+        while blocking and states[shard_id] == _ShardState.PREPARING:
+            sleep(TICK)
+        self._shard_access_times[shard_id] = time_ns()
+
+    def _bring_shard(self, shard_id: int) -> None:
+        stream = self._stream_of(shard_id)
         try:
-            super().prepare_shard(shard_id, blocking)
+            self._verified[shard_id] = False
+            stream.prepare_shard(self.shards[shard_id])
         except Exception as error:
-            # Threads of other workers wait until the shard is there, and the DataLoader waits for those workers. So say
-            # it is: they go to read it, find no file, and try the download themselves, with the same error to show.
-            if self._shard_states[shard_id] == _ShardState.PREPARING:
-                self._shard_states[shard_id] = _ShardState.LOCAL
-            if self._cache_filelock.is_locked:
-                self._cache_filelock.release(force=True)
-            stream = self.streams[self.stream_per_shard[shard_id]]
-            if "Checksum failure" in str(error) and os.path.exists(self._path(shard_id)):
-                os.remove(self._path(shard_id))  # or the next run would take it for a good one
-            raise DataError(f"cannot get {self._path(shard_id)} from {stream.remote}: {one_line(error)}") from error
+            where = f"from {stream.remote}" if stream.remote else "which is not there, and no `remote` has it"
+            raise DataError(f"cannot get {self._path(shard_id)} {where}: {one_line(error)}") from error
+        finally:
+            # Of a failure too: threads of other workers wait until the shard is there, and the DataLoader waits for
+            # those workers. They go to read it, find no file, and try it themselves, with the same error to show.
+            self._shard_states[shard_id] = _ShardState.LOCAL
+
+    def _make_room(self, shard_id: int) -> None:
+        """Count a shard that is about to come, after giving up those that were read longest ago. Holds the lock."""
+        assert self.cache_limit
+        sizes = self._sizes_in_cache()
+        states, access_times = self._shard_states.numpy(), self._shard_access_times.numpy()
+        while self.cache_usage + int(sizes[shard_id]) > self.cache_limit:
+            evictable = np.flatnonzero((states == _ShardState.LOCAL) & (sizes > 0))
+            if not len(evictable):
+                break
+            self._evict_shard(int(evictable[access_times[evictable].argmin()]))
+        self.cache_usage += int(sizes[shard_id])
+
+    def _evict_shard(self, shard_id: int) -> None:
+        self._shard_states[shard_id] = _ShardState.REMOTE
+        self._verified[shard_id] = False
+        self._stream_of(shard_id).remove_shard(self.shards[shard_id])
+        self.cache_usage -= int(self._sizes_in_cache()[shard_id])
+
+    # Failures of the threads that download ---------------------------------------------------------------------------
 
     # StreamingDataset only logs what its two threads fail of, and then waits for ever for both to report their exit.
 

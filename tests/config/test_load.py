@@ -477,6 +477,15 @@ def test_what_has_no_effect_or_may_not_be_meant_is_noted(argument, note):
     assert load(argument).notes == [f"command line: {note}"]
 
 
+def test_a_window_below_two_batches_is_noted_for_it_shuffles_nothing():
+    window = "train_loader.dataset.shuffle_block_size"
+    assert load("train_loader.dataset.shuffle=true", f"{window}=15").notes == [
+        f"command line: {window}: 15 is less than two batches of 8: shards are shuffled, their samples are not; "
+        "set it to 800 or more, or leave it out"
+    ]
+    assert load("train_loader.dataset.shuffle=true", f"{window}=16").notes == load(f"{window}=4").notes == []
+
+
 def test_a_bare_integer_counts_epochs_and_is_noted():
     note = "command line: max_duration: 10 counts epochs; 10 batches are 10ba"
     assert load("max_duration=10", "scheduler.t_warmup=0.1dur").notes == [note]

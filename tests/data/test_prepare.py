@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from llmfoundry_lite.data.documents import (
     STDLIB_HASH_SEED,
     Document,
     LineRange,
+    Skipped,
     WholeFiles,
     lines_starting_in,
     read_documents,
@@ -32,49 +32,15 @@ from llmfoundry_lite.data.documents import (
 )
 from llmfoundry_lite.data.prepare import prepare
 from llmfoundry_lite.data.request import COMPRESSION_LEVELS, Request
-from llmfoundry_lite.data.samples import SplitWriter
-from llmfoundry_lite.data.summary import Summary, load_summary
-from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
+from llmfoundry_lite.data.samples import ShardWriter, SplitWriter
+from llmfoundry_lite.data.summary import load_summary
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 
 from .conftest import folder_bytes, make_documents, read_samples
-
-SEQ_LEN = 32
-
-
-def request(source: Path | str, tokenizer: Path | str, **options: object) -> Request:
-    return Request(**{"sources": (str(source),), "tokenizer": str(tokenizer), "max_seq_len": SEQ_LEN, **options})
-
-
-def write_jsonl(path: Path, documents: list[str], key: str = "text") -> Path:
-    path.write_text("".join(json.dumps({"id": 1, key: document}) + "\n" for document in documents))
-    return path
-
-
-def joined_tokens(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
-    return [token for ids in tokenizer.encode_batch(documents) for token in (*ids, tokenizer.eos_token_id)]
-
-
-def assert_holds(folder: Path, summary: Summary, tokenizer: Tokenizer, documents: list[str]) -> None:
-    """The samples of a split are exactly these documents in this order, and its counts are right."""
-    split = summary.splits[folder.name]
-    expected = joined_tokens(tokenizer, documents)
-    samples = read_samples(folder)
-    assert samples.shape == (split.samples, summary.max_seq_len)
-    assert samples.ravel().tolist() == expected[: split.tokens]
-    assert split.tokens + split.remainder_tokens == len(expected)
-    assert split.remainder_tokens < summary.max_seq_len
-    assert split.documents == len(documents)
-    assert split.text_bytes == sum(len(document.encode()) for document in documents)
-    assert split.tokens_per_byte == len(expected) / split.text_bytes
-
+from .preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, write_jsonl
 
 # What is read, and that all of it arrives
-
-
-def plain(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
 
 
 def zipped(path: Path, content: bytes) -> Path:
@@ -159,7 +125,7 @@ def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path:
 def test_pieces_of_a_compressed_file_end_where_lines_end(
     unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry_lite.data.documents.READ_BYTES", 16)
+    monkeypatch.setattr("llmfoundry_lite.data.contents.READ_BYTES", 16)
     content = "".join(make_documents(20)).encode() + b"end without newline"
     path = zipped(tmp_path / "lines.jsonl", content)
     pieces = list(sources.line_pieces(path, path.stat().st_size, unit_bytes))
@@ -190,7 +156,7 @@ def test_a_hub_data_set_is_streamed(tmp_path: Path, tokenizer: Tokenizer, tokeni
 def test_a_byte_order_mark_and_windows_line_ends_are_no_text_and_text(tmp_path: Path) -> None:
     path = plain(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo")
     (unit,) = sources.open_source([str(path)]).units()
-    (document,) = read_documents(unit, text_key="text", on_error="stop", skipped=Counter())
+    (document,) = read_documents(unit, text_keys=("text",), on_error="stop", skipped=Skipped())
     assert (document.text, document.num_bytes) == ("one\r\ntwo", 8)
 
 
@@ -219,7 +185,7 @@ def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_pa
         return [
             document
             for unit in units
-            for document in read_documents(unit, text_key="text", on_error="stop", skipped=Counter())
+            for document in read_documents(unit, text_keys=("text",), on_error="stop", skipped=Skipped())
         ]
 
     first = tmp_path / "usr" / "lib"
@@ -234,7 +200,7 @@ def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_pa
         "# json/decoder.py\n",
     ]
     assert documents(first) == documents(second)
-    assert sources.open_standard_library(first).identity == sources.open_standard_library(second).identity
+    assert sources.open_standard_library(first).identify() == sources.open_standard_library(second).identify()
 
 
 # Workers, kills and resuming
@@ -401,6 +367,67 @@ def test_unfinished_work_for_another_request_is_refused(small_request: Request, 
         prepare(small_request, tmp_path / "out", num_workers=1)
     with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
         prepare(replace(small_request, text_key="body"), tmp_path / "out")
+
+
+def stop_before_packing(wanted: Request, out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(prepare_module, "pack", lambda *args: 1 / 0)
+        prepare(wanted, out, num_workers=1)
+
+
+def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: Request, tmp_path: Path) -> None:
+    prepare(small_request, tmp_path / "expected", num_workers=1)
+    for unit_bytes in (4000, 2500, 8000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "SMALLEST_UNIT_BYTES", unit_bytes)
+            stop_before_packing(small_request, tmp_path / "out")
+    prepare(small_request, tmp_path / "out", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
+def test_unfinished_work_of_another_release_is_refused(small_request: Request, tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(out_folder, "LAYOUT", 1)
+        stop_before_packing(small_request, tmp_path / "out")
+    with pytest.raises(DataError, match=r"it was begun by another release, which keeps unfinished work in another way"):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "of another unit"])
+def test_a_damaged_token_file_is_made_again(
+    damage: str, small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    prepare(small_request, tmp_path / "expected", num_workers=1)
+    stop_before_packing(small_request, tmp_path / "out")
+    first, second = sorted((tmp_path / "out" / ".partial" / "units").iterdir())[:2]
+    content = first.read_bytes()
+    second.write_bytes({"cut short": content[: len(content) // 2], "empty": b"", "of another unit": content}[damage])
+    prepare(small_request, tmp_path / "out", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
+def test_a_tokenizer_that_changes_between_two_launches_is_noticed(
+    small_request: Request, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(tokenizer_folder, tmp_path / "own")
+    wanted, config = replace(small_request, tokenizer=str(own)), own / "tokenizer_config.json"
+    prepare(wanted, tmp_path / "expected", num_workers=1)
+    stop_before_packing(wanted, tmp_path / "out")
+    train_tokenizer(make_documents(9), 300).save(tmp_path / "out" / ".partial" / "tokenizer")  # somebody's mistake
+    prepare(wanted, tmp_path / "out", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+    stop_before_packing(wanted, tmp_path / "out2")
+    config.write_text(config.read_text().replace("<|endoftext|>", "a"))
+    for out in ("out", "out2"):
+        with pytest.raises(
+            DataError, match=r"preparation.*: eos_token was '<\|endoftext\|>' and is 'a' now; choose an"
+        ):
+            prepare(wanted, tmp_path / out, num_workers=1)
+    train_tokenizer(make_documents(9), 300).save(own)
+    with pytest.raises(DataError, match=r"tokenizer_fingerprint was 'sha256:\w+' and is 'sha256:\w+' now"):
+        prepare(wanted, tmp_path / "out2", num_workers=1)
 
 
 def test_a_mistake_in_the_first_piece_does_not_spoil_the_folder(
@@ -590,7 +617,7 @@ GOOD_LINE = b'{"text": "good"}\n'
             GOOD_LINE * 2 + b'{"text": "\xff"}\n',
             r"a.jsonl, line 3 is not valid UTF-8 \(byte 10 of the line\)",
         ),
-        ("a.jsonl", b'\n{"text": "\\ud800"}\n', "a.jsonl, line 2: text contains half of a surrogate pair"),
+        ("a.jsonl", b'\n{"text": "\\ud800"}\n', "a.jsonl, line 2: its text contains half of a surrogate pair"),
         ("a.jsonl", GOOD_LINE + b'"text"\n', "a.jsonl, line 2 holds a JSON str, expected an object"),
         (
             "a.jsonl",
@@ -606,7 +633,7 @@ GOOD_LINE = b'{"text": "good"}\n'
         ("a.txt.gz", b"not gzip", "a.txt.gz is damaged: it does not decompress"),
         ("a.txt.zst", b"not zstd", "a.txt.zst is damaged: it does not decompress"),
         ("a.parquet", b"not parquet", "a.parquet is not a parquet file"),
-        ("a.csv", b"text\nx\n", r"a.csv: nothing here can be read; expected \{.txt, .md"),
+        ("a.pdf", b"%PDF", r"a.pdf: nothing here can be read; expected \{.txt, .md"),
         ("a.txt", b"", r"0 documents for training, 0 tokens in all.*less than one sample.*\(skipped: 1 empty\)"),
     ],
 )
@@ -649,7 +676,17 @@ def test_bad_documents_are_counted_by_reason_when_skipped(
         "invalid_json": 2,
         "missing_text_key": 1,
         "not_text": 1,
+        "invalid_csv": 0,
+        "too_large": 0,
     }
+    assert [sentence.removeprefix(f"{path}, ") for sentence in summary.skipped_examples] == [
+        "line 6 does not parse as JSON (Expecting property name enclosed in double quotes, column 1); expected one "
+        "object per line",
+        "line 7 holds a JSON list, expected an object",
+        "line 8 is not valid UTF-8 (byte 10 of the line); --encoding names another encoding",
+        "line 9 has no 'text'; there are: body (choose one with --text-key)",
+        "line 10: text is a int, expected a string",
+    ]
 
 
 def test_a_parquet_column_that_is_absent_or_no_text_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -695,6 +732,35 @@ def test_the_compressions_are_those_of_the_library(small_request: Request) -> No
     assert ours | set(COMPRESSION_LEVELS) == get_compressions()
 
 
+@pytest.mark.parametrize("compression", [None, "br:5", "bz2", "snappy", "zstd", "zstd:9"])
+def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str | None, tmp_path: Path) -> None:
+    from streaming import MDSWriter
+
+    samples = np.random.default_rng(3).integers(0, 50_000, (700, SEQ_LEN)).astype(np.uint16)
+    wanted = request("", "", size_limit_bytes=10_000, compression=compression)
+    options = {"compression": compression, "hashes": ["xxh3_64"], "size_limit": wanted.size_limit_bytes}
+    with MDSWriter(columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}, out=str(tmp_path / "theirs"), **options) as theirs:
+        for sample in samples:
+            theirs.write({"tokens": sample})
+    ours = ShardWriter(tmp_path / "ours", wanted, samples.dtype)
+    for part in np.split(samples, [0, 1, 5, 300, 301]):
+        ours.write(part)
+    assert ours.finish() == len(theirs.shards) > 3
+    assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
+
+
+def test_a_preparation_imports_neither_torch_nor_streaming(small_request: Request, tmp_path: Path) -> None:
+    options = ["--out", tmp_path / "out", "--tokenizer", small_request.tokenizer, "--max-seq-len", SEQ_LEN]
+    program = (
+        "import sys; from llmfoundry_lite import cli\n"
+        "code = cli.run(sys.argv[1:])\n"
+        "print(code, set(sys.modules) & {'torch', 'streaming', 'transformers', 'pyarrow'})"
+    )
+    command = [sys.executable, "-c", program, "data", "prepare", *small_request.sources, *options, "--num-workers", 1]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "0 set()"
+
+
 def test_compressed_shards_hold_the_same_samples(small_request: Request, tmp_path: Path) -> None:
     prepare(small_request, tmp_path / "plain", num_workers=1)
     prepare(replace(small_request, compression="zstd:9"), tmp_path / "zstd", num_workers=1)
@@ -717,7 +783,7 @@ def test_the_command_takes_several_sources_and_ends_with_a_table(
     first = write_jsonl(tmp_path / "a.jsonl", make_documents(30), key="body")
     second = write_jsonl(tmp_path / "b.jsonl", make_documents(30, seed=2), key="body")
     options = ["--tokenizer", tokenizer_folder, "--max-seq-len", SEQ_LEN, "--text-key", "body", "--num-workers", 1]
-    assert run_cli("--source", first, second, "--out", tmp_path / "out", *options) == 0
+    assert run_cli(first, second, "--out", tmp_path / "out", *options) == 0
     summary = load_summary(tmp_path / "out")
     assert sum(split.documents for split in summary.splits.values()) == 60
     printed = capsys.readouterr().out
@@ -750,6 +816,18 @@ def test_the_command_takes_several_sources_and_ends_with_a_table(
         (
             ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--size-limit", 100],
             "error: --size-limit 100 bytes: expected at least 4160 (one sample",
+        ),
+        (
+            ["--tokenizer", "train:300", "--max-seq-len", 8],
+            "error: no source given; expected python-stdlib, hf:NAME, or",
+        ),
+        (
+            ["python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 100_000_000_000],
+            "error: --max-seq-len 100000000000: expected a number of tokens, at least 1 and at most 536870399 (one sam",
+        ),
+        (
+            ["x", "--tokenizer", "train:300", "--max-seq-len", 8, "--encoding", "klingon"],
+            "error: --encoding klingon: Python knows no text encoding of this name; expected utf-8, utf-16, latin-1",
         ),
         (["--source", "python-stdlib", "--tokenizer", "train:300"], "error: Missing option '--max-seq-len'"),
         (["--sauce", "python-stdlib"], "error: No such option: --sauce"),

@@ -72,6 +72,7 @@ def test_a_killed_run_is_cleaned_up_and_its_live_neighbour_is_not_touched(blocks
     killed, neighbour = hold_blocks(910001, tmp_path / "a"), hold_blocks(910002, tmp_path / "b")
     kill(killed)
     assert len(names(blocks, 910001)) == len(names(blocks, 910002)) == 3
+    (blocks / "910001_shard_table").touch()
 
     removed = clean_stale_shared_memory()
     assert {"910001_barrier", "910001_locals", "910001_shard_states"} <= set(removed)
@@ -138,6 +139,9 @@ def test_a_folder_that_another_run_downloads_into_is_refused_naming_the_process(
     wait_for_folders([str(tmp_path / "elsewhere")], timeout_seconds=0)
     with pytest.raises(DataError, match=rf"another run \(process {other.pid}\) is downloading into {tmp_path}/cache;"):
         wait_for_folders([str(tmp_path / "cache")], timeout_seconds=0)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=rf"is downloading into {tmp_path}/link/cache/;"):
+        wait_for_folders([f"{tmp_path}/link/cache/"], timeout_seconds=0)
     kill(other)
     wait_for_folders([str(tmp_path / "cache")], timeout_seconds=0)
 

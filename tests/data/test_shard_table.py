@@ -1,0 +1,108 @@
+"""index.json as columns: what every layout of it says, and what may not be in it."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming import MDSWriter
+from streaming.base.format import reader_from_json
+from streaming.base.util import merge_index
+
+from llmfoundry_lite.data import shard_table
+from llmfoundry_lite.data.lazy_arrays import ShardReaders
+from llmfoundry_lite.data.shard_table import ShardTable, write_table
+from llmfoundry_lite.data.streams import build_streams
+from llmfoundry_lite.errors import DataError
+
+
+def write_mds(folder: Path, num_samples: int = 300, **options) -> Path:
+    with MDSWriter(out=str(folder), columns={"tokens": "bytes"}, size_limit=400, **options) as writer:
+        for number in range(num_samples):
+            writer.write({"tokens": bytes(number % 7 * 8)})
+    return folder
+
+
+def read_table(tmp_path: Path, *folders: Path, hash_name: str | None = None) -> ShardTable:
+    path = tmp_path / f"table-{len(list(tmp_path.glob('table-*')))}"
+    write_table(path, [folder / "index.json" for folder in folders], [hash_name] * len(folders))
+    return ShardTable(path)
+
+
+def reader_fields(reader) -> dict:
+    fields = {name: getattr(reader, name) for name in ("column_names", "column_encodings", "column_sizes", "samples")}
+    return fields | {"raw": reader.raw_data, "zip": reader.zip_data, "compression": reader.compression}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hashes": ["xxh64"]}, {"compression": "zstd", "hashes": ["xxh3_64"]}],
+    ids=["plain", "hash", "zstd"],
+)
+@pytest.mark.parametrize("chunk_bytes", [2_000, 1 << 20])
+def test_readers_are_those_that_streamingdataset_makes(tmp_path, monkeypatch, options, chunk_bytes):
+    monkeypatch.setattr(shard_table, "_CHUNK_BYTES", chunk_bytes)
+    a, b = write_mds(tmp_path / "a", **options), write_mds(tmp_path / "b", 90, **options)
+    table = pickle.loads(pickle.dumps(read_table(tmp_path, a, b)))
+    streams = build_streams({"a": {"local": str(a)}, "b": {"local": str(b)}})
+    readers = ShardReaders(table, streams)
+    expected = [
+        reader_from_json(str(folder), "", record)
+        for folder in (a, b)
+        for record in json.loads((folder / "index.json").read_text())["shards"]
+    ]
+    assert [reader_fields(readers[i]) for i in range(len(table))] == [reader_fields(reader) for reader in expected]
+    assert table.columns["ends"].tolist() == np.cumsum([reader.samples for reader in expected]).tolist()
+    assert len(table.kinds) == 1
+
+
+def test_an_index_of_another_layout_says_the_same(tmp_path):
+    folder = write_mds(tmp_path / "a", hashes=["xxh64", "sha1"])
+    regular = read_table(tmp_path, folder)
+    content = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(content, indent=1))
+    other = read_table(tmp_path, folder)
+    assert other.streams == regular.streams and other.streams[0].hash_name == "xxh64"
+    assert all((other.columns[name] == column).all() for name, column in regular.columns.items())
+
+
+def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
+    write_mds(tmp_path / "all" / "a", 40)
+    write_mds(tmp_path / "all" / "b", 40, hashes=["xxh64"])
+    merge_index(str(tmp_path / "all"), keep_local=True)
+    table = read_table(tmp_path, tmp_path / "all")
+    assert {name.decode().split("/")[0] for name in table.columns["raw_name"]} == {"a", "b"}
+    assert table.columns["samples"].sum() == 80
+    assert table.streams[0].hash_name == ""  # not all have one
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("basename", "../../etc/passwd", "names shards outside of its own folder"),
+        ("format", "csv", "describes shards of csv version 2, not MDS version 2"),
+        ("column_encodings", ["pkl"], "column tokens is of type pkl, which may run code"),
+    ],
+)
+def test_an_index_that_could_do_harm_is_refused(tmp_path, key, value, words):
+    folder = write_mds(tmp_path / "a")
+    content = json.loads((folder / "index.json").read_text())
+    for record in content["shards"]:
+        place = record["raw_data"] if key == "basename" else record
+        place[key] = value
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
+    with pytest.raises(DataError, match=words):
+        read_table(tmp_path, folder)
+
+
+def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
+    folder = write_mds(tmp_path / "a", hashes=["xxh64"])
+    digest = read_table(tmp_path, folder).streams[0].content
+    index = folder / "index.json"
+    regular = index.read_text()
+    index.write_text(regular.replace("shard.", "piece."))
+    assert read_table(tmp_path, folder).streams[0].content == digest
+    some_hash = json.loads(regular)["shards"][3]["raw_data"]["hashes"]["xxh64"]
+    index.write_text(regular.replace(some_hash, some_hash[::-1]))
+    assert read_table(tmp_path, folder).streams[0].content != digest
