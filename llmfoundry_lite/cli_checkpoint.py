@@ -350,7 +350,7 @@ class WatchedPlace:
 
     def __init__(self, place: Place, on_read: Callable[[int], None]):
         self._place, self._on_read = place, on_read
-        self.url, self.is_local = place.url, place.is_local
+        self.url, self.is_local, self.child, self.sizes = place.url, place.is_local, place.child, place.sizes
 
     def source(self, name: str, *, is_anew: bool = False) -> "WatchedSource":
         return WatchedSource(self._place.source(name, is_anew=is_anew), self._on_read)

@@ -401,6 +401,8 @@ def decode(raw: bytes, where: str) -> Manifest:
         files_extra=files_extra,
         extra=item.besides(*KNOWN),
     )
+    if version > 1 and item.get("num_bytes").integer() != manifest.num_bytes:
+        raise DamagedCheckpointError(f"{where}: num_bytes is not the sum of its files'")
     check(manifest, where)
     return manifest
 

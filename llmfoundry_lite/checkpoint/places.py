@@ -157,6 +157,27 @@ def wrong_twice(look: Callable[[bool], T]) -> T:
         return look(True)
 
 
+def find_absent(place: Place, expected: dict[str, int]) -> tuple[str, int | None] | None:
+    """The first file, name -> bytes, that is not there (None) or has another size; one listing of each folder.
+
+    What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
+    """
+    folders = {name.rpartition("/")[0] for name in expected}
+    sizes = {folder: (place.child(folder) if folder else place).sizes() for folder in folders}
+    for path, num_bytes in expected.items():
+        folder, _, name = path.rpartition("/")
+        if sizes[folder].get(name) != num_bytes:
+            try:
+                source = place.source(path, is_anew=True)
+            except FileNotFoundError:
+                return path, None
+            size = source.num_bytes
+            source.close()
+            if size != num_bytes:
+                return path, size
+    return None
+
+
 # ------------------------------------------------------------------------------------------------------------ local
 
 

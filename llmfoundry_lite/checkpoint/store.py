@@ -34,7 +34,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.codec import write_json
@@ -49,8 +49,7 @@ from llmfoundry_lite.checkpoint.manifest import (
     encode,
     read_head,
 )
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place, unreadable, wrong_twice
-from llmfoundry_lite.checkpoint.shards import find_absent
+from llmfoundry_lite.checkpoint.places import LocalPlace, Place, find_absent, open_place, unreadable, wrong_twice
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -316,19 +315,18 @@ class CheckpointStore:
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         place, prefix = self.draft(manifest.save_id)
-        files = [
-            replace(file, name=file.name.removeprefix(prefix)) for file in (*manifest.files, *manifest.attachments)
-        ]
-        absent = find_absent(place, files)
+        files = (*manifest.files, *manifest.attachments)
+        expected = {file.name.removeprefix(prefix): file.num_bytes for file in files}
+        absent = find_absent(place, expected)
         if absent is None:
             return
-        file, size = absent
+        name, size = absent
         if size is None:
             raise CheckpointError(
-                f"{place.url}/{file.name}: written by another rank but not to be seen from rank 0; save_folder must be "
+                f"{place.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
                 "on a disk that all nodes share, or a URL"
             )
-        raise CheckpointError(f"{place.url}/{file.name}: {size:,} bytes, written were {file.num_bytes:,}")
+        raise CheckpointError(f"{place.url}/{name}: {size:,} bytes, written were {expected[name]:,}")
 
     def _commit_by_rename(self, root: LocalPlace, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)
