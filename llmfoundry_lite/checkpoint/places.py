@@ -162,11 +162,11 @@ def find_absent(place: Place, expected: dict[str, int]) -> tuple[str, int | None
 
     What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
     """
-    folders = {name.rpartition("/")[0] for name in expected}
-    sizes = {folder: (place.child(folder) if folder else place).sizes() for folder in folders}
+    parents = {name.rpartition("/")[0] for name in expected}
+    sizes = {parent: (place.child(parent) if parent else place).sizes() for parent in parents}
     for path, num_bytes in expected.items():
-        folder, _, name = path.rpartition("/")
-        if sizes[folder].get(name) != num_bytes:
+        parent, _, name = path.rpartition("/")
+        if sizes[parent].get(name) != num_bytes:
             try:
                 source = place.source(path, is_anew=True)
             except FileNotFoundError:
