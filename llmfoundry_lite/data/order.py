@@ -101,7 +101,8 @@ class SampleOrder:
         """16 hex digits that are equal if and only if the order is: what a checkpoint stores to recognise its data."""
         digest = hashlib.blake2b(digest_size=8)
         for sizes in self.shard_sizes_per_stream:
-            digest.update(np.array([len(sizes), *sizes], "<i8").tobytes())
+            digest.update(np.array([len(sizes)], "<i8").tobytes())
+            digest.update(np.asarray(sizes, "<i8").tobytes())
         settings = [self.num_lanes, self.seed, self.shuffle, self.drop_last, self.window_samples if self.shuffle else 0]
         digest.update(np.array([*self.choose_per_stream, *settings], "<i8").tobytes())
         return digest.hexdigest()

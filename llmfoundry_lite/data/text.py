@@ -232,6 +232,7 @@ class TextDataset(StreamingDataset):
         notes = gather_notes(note)
         errors = [note["error"] for note in notes if "error" in note]
         if errors:
+            self.__del__()  # lets go of the folders; the error may keep this object alive
             raise DataError(errors[0])  # the same sentence everywhere, so that it is printed once
         if get_local_rank() > 0:
             self._open_shared(notes[get_rank() - get_local_rank()]["number"])
@@ -546,12 +547,14 @@ class TextDataset(StreamingDataset):
         return sum(stream.get_index_size() for stream in self.streams if stream.remote)
 
     def _check_cache_limit(self) -> None:
+        if not self.cache_limit or not any(stream.remote for stream in self.streams):
+            return
         largest = max(
             int((self.table.of_stream(i, "raw_bytes") + self.table.of_stream(i, "zip_bytes")).max())
             for i in range(self.num_streams)
         )
         least = self._index_bytes() + 4 * largest
-        if self.cache_limit and self.cache_limit < least and any(stream.remote for stream in self.streams):
+        if self.cache_limit < least:
             raise DataError(
                 f"cache_limit is {self.cache_limit} bytes, expected at least {least}: the indexes and four times the "
                 "largest shard, compressed and not"
