@@ -7,6 +7,7 @@ that escapes is a bug and keeps its traceback.
 
 EXIT_DONE = 0
 EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
 EXIT_USER = 2
 EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""

@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 
 from llmfoundry_lite.config.check import check_world_size
-from llmfoundry_lite.config.load import find_run_folder, load_tasks
+from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import (
@@ -28,8 +27,9 @@ from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_c
 from llmfoundry_lite.evaluation.reading import ACCURACIES
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, alone_in, outline_tasks, read_others
 from llmfoundry_lite.evaluation.tables import print_table, write_tables
-from llmfoundry_lite.launch import place
 from llmfoundry_lite.plots import Panel, plot_curves
+from llmfoundry_lite.ranks.exchange import agree, tell_all
+from llmfoundry_lite.ranks.rank import this_rank
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
@@ -56,7 +56,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
                 raise
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
-    if place().rank == 0:
+    if this_rank().rank == 0:
         print_table(all_results, Console())
         for path in write_suite(all_results, folder / config.suite):
             print(path)
@@ -77,7 +77,7 @@ def find_models(
     agree(error)
     names = [outline.name for outline in asked]
     if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
-        error = DataError(f"rank {place().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
+        error = DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     agree(error)
     models = {}
     try:
@@ -188,13 +188,13 @@ def expand_models(config: EvalConfig) -> dict[str, str]:
 
 
 def tell(lines: Sequence[str]) -> None:
-    if place().rank == 0:
+    if this_rank().rank == 0:
         for line in lines:
             print(printable(line), file=sys.stderr)
 
 
 def start_process_group(config: EvalConfig) -> torch.device:
-    here = place()
+    here = this_rank()
     device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -208,12 +208,14 @@ def start_process_group(config: EvalConfig) -> torch.device:
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:
     """What spreads a model over all ranks."""
-    from llmfoundry_lite.parallel import Precision, build_mesh, shard_model
+    from llmfoundry_lite.parallel.fsdp import shard_model
+    from llmfoundry_lite.parallel.mesh import build_mesh
+    from llmfoundry_lite.parallel.precision import Precision
 
     if not dist.is_initialized():  # one process: a group of its own, on no network
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     fsdp = FSDPConfig()
-    mesh = build_mesh(fsdp, device.type, place().world_size, place().local_world_size)
+    mesh = build_mesh(fsdp, device.type, this_rank().world_size, this_rank().local_world_size)
     dtype = DTYPES[config.precision]
 
     def shard(model: nn.Module) -> None:
@@ -246,7 +248,7 @@ class ProgressLine:
         self.model = model
         self.task, self.started, self.is_done = "", 0.0, False
         self.is_terminal = sys.stderr.isatty()
-        self.is_main = place().rank == 0
+        self.is_main = this_rank().rank == 0
 
     def __call__(self, task: str, done: int, total: int) -> None:
         if not self.is_main:

@@ -8,8 +8,8 @@ python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on 
 import os
 from collections.abc import Sequence
 
-from llmfoundry_lite.config.load import load_eval_config
-from llmfoundry_lite.launch import run_and_exit
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.ranks.ending import run_and_exit
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -308,7 +308,7 @@ def compare(option: str, exact: Tensors, low: Tensors, folder: Path) -> bool:
 
 def read_folder(place: Path) -> torch.Tensor:
     """Logits of the folder that LLM Foundry's model was saved to."""
-    from llmfoundry_lite.models.hf import import_model
+    from llmfoundry_lite.convert.huggingface import import_model
     from llmfoundry_lite.models.mpt import MPT
 
     config, weights = import_model(place / "folder")

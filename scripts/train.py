@@ -8,27 +8,28 @@ import os
 from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
-from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import UserError, printable
-from llmfoundry_lite.launch import place, run_and_exit
+from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.rank import this_rank
 
 
 def main(arguments: Sequence[str]) -> None:
-    world_size = place().world_size
+    world_size = this_rank().world_size
     try:
         invocation = load_train_config(arguments)
         config = invocation.config
         found = preflight.check(config, world_size, must_exist=not invocation.dry_run)
     except UserError as error:
-        if place().local_rank == 0 and "--dry-run" not in arguments:
+        if this_rank().local_rank == 0 and "--dry-run" not in arguments:
             preflight.record_refusal(arguments, str(error))
         raise
-    if place().rank == 0:
+    if this_rank().rank == 0:
         for note in invocation.notes:
             print(printable(note))
     if invocation.dry_run:
-        if place().rank == 0:
-            print(preflight.describe(config, world_size, found, place().local_world_size))
+        if this_rank().rank == 0:
+            print(preflight.describe(config, world_size, found, this_rank().local_world_size))
         return
 
     for name, value in config.environment.items():

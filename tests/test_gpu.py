@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry_lite.bench import switch
+from llmfoundry_lite.bench.switch import switch
 from llmfoundry_lite.models.attention import document_numbers
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data

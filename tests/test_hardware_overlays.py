@@ -11,7 +11,7 @@ import yaml
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.layers import HARDWARE_KEYS, leaf_keys
-from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_lite.plan.memory import estimate_training_memory

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from llmfoundry_lite import preflight
-from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from tests.helpers.launch import ROOT

@@ -66,7 +66,7 @@ CLAIMS = {
     "Retention removes the oldest": (
         "checkpoint/test_store.py::test_old_ones_go_and_those_to_keep_stay",
         "checkpoint/test_store.py::test_the_last_verified_one_is_never_removed",
-        "checkpoint/test_cli_checkpoint.py::test_prune_keeps_what_it_has_hashed",
+        "cli/test_checkpoint.py::test_prune_keeps_what_it_has_hashed",
     ),
     "`save_folder` and `load_path` are": (
         "training/test_switching.py::test_another_run_begins_from_a_checkpoint_in_a_bucket",
@@ -79,14 +79,12 @@ CLAIMS = {
         "training/test_switching.py::test_the_curve_goes_from_cluster_to_cluster_with_the_checkpoint",
     ),
     "A launch that is refused": ("training/test_checkpointing.py::test_a_refused_launch_takes_no_lease_and_says_why",),
-    "`ls`, `inspect`, `verify` and `prune`": (
-        "checkpoint/test_cli_checkpoint.py::test_looking_at_checkpoints_needs_no_torch",
-    ),
+    "`ls`, `inspect`, `verify` and `prune`": ("cli/test_checkpoint.py::test_looking_at_checkpoints_needs_no_torch",),
     "`checkpoint import` makes": (
-        "test_import.py::test_a_checkpoint_of_composers_trainer_becomes_a_portable_one",
-        "test_import.py::test_a_malicious_pickle_is_never_run",
+        "convert/test_to_checkpoint.py::test_a_checkpoint_of_composers_trainer_becomes_a_portable_one",
+        "convert/test_to_checkpoint.py::test_a_malicious_pickle_is_never_run",
     ),
-    "Importing an export": ("test_import.py::test_export_import_export_is_bit_equal",),
+    "Importing an export": ("convert/test_to_checkpoint.py::test_export_import_export_is_bit_equal",),
 }
 """How a sentence begins -> the tests that would fail if it were not so."""
 

@@ -1,6 +1,6 @@
 """Do intervals and verdicts of `compare` keep what they promise? Simulated where the truth is known.
 
-llmfoundry-lite bench intervals --out yamls/bench/results
+llmfoundry-lite bench intervals --out docs/measurements
 
 Items are drawn anew many times from two models whose difference is set. Counted: how often the 95 % interval holds the
 true difference (coverage), how often a difference is claimed where there is none (size) or one (power), and how often
@@ -232,7 +232,7 @@ def report(rows: list[Row], powers: list[tuple[float, float, int, float]]) -> st
         [
             "# What intervals and verdicts of `compare` keep of what they promise",
             "",
-            "By simulation: `llmfoundry-lite bench intervals --out yamls/bench/results`. An interval should cover the",
+            "By simulation: `llmfoundry-lite bench intervals --out docs/measurements`. An interval should cover the",
             "true difference in 95 % of draws. Where there is no difference, one may be claimed in at most 5 %. A",
             "contradiction is an interval that excludes 0 beside a verdict that claims nothing, or the reverse.",
             f"Below {paired.MIN_UNITS} items or clusters, or {paired.MIN_DOCUMENTS} documents, nothing is claimed.",

@@ -186,8 +186,8 @@ def write_index(folder: Path, num_shards: int) -> None:
 
 
 def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
+    from llmfoundry_lite.data.dataset import build_text_dataset
     from llmfoundry_lite.data.loader import build_text_loader
-    from llmfoundry_lite.data.text import build_text_dataset
 
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a launched process
     load_average, before = os.getloadavg()[0], _own_bytes([os.getpid()])

@@ -118,7 +118,7 @@ def our_command(work: Path, max_seq_len: int, num_cores: int) -> list[str]:
     """Everything into one split, as the peer does it."""
     source = ["--source", str(work / "text.jsonl"), "--tokenizer", str(work / "tokenizer"), "--val-fraction", "0"]
     target = ["--out", str(work / "ours"), "--max-seq-len", str(max_seq_len), "--num-workers", str(num_cores)]
-    return [sys.executable, "-m", "llmfoundry_lite.cli", "data", "prepare", *source, *target]
+    return [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *source, *target]
 
 
 def their_command(peer_command: str, work: Path, max_seq_len: int) -> list[str]:

@@ -121,10 +121,10 @@ class Grid:
     def _file(self, index: Sequence[int], counts: Sequence[int]) -> int:
         if self.strides is not None:
             return self.files[0] + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
-        place = 0
+        folder = 0
         for i, count in zip(index, counts, strict=True):
-            place = place * count + i
-        return self.files[place]
+            folder = folder * count + i
+        return self.files[folder]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.codec import parse_json, write_json
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place
+from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.ranks.codec import parse_json, write_json
 
 FOLDER = ".leases"
 KEPT = 8
@@ -32,9 +32,9 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, root: Place):
+    def __init__(self, root: Folder):
         self.url = root.url
-        self.place = root.child(FOLDER)
+        self.folder = root.child(FOLDER)
 
     def acquire(self, *, at_least: int) -> Lease:
         """The next number. Raises CheckpointError if the holder still runs on this machine, OSError of the disk.
@@ -48,19 +48,19 @@ class Leases:
                 "give this run another save_folder"
             )
         owner = describe_this_process() | {"claim": uuid.uuid4().hex}
-        if isinstance(self.place, LocalPlace):
-            self.place.make(with_parents=True)
+        if isinstance(self.folder, LocalFolder):
+            self.folder.make(with_parents=True)
         while True:
             epoch = max(self.highest() + 1, at_least)
             try:
-                self.place.put(_name(epoch), write_json(owner), only_if_new=True)
+                self.folder.put(_name(epoch), write_json(owner), only_if_new=True)
                 break
             except FileExistsError:
                 continue
-        for name in self.place.names():
+        for name in self.folder.names():
             old = _epoch(name)
             if old is not None and old <= epoch - KEPT:
-                self.place.remove(name)
+                self.folder.remove(name)
         return Lease(epoch, owner)
 
     def check(self, lease: Lease) -> None:
@@ -75,7 +75,7 @@ class Leases:
                 f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
             )
         try:
-            found = self.place.read(_name(lease.epoch), MAX_BYTES)
+            found = self.folder.read(_name(lease.epoch), MAX_BYTES)
         except FileNotFoundError:
             raise self._vanished(lease.epoch) from None
         if found != write_json(lease.owner):
@@ -83,7 +83,7 @@ class Leases:
 
     def check_is_seen(self, epoch: int) -> None:
         """Raises CheckpointError unless this process sees the claim that rank 0 has made."""
-        if not self.place.child(_name(epoch)).exists():
+        if not self.folder.child(_name(epoch)).exists():
             raise self._vanished(epoch)
 
     def _vanished(self, epoch: int) -> CheckpointError:
@@ -98,11 +98,11 @@ class Leases:
         return Lease(epoch, self._owner(epoch)) if epoch else None
 
     def highest(self) -> int:
-        return max((epoch for name in self.place.names() if (epoch := _epoch(name)) is not None), default=0)
+        return max((epoch for name in self.folder.names() if (epoch := _epoch(name)) is not None), default=0)
 
     def _owner(self, epoch: int) -> dict[str, Any]:
         with contextlib.suppress(OSError, DamagedCheckpointError):
-            owner = parse_json(self.place.read(_name(epoch), MAX_BYTES), FOLDER)
+            owner = parse_json(self.folder.read(_name(epoch), MAX_BYTES), FOLDER)
             return owner if isinstance(owner, dict) else {}
         return {}
 

@@ -11,8 +11,8 @@ the next launch writes what is missing again if its machine has it.
 
 from typing import NamedTuple
 
+from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord
-from llmfoundry_lite.checkpoint.places import LocalPlace
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_verified
 from llmfoundry_lite.checkpoint.store import LOG, Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError
@@ -33,10 +33,10 @@ class Log(NamedTuple):
 def read_log(checkpoint: Checkpoint) -> Log:
     for file in checkpoint.manifest.attachments:
         if file.name.rsplit("/", 1)[-1] == NAME:
-            return Log(read_verified(checkpoint.place, file), (), [])
+            return Log(read_verified(checkpoint.folder, file), (), [])
     if not checkpoint.manifest.log:
         return Log(None, (), [])
-    folder = checkpoint.place.parent()
+    folder = checkpoint.folder.parent()
     found, whole, notes = [], [], []
     for part in checkpoint.manifest.log:
         try:
@@ -69,7 +69,7 @@ def write_log(
         return tuple(kept)
     name = f"{save_id}.jsonl"
     folder = store.root.child(LOG)
-    if isinstance(folder, LocalPlace):
+    if isinstance(folder, LocalFolder):
         folder.make()
     folder.put(name, new)
     hashes = hash_blocks(new, BLOCK_BYTES).hex()

@@ -34,17 +34,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from llmfoundry_lite.checkpoint.codec import (
-    Item,
-    count_values,
-    decode_value,
-    encode_value,
-    parse_json,
-    shorten,
-    write_json,
-)
 from llmfoundry_lite.checkpoint.layouts import Boxes, Extra, Grid, Layout, Slice
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
+from llmfoundry_lite.ranks.codec import Item, count_values, decode_value, encode_value, parse_json, shorten, write_json
 
 FORMAT = "llmfoundry_lite checkpoint"
 VERSION = 2
@@ -497,12 +489,12 @@ def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
     layouts = [_decode_layout(layout) for layout in item.get("layouts").items()]
     tensors = {}
     for name, tensor in item.get("tensors").entries():
-        place = tensor.get("layout").integer()
-        tensor.expect(place < len(layouts), f"one of the {len(layouts)} layouts")
+        folder = tensor.get("layout").integer()
+        tensor.expect(folder < len(layouts), f"one of the {len(layouts)} layouts")
         tensors[name] = TensorRecord(
             tensor.get("dtype").string(),
             tensor.get("shape").integers(),
-            layouts[place],
+            layouts[folder],
             tensor.besides("dtype", "shape", "layout"),
         )
     return files, listed.besides("algorithm", "block_bytes", "digests", *columns), tensors

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmfoundry_lite.checkpoint import exchange
-from llmfoundry_lite.checkpoint.exchange import Group
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, TensorRecord
 from llmfoundry_lite.checkpoint.shards import Entry, file_order
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_part
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.ranks import exchange
+from llmfoundry_lite.ranks.exchange import Group
 
 Cut = int | tuple[int, ...]
 Ranks = NDArray[np.int64]
@@ -121,8 +121,8 @@ def _describe_placement(placement: Any, name: str) -> list[int]:
 def _in_group(ranks: list[int], group: Group) -> list[int]:
     if group is None:
         return ranks
-    place = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
-    return [place[rank] for rank in ranks]
+    folder = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+    return [folder[rank] for rank in ranks]
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic
@@ -232,15 +232,15 @@ def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], di
         placement = placements[mesh_dim]
         if not placement or placement[0] != dim:
             continue
-        place, ways = 0, 1
-        while ways < (placement[1] if len(placement) > 1 else 1) and place < len(order):
-            ways *= mesh_shape[order[place]]
-            place += 1
+        folder, ways = 0, 1
+        while ways < (placement[1] if len(placement) > 1 else 1) and folder < len(order):
+            ways *= mesh_shape[order[folder]]
+            folder += 1
         if len(placement) > 1 and ways != placement[1]:
             raise CheckpointError(
                 f"a sharding strided by {placement[1]} on a mesh of {list(mesh_shape)} cannot be saved"
             )
-        order.insert(place, mesh_dim)
+        order.insert(folder, mesh_dim)
     return order
 
 
@@ -282,8 +282,8 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and lengths of what this rank holds of a tensor, a DTensor or a whole one."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:
+    folder = tensor.device_mesh.get_coordinate()
+    if folder is None:
         return (0,) * tensor.ndim, (0,) * tensor.ndim
     placements = [_describe_placement(placement, "a tensor") for placement in tensor.placements]
     begins, ends = [0] * tensor.ndim, list(tensor.shape)
@@ -291,7 +291,7 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for mesh_dim in cut_order(tensor.device_mesh.shape, placements, dim):
             begin, end = begins[dim], ends[dim]
             chunk = -(-(end - begin) // tensor.device_mesh.shape[mesh_dim])
-            begins[dim] = min(begin + place[mesh_dim] * chunk, end)
+            begins[dim] = min(begin + folder[mesh_dim] * chunk, end)
             ends[dim] = min(begins[dim] + chunk, end)
     return tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True))
 

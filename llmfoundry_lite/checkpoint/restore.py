@@ -21,11 +21,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmfoundry_lite.checkpoint import exchange, state
-from llmfoundry_lite.checkpoint.exchange import Group
+from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.layouts import Slice
 from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
-from llmfoundry_lite.checkpoint.places import open_place
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.checkpoint.shards import Want, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
@@ -37,6 +36,8 @@ from llmfoundry_lite.errors import (
     IncompleteCheckpointError,
     UnsoundCheckpointError,
 )
+from llmfoundry_lite.ranks import exchange
+from llmfoundry_lite.ranks.exchange import Group
 
 MAX_JUDGED = 16
 """Files that rank 0 reads again when others complain; a node that has lost its disk complains of many."""
@@ -147,7 +148,7 @@ def _load_together(
     url = exchange.tell_all(checkpoint.where if checkpoint else None, group)
     raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"", group)
     manifest = checkpoint.manifest if checkpoint else decode(raw, url)
-    checkpoint = checkpoint or Checkpoint(url, open_place(url), manifest)
+    checkpoint = checkpoint or Checkpoint(url, open_folder(url), manifest)
     held = hold_together(model, optimizer, group)
     error: Exception | None = None
     targets, staging = None, {}
@@ -176,7 +177,7 @@ def _judge(error: Exception | None, checkpoint: Checkpoint, group: Group) -> Exc
     accused = {name for _, name, _, _ in complaints}
     for file in [file for file in checkpoint.manifest.files if file.name in accused][:MAX_JUDGED]:
         try:
-            verify_file(checkpoint.place, file)
+            verify_file(checkpoint.folder, file)
         except UnsoundCheckpointError as seen:
             return seen
     rank, _, host, text = complaints[0]
@@ -301,7 +302,7 @@ def read_tensors(checkpoint: Checkpoint, like: Tensors, *, verify: bool = True, 
     def read(index: int, threads: int) -> None:
         read_parts(checkpoint, index, by_file[index], verify=verify, num_threads=threads)
 
-    at_once = min(len(by_file), num_threads if checkpoint.place.is_local else MAX_REMOTE_READS)
+    at_once = min(len(by_file), num_threads if checkpoint.folder.is_local else MAX_REMOTE_READS)
     if at_once <= 1:
         for index in by_file:
             read(index, num_threads)
@@ -344,7 +345,7 @@ def read_parts(
     """Out of one file. Raises UnsoundCheckpointError."""
     manifest = checkpoint.manifest
     wants, gathers = [], []
-    with open_shard(checkpoint.place, manifest.files[index], verify=verify) as shard:
+    with open_shard(checkpoint.folder, manifest.files[index], verify=verify) as shard:
         for name, cell, offset, target in parts:
             dtype = manifest.tensors[name].dtype
             stored = shard.find(cell.key(name), dtype, cell.shape)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.codec import write_json
+from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, unreadable, wrong_twice
 from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, Stored
-from llmfoundry_lite.checkpoint.places import Buffer, Place, Source, unreadable, wrong_twice
 from llmfoundry_lite.errors import DamagedCheckpointError
+from llmfoundry_lite.ranks.codec import write_json
 
 BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
@@ -103,7 +103,7 @@ def build_header(
 
 
 def write_shard(
-    place: Place,
+    folder: Folder,
     name: str,
     header: bytes,
     pieces: Sequence[Buffer],
@@ -116,7 +116,7 @@ def write_shard(
 
     Whatever goes wrong in a thread is raised here, and then the file is worthless.
     """
-    size, table = _write(place, name, [header, *pieces], num_threads, block_bytes, on_phase, with_table=True)
+    size, table = _write(folder, name, [header, *pieces], num_threads, block_bytes, on_phase, with_table=True)
     return FileRecord(
         name=name,
         num_bytes=size + len(table),
@@ -127,14 +127,14 @@ def write_shard(
     )
 
 
-def write_file(place: Place, name: str, content: Buffer, *, block_bytes: int = BLOCK_BYTES) -> FileRecord:
+def write_file(folder: Folder, name: str, content: Buffer, *, block_bytes: int = BLOCK_BYTES) -> FileRecord:
     """A file that is no shard; its hashes are in the record. Durable on return."""
-    size, table = _write(place, name, [content], 1, block_bytes, lambda phase: None, with_table=False)
+    size, table = _write(folder, name, [content], 1, block_bytes, lambda phase: None, with_table=False)
     return FileRecord(name=name, num_bytes=size, algorithm=ALGORITHM, block_bytes=block_bytes, block_hashes=table.hex())
 
 
 def _write(
-    place: Place,
+    folder: Folder,
     name: str,
     pieces: Sequence[Buffer],
     num_threads: int,
@@ -148,7 +148,7 @@ def _write(
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
     hashes = [b""] * -(-size // block_bytes)
-    sink = place.sink(name, size + HASH_BYTES * len(hashes))
+    sink = folder.sink(name, size + HASH_BYTES * len(hashes))
     has_failed = threading.Event()
 
     def write(begin: int) -> None:
@@ -183,9 +183,9 @@ def _write(
 class Shard:
     """A file open for reading, of which header and hashes are known to be what was written."""
 
-    def __init__(self, place: Place, file: FileRecord, source: Source, verify: bool):
-        self.place, self.file, self.source = place, file, source
-        self.where = f"{place.url}/{file.name}"
+    def __init__(self, folder: Folder, file: FileRecord, source: Source, verify: bool):
+        self.folder, self.file, self.source = folder, file, source
+        self.where = f"{folder.url}/{file.name}"
         self.hashes = bytes.fromhex(file.block_hashes)
         self.contents = file.contents or {}
         if file.digest:
@@ -207,13 +207,13 @@ class Shard:
         """What `read` finds; with a source of its own if it finds damage, which must be there twice."""
 
         def once(is_anew: bool) -> T:
-            source = _open_once(self.place, self.file, is_anew=True) if is_anew else self.source
+            source = _open_once(self.folder, self.file, is_anew=True) if is_anew else self.source
             try:
                 return read(source)
             except EOFError as error:
                 raise self.damage(str(error)) from None
             except OSError as error:
-                raise unreadable(self.place, self.file.name, error) from error
+                raise unreadable(self.folder, self.file.name, error) from error
             finally:
                 if is_anew:
                     source.close()
@@ -281,25 +281,25 @@ class Shard:
 
 
 @contextmanager
-def open_shard(place: Place, file: FileRecord, *, verify: bool = True) -> Iterator[Shard]:
+def open_shard(folder: Folder, file: FileRecord, *, verify: bool = True) -> Iterator[Shard]:
     """Raises UnsoundCheckpointError for a file that is gone, has another size, or another header or other hashes."""
-    source = _open(place, file)
+    source = _open(folder, file)
     try:
-        yield Shard(place, file, source, verify)
+        yield Shard(folder, file, source, verify)
     finally:
         source.close()
 
 
-def read_verified(place: Place, file: FileRecord) -> bytes:
+def read_verified(folder: Folder, file: FileRecord) -> bytes:
     """All of a file that is no shard. Raises UnsoundCheckpointError."""
-    with open_shard(place, file) as opened:  # the size first: the memory for one that lies may not be there
+    with open_shard(folder, file) as opened:  # the size first: the memory for one that lies may not be there
         content = np.empty(file.num_bytes, np.uint8)
         opened.read([Want(0, file.num_bytes, content, file.name)])
     return content.tobytes()
 
 
-def verify_file(place: Place, file: FileRecord, *, num_threads: int = 2) -> None:
-    with open_shard(place, file) as opened:
+def verify_file(folder: Folder, file: FileRecord, *, num_threads: int = 2) -> None:
+    with open_shard(folder, file) as opened:
         opened.verify(num_threads)
 
 
@@ -343,11 +343,11 @@ def read_header(shard: Shard) -> dict[str, Stored]:
     return shard._look(read)
 
 
-def check_headers(place: Place, manifest: Manifest) -> None:
+def check_headers(folder: Folder, manifest: Manifest) -> None:
     """That all headers together have every slice of every tensor, and nothing else. Raises UnsoundCheckpointError."""
     seen = dict.fromkeys(manifest.tensors, 0)
     for index, file in enumerate(manifest.files):
-        with open_shard(place, file) as shard:
+        with open_shard(folder, file) as shard:
             for key, stored in read_header(shard).items():
                 if file.contents is not None and file.contents.get(key) != stored:
                     expected = file.contents.get(key, "missing")
@@ -362,7 +362,7 @@ def check_headers(place: Place, manifest: Manifest) -> None:
     for name, count in seen.items():
         if count != manifest.tensors[name].num_slices:
             raise DamagedCheckpointError(
-                f"{place.url}: {name} has {manifest.tensors[name].num_slices} slices in the manifest and {count} in "
+                f"{folder.url}: {name} has {manifest.tensors[name].num_slices} slices in the manifest and {count} in "
                 "the files' headers"
             )
 
@@ -423,19 +423,19 @@ def _inside(named: Sequence[Want | Span], first: int, last: int) -> str:
     return f" (in {hit[0]}" + (f" and {len(hit) - 1} more)" if len(hit) > 1 else ")")
 
 
-def _open(place: Place, file: FileRecord) -> Source:
-    return wrong_twice(lambda is_anew: _open_once(place, file, is_anew))
+def _open(folder: Folder, file: FileRecord) -> Source:
+    return wrong_twice(lambda is_anew: _open_once(folder, file, is_anew))
 
 
-def _open_once(place: Place, file: FileRecord, is_anew: bool) -> Source:
+def _open_once(folder: Folder, file: FileRecord, is_anew: bool) -> Source:
     try:
-        source = place.source(file.name, is_anew=is_anew)
+        source = folder.source(file.name, is_anew=is_anew)
     except OSError as error:
-        raise unreadable(place, file.name, error) from error
+        raise unreadable(folder, file.name, error) from error
     if source.num_bytes != file.num_bytes:
         source.close()
         raise DamagedCheckpointError(
-            f"{place.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}", file.name
+            f"{folder.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}", file.name
         )
     return source
 

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.codec import write_json
+from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, find_absent, open_folder, unreadable, wrong_twice
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import (
     HEAD_BYTES,
@@ -49,7 +49,6 @@ from llmfoundry_lite.checkpoint.manifest import (
     encode,
     read_head,
 )
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place, find_absent, open_place, unreadable, wrong_twice
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -57,6 +56,7 @@ from llmfoundry_lite.errors import (
     NewerFormatError,
     UnreadableCheckpointError,
 )
+from llmfoundry_lite.ranks.codec import write_json
 
 COMMITTED = re.compile(r"ba(\d+)")
 DRAFT = ".tmp-"
@@ -75,26 +75,26 @@ class Checkpoint:
     """A committed save and where it lies."""
 
     name: str
-    place: Place
+    folder: Folder
     manifest: Manifest
     raw: bytes = field(default=b"", repr=False, compare=False)
     """The manifest as it was read."""
 
     @property
     def where(self) -> str:
-        return self.place.url
+        return self.folder.url
 
 
 class Candidate:
     """A folder that looks like a checkpoint. Its manifest is decoded when it is first asked for, and not to list it."""
 
     def __init__(
-        self, name: str, place: Place, head: Head | None, checkpoint: Checkpoint | None, error: CheckpointError | None
+        self, name: str, folder: Folder, head: Head | None, checkpoint: Checkpoint | None, error: CheckpointError | None
     ):
         self.name = name
         self.head = head
         """What the beginning of its manifest says; None: all of it had to be read."""
-        self._place = place
+        self._place = folder
         self._found = checkpoint
         self._error = error
 
@@ -152,31 +152,31 @@ class Search(NamedTuple):
 
 def is_checkpoint(url: str | os.PathLike[str]) -> bool:
     """Whether `url` is one checkpoint itself, and not a folder of them. Raises CheckpointError if it cannot be seen."""
-    place = open_place(url)
-    with _os_errors(f"{place.url}: cannot be listed"):
-        return MANIFEST in place.names()
+    folder = open_folder(url)
+    with _os_errors(f"{folder.url}: cannot be listed"):
+        return MANIFEST in folder.names()
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
     """One checkpoint folder. Raises CheckpointError if there is none, UnsoundCheckpointError if it cannot be read."""
-    return read_checkpoint(open_place(url))
+    return read_checkpoint(open_folder(url))
 
 
-def read_checkpoint(place: Place) -> Checkpoint:
-    return wrong_twice(lambda is_anew: _read_once(place))
+def read_checkpoint(folder: Folder) -> Checkpoint:
+    return wrong_twice(lambda is_anew: _read_once(folder))
 
 
-def _read_once(place: Place) -> Checkpoint:
+def _read_once(folder: Folder) -> Checkpoint:
     try:
-        raw = place.read(MANIFEST, MAX_BYTES)
+        raw = folder.read(MANIFEST, MAX_BYTES)
     except FileNotFoundError:
-        others = [name for name in place.names() if COMMITTED.fullmatch(name)]
-        hint = f"; did you mean {place.url}/{max(others, key=_batch)}?" if others else ""
-        raise CheckpointError(f"{place.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
+        others = [name for name in folder.names() if COMMITTED.fullmatch(name)]
+        hint = f"; did you mean {folder.url}/{max(others, key=_batch)}?" if others else ""
+        raise CheckpointError(f"{folder.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
     except OSError as error:
-        raise unreadable(place, MANIFEST, error) from error
-    manifest = decode(raw, f"{place.url}/{MANIFEST}")
-    return Checkpoint(place.url.rstrip("/").rsplit("/", 1)[-1], place, manifest, raw)
+        raise unreadable(folder, MANIFEST, error) from error
+    manifest = decode(raw, f"{folder.url}/{MANIFEST}")
+    return Checkpoint(folder.url.rstrip("/").rsplit("/", 1)[-1], folder, manifest, raw)
 
 
 def kind_of(error: CheckpointError | None) -> str:
@@ -193,7 +193,7 @@ class CheckpointStore:
     """See the module. Errors of disk and network surface as CheckpointError."""
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
-        self.root = open_place(url)
+        self.root = open_folder(url)
         self.leases = Leases(self.root)
         self._logs: dict[str, set[str]] = {}
         """By save_id, the parts of the log that it has."""
@@ -223,7 +223,7 @@ class CheckpointStore:
     def _clear_remains(self, lease: Lease) -> None:
         """Drafts, replaced and half-deleted saves of earlier leases; a save replaced by nothing is put back."""
         for name in self._only_replaced(self.root.names()):
-            assert isinstance(self.root, LocalPlace)
+            assert isinstance(self.root, LocalFolder)
             self.root.rename(name, _committed_name(name.removeprefix(REPLACED)))
         for name in self.root.names():
             save = SAVE_ID.search(name)
@@ -256,35 +256,35 @@ class CheckpointStore:
         for name in self.root.names():
             if not COMMITTED.fullmatch(name):
                 continue
-            place = self.root.child(name)
-            children = place.names()
+            folder = self.root.child(name)
+            children = folder.names()
             drafts = [child for child in children if (m := SAVE_ID.fullmatch(child)) and int(m[1]) < lease.epoch]
             if len(drafts) < 1 + (MANIFEST in children):
                 continue
             with contextlib.suppress(CheckpointError):  # a manifest that cannot be read: leave everything for a person
-                used = read_checkpoint(place).manifest.save_id if MANIFEST in children else None
+                used = read_checkpoint(folder).manifest.save_id if MANIFEST in children else None
                 for child in drafts:
                     if child != used:
-                        place.child(child).remove_all()
+                        folder.child(child).remove_all()
 
     # ---------------------------------------------------------------------------------------------------- publish
 
     def new_save_id(self, lease: Lease, batch: int) -> str:
         return f"e{lease.epoch}-ba{batch}-{uuid.uuid4().hex[:12]}"
 
-    def open_draft(self, save_id: str) -> tuple[Place, str]:
+    def open_draft(self, save_id: str) -> tuple[Folder, str]:
         """`draft`, ready to be written to. Raises CheckpointError where this process doesn't see the run's folder.
 
         Makes the draft's folder and none above it.
         """
-        place, prefix = self.draft(save_id)
-        if isinstance(place, LocalPlace):
-            with _os_errors(f"{place.url}: not written"):
+        folder, prefix = self.draft(save_id)
+        if isinstance(folder, LocalFolder):
+            with _os_errors(f"{folder.url}: not written"):
                 self.leases.check_is_seen(_epoch(save_id))
-                place.make()
-        return place, prefix
+                folder.make()
+        return folder, prefix
 
-    def draft(self, save_id: str) -> tuple[Place, str]:
+    def draft(self, save_id: str) -> tuple[Folder, str]:
         """Where shards of this save are written, and what to put before their names in the manifest."""
         if self.root.is_local:
             return self.root.child(DRAFT + save_id), ""
@@ -293,42 +293,42 @@ class CheckpointStore:
     def publish(self, manifest: Manifest, lease: Lease) -> Checkpoint:
         """Commit a draft whose shards are all durable. Raises CheckpointError, and then nothing has changed."""
         name = _committed_name(manifest.save_id)
-        place = self.root.child(name)
+        folder = self.root.child(name)
         assert manifest.lease_epoch == lease.epoch
         raw = encode(manifest)
-        with _os_errors(f"{place.url}: not published"):
+        with _os_errors(f"{folder.url}: not published"):
             self.check(lease)
             self._check_files_are_here(manifest)
             self.on_phase("before manifest")
-            if isinstance(self.root, LocalPlace):
+            if isinstance(self.root, LocalFolder):
                 self._commit_by_rename(self.root, manifest, raw, lease)
             else:
                 self.check(lease)
                 self._check_not_newer(name, manifest)
                 self.on_phase("before rename")
-                place.put(MANIFEST, raw)
+                folder.put(MANIFEST, raw)
             self.on_phase("after rename")
         self._logs[manifest.save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
         with contextlib.suppress(OSError):
             self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
-        return Checkpoint(name, place, manifest)
+        return Checkpoint(name, folder, manifest)
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
-        place, prefix = self.draft(manifest.save_id)
+        folder, prefix = self.draft(manifest.save_id)
         files = (*manifest.files, *manifest.attachments)
         expected = {file.name.removeprefix(prefix): file.num_bytes for file in files}
-        absent = find_absent(place, expected)
+        absent = find_absent(folder, expected)
         if absent is None:
             return
         name, size = absent
         if size is None:
             raise CheckpointError(
-                f"{place.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
+                f"{folder.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
                 "on a disk that all nodes share, or a URL"
             )
-        raise CheckpointError(f"{place.url}/{name}: {size:,} bytes, written were {expected[name]:,}")
+        raise CheckpointError(f"{folder.url}/{name}: {size:,} bytes, written were {expected[name]:,}")
 
-    def _commit_by_rename(self, root: LocalPlace, manifest: Manifest, raw: bytes, lease: Lease) -> None:
+    def _commit_by_rename(self, root: LocalFolder, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)
         draft.put(MANIFEST, raw)  # syncs the folder, and with it the names of the shards
         name = _committed_name(manifest.save_id)
@@ -348,10 +348,10 @@ class CheckpointStore:
             root.rename(DRAFT + manifest.save_id, name)
 
     def _check_not_newer(self, name: str, manifest: Manifest) -> None:
-        place = self.root.child(name)
+        folder = self.root.child(name)
         try:
-            head = _head(place)
-            epoch = head.lease_epoch if head is not None else read_checkpoint(place).manifest.lease_epoch
+            head = _head(folder)
+            epoch = head.lease_epoch if head is not None else read_checkpoint(folder).manifest.lease_epoch
         except NewerFormatError as error:
             raise _Fenced(f"not published: {error}") from None
         except (CheckpointError, OSError):
@@ -362,13 +362,13 @@ class CheckpointStore:
 
     def abandon(self, save_id: str) -> None:
         """Remove a draft that will not be published; not if its manifest has arrived after all (an answer got lost)."""
-        place, _ = self.draft(save_id)
+        folder, _ = self.draft(save_id)
         with contextlib.suppress(OSError, CheckpointError):
             if not self.root.is_local:
                 committed = self.root.child(_committed_name(save_id))
                 if MANIFEST in committed.names() and read_checkpoint(committed).manifest.save_id == save_id:
                     return
-            place.remove_all()
+            folder.remove_all()
 
     # ------------------------------------------------------------------------------------------------------- read
 
@@ -382,23 +382,23 @@ class CheckpointStore:
         return sorted((one for one in found if one is not None), key=lambda one: one.order, reverse=True)
 
     def _candidate(self, name: str) -> Candidate | None:
-        place = self.root.child(name)
+        folder = self.root.child(name)
         with contextlib.suppress(OSError):  # which reading all of it will name
-            head = _head(place)
+            head = _head(folder)
             if head is not None and _committed_name(head.save_id) == _name_of_batch(name):
-                return Candidate(name, place, head, None, None)
+                return Candidate(name, folder, head, None, None)
         try:
-            checkpoint = read_checkpoint(place)
+            checkpoint = read_checkpoint(folder)
         except CheckpointError as error:
-            if MANIFEST in (names := place.names()):
-                return Candidate(name, place, None, None, error)
+            if MANIFEST in (names := folder.names()):
+                return Candidate(name, folder, None, None, error)
             if not self.root.is_local or not names:
                 return None  # not committed yet, or being removed
-            return Candidate(name, place, None, None, IncompleteCheckpointError(f"{place.url}/{MANIFEST}: missing"))
+            return Candidate(name, folder, None, None, IncompleteCheckpointError(f"{folder.url}/{MANIFEST}: missing"))
         if _committed_name(checkpoint.manifest.save_id) != _name_of_batch(name):
-            error = DamagedCheckpointError(f"{place.url}: holds the manifest of {checkpoint.manifest.save_id}")
-            return Candidate(name, place, None, None, error)
-        return Candidate(name, place, None, checkpoint, None)
+            error = DamagedCheckpointError(f"{folder.url}: holds the manifest of {checkpoint.manifest.save_id}")
+            return Candidate(name, folder, None, None, error)
+        return Candidate(name, folder, None, checkpoint, None)
 
     def newest_intact(
         self,
@@ -434,7 +434,7 @@ class CheckpointStore:
         The last that can be listed stays where it is, whatever is wrong with it.
         """
         line = f"passed over {kind_of(error)} checkpoint"
-        if lease is None or not isinstance(self.root, LocalPlace) or not isinstance(error, DamagedCheckpointError):
+        if lease is None or not isinstance(self.root, LocalFolder) or not isinstance(error, DamagedCheckpointError):
             return f"{line}: {error}"
         others = any(found.name != name and found.checkpoint is not None for found in self.candidates())
         target = f"{DAMAGED}{_name_of_batch(name)}-{uuid.uuid4().hex[:6]}"
@@ -452,11 +452,11 @@ class CheckpointStore:
         If it is gone already, that is that. Where it is a link, the link goes. On an object store the name may hold the
         draft of another launch as well, which stays.
         """
-        place = self.root.child(name)
-        with _os_errors(f"{place.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
-            if MANIFEST in place.names() and read_checkpoint(place).manifest.save_id != save_id:
+        folder = self.root.child(name)
+        with _os_errors(f"{folder.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
+            if MANIFEST in folder.names() and read_checkpoint(folder).manifest.save_id != save_id:
                 return
-            if isinstance(self.root, LocalPlace):
+            if isinstance(self.root, LocalFolder):
                 doomed = self.root.child(f"{DELETING}e0-{_name_of_batch(name)}-{uuid.uuid4().hex[:12]}")
                 self.root.rename(name, doomed.path.name)
                 self.on_phase("mid-prune")
@@ -464,9 +464,9 @@ class CheckpointStore:
                     doomed.remove(MANIFEST)
                 doomed.remove_all()
             else:
-                place.remove(MANIFEST)
+                folder.remove(MANIFEST)
                 self.on_phase("mid-prune")
-                place.child(save_id).remove_all()
+                folder.child(save_id).remove_all()
 
     def prune(
         self,
@@ -517,11 +517,11 @@ class CheckpointStore:
                 save_id = manifest.save_id
                 self._logs[save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
             used |= self._logs[save_id]
-        place = self.root.child(LOG)
-        for name in place.names():
+        folder = self.root.child(LOG)
+        for name in folder.names():
             save = SAVE_ID.search(name)
             if save is not None and name not in used and int(save[1]) <= lease.epoch:
-                place.remove(name)
+                folder.remove(name)
 
 
 class _Fenced(Exception):
@@ -568,5 +568,5 @@ def _epoch(name: str) -> int:
     return int(save[1]) if save else 0
 
 
-def _head(place: Place) -> Head | None:
-    return read_head(place.read(MANIFEST, HEAD_BYTES))
+def _head(folder: Folder) -> Head | None:
+    return read_head(folder.read(MANIFEST, HEAD_BYTES))

@@ -12,8 +12,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from llmfoundry_lite.checkpoint.folders import find_absent, unreadable
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.places import find_absent, unreadable
 from llmfoundry_lite.checkpoint.shards import check_headers, read_verified, verify_file
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
@@ -36,9 +36,9 @@ def check_present(checkpoint: Checkpoint) -> None:
     files = (*checkpoint.manifest.files, *checkpoint.manifest.attachments)
     expected = {file.name: file.num_bytes for file in files}
     try:
-        absent = find_absent(checkpoint.place, expected)
+        absent = find_absent(checkpoint.folder, expected)
     except OSError as error:
-        raise unreadable(checkpoint.place.parent(), checkpoint.name, error) from error
+        raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
     if absent is not None:
         name, size = absent
         where = f"{checkpoint.where}/{name}"
@@ -49,21 +49,21 @@ def check_present(checkpoint: Checkpoint) -> None:
 
 def check_structure(checkpoint: Checkpoint) -> None:
     """Every file is there with its size and a header that says what the manifest says."""
-    check_headers(checkpoint.place, checkpoint.manifest)
+    check_headers(checkpoint.folder, checkpoint.manifest)
 
 
 def check_readable(checkpoint: Checkpoint) -> None:
     """What one rank looks at before all read the tensors, which are verified as they are read."""
     check_present(checkpoint)
     for file in checkpoint.manifest.attachments:
-        verify_file(checkpoint.place, file)
+        verify_file(checkpoint.folder, file)
 
 
 def read_attachment(checkpoint: Checkpoint, name: str) -> bytes | None:
     """What was saved beside the tensors as `name`; None if nothing was. Raises UnsoundCheckpointError."""
     for file in checkpoint.manifest.attachments:
         if file.name.rsplit("/", 1)[-1] == name:
-            return read_verified(checkpoint.place, file)
+            return read_verified(checkpoint.folder, file)
     return None
 
 
@@ -71,7 +71,7 @@ def verify_checkpoint(checkpoint: Checkpoint, num_threads: int = 2) -> None:
     """Every block of every file is hashed, and all headers are compared with the manifest."""
     manifest = checkpoint.manifest
     for file in manifest.files:
-        verify_file(checkpoint.place, file, num_threads=num_threads)
+        verify_file(checkpoint.folder, file, num_threads=num_threads)
     check_structure(checkpoint)
     check_readable(checkpoint)
 

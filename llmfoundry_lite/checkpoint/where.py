@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.places import LocalPlace, open_place
+from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
@@ -14,18 +14,18 @@ MAX_TOKENIZER_BYTES = 1 << 28
 
 def folder_of_checkpoints(where: str) -> str:
     """A run directory keeps its checkpoints inside; any other place is the folder itself."""
-    place = open_place(where)
-    if isinstance(place, LocalPlace) and (place.path / INSIDE_A_RUN).is_dir():
-        return str(place.path / INSIDE_A_RUN)
+    folder = open_folder(where)
+    if isinstance(folder, LocalFolder) and (folder.path / INSIDE_A_RUN).is_dir():
+        return str(folder.path / INSIDE_A_RUN)
     return where
 
 
 def check_not_from_elsewhere(where: str) -> None:
     """Raises CheckpointError for weights that others have written: a pickle, a Hugging Face folder."""
-    place = open_place(where)
-    if not isinstance(place, LocalPlace):
+    folder = open_folder(where)
+    if not isinstance(folder, LocalFolder):
         return
-    path: Path = place.path
+    path: Path = folder.path
     advice = "then load_path=OUT load_weights_only=true begins a run with its weights"
     if path.is_file():
         raise CheckpointError(
@@ -41,21 +41,21 @@ def check_not_from_elsewhere(where: str) -> None:
         )
 
 
-def put_tokenizer(folder: str, files: dict[str, bytes], *, last: str) -> None:
-    """Beside the checkpoints of `folder`, unless one is there. `last` is the file without which the others are nothing.
+def put_tokenizer(where: str, files: dict[str, bytes], *, last: str) -> None:
+    """Beside the checkpoints of `where`, unless one is there. `last` is the file without which the others are nothing.
     Raises OSError."""
-    place = open_place(folder).child(TOKENIZER)
-    if last in place.names():
+    folder = open_folder(where).child(TOKENIZER)
+    if last in folder.names():
         return
     for name in sorted(files, key=lambda name: name == last):
-        place.put(name, files[name])
+        folder.put(name, files[name])
 
 
 def read_tokenizer(checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, bytes]:
     """What lies beside a checkpoint of the tokenizer's files; nothing if there is none to be read."""
-    place = open_place(checkpoint.where.rstrip("/").rpartition("/")[0] or ".").child(TOKENIZER)
+    folder = open_folder(checkpoint.where.rstrip("/").rpartition("/")[0] or ".").child(TOKENIZER)
     try:
-        here = place.names()
-        return {name: place.read(name, MAX_TOKENIZER_BYTES) for name in names if name in here}
+        here = folder.names()
+        return {name: folder.read(name, MAX_TOKENIZER_BYTES) for name in names if name in here}
     except (OSError, DamagedCheckpointError):
         return {}

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from llmfoundry_lite.data.text import TextDataset
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import DataError
 
 

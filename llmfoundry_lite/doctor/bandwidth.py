@@ -10,7 +10,7 @@ import torch
 
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status
-from llmfoundry_lite.doctor.places import all_devices, measure_seconds
+from llmfoundry_lite.doctor.timing import all_devices, measure_seconds
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator, find_accelerator
 
 LOWEST_SHARE_OF_MEMORY = 0.6

@@ -23,7 +23,7 @@ from llmfoundry_lite.devices import device_type, vendor
 from llmfoundry_lite.doctor.alone import PRELOAD, describe_end, forkserver, last_words, reason, start
 from llmfoundry_lite.doctor.clock import SET_CLOCK
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
-from llmfoundry_lite.doctor.places import measure_seconds
+from llmfoundry_lite.doctor.timing import measure_seconds
 from llmfoundry_lite.hardware import MIB
 
 Sabotage = Callable[[int], None]

@@ -17,7 +17,7 @@ import torch
 
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.doctor.finding import Finding, Machine, judge, shorten
-from llmfoundry_lite.doctor.places import all_devices
+from llmfoundry_lite.doctor.timing import all_devices
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

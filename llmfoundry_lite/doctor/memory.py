@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from llmfoundry_lite.doctor.finding import Finding, Machine, judge, shorten
-from llmfoundry_lite.doctor.places import all_devices
+from llmfoundry_lite.doctor.timing import all_devices
 from llmfoundry_lite.hardware import GIB, MIB
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]

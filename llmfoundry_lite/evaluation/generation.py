@@ -3,11 +3,11 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from llmfoundry_lite.checkpoint.exchange import agree, gather_json, max_of
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, NonFiniteError
 from llmfoundry_lite.evaluation.scoring import Scorable
 from llmfoundry_lite.evaluation.tasks import Encoder, Prepared, clean
+from llmfoundry_lite.ranks.exchange import agree, gather_json, max_of
 
 
 def answer_all(

@@ -11,7 +11,6 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from llmfoundry_lite.checkpoint.exchange import agree, gather_json, rank_and_size, tell_all
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
@@ -27,14 +26,8 @@ from llmfoundry_lite.evaluation.reading import (
 )
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
-from llmfoundry_lite.evaluation.tasks import (
-    GENERATION,
-    Encoder,
-    Item,
-    Prepared,
-    prepare,
-    read_rows,
-)
+from llmfoundry_lite.evaluation.tasks import GENERATION, Encoder, Item, Prepared, prepare, read_rows
+from llmfoundry_lite.ranks.exchange import agree, gather_json, rank_and_size, tell_all
 
 METRICS = {
     "multiple_choice": ("acc_per_token", "acc", "acc_norm"),

@@ -34,14 +34,14 @@ from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
+from llmfoundry_lite.convert.layout import check_keys
+from llmfoundry_lite.convert.pickles import read_torch_file
 from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
 from llmfoundry_lite.models.generate import check_finite, generate
-from llmfoundry_lite.models.hf import LAYOUTS, import_model, read_hf_config
-from llmfoundry_lite.models.hf.layout import check_keys
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.pickles import read_torch_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,12 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.checkpoint.exchange import rank_and_size
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.reading import Record, cut_at, read_facts
 from llmfoundry_lite.evaluation.tasks import Prepared, data_fingerprint, read_rows, settings_of
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.ranks.exchange import rank_and_size
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.places import LocalPlace
+from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.log_lines import Record
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
 from llmfoundry_lite.status import is_running, read_status
@@ -124,7 +124,7 @@ def find_told(run: Run) -> list[tuple[Record, Record]]:
             told.append((begun, event))
             begun = None
     if begun is not None:
-        lives = isinstance(run.place, LocalPlace) and is_running(read_status(run.place.path) or {})
+        lives = isinstance(run.folder, LocalFolder) and is_running(read_status(run.folder.path) or {})
         told.append((begun, {"status": RUNNING if lives else KILLED}))
     return told
 

@@ -12,9 +12,9 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place, open_place
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.log_lines import Record, merge_logs, read_lines
@@ -86,7 +86,7 @@ class Log:
 @dataclass(frozen=True, slots=True)
 class Run:
     where: str
-    place: Place
+    folder: Folder
     name: str
     log: Log
     config: dict[str, Any] | None
@@ -102,17 +102,17 @@ class Run:
 def read_run(where: str) -> Run:
     """Raises DataError if there is no log of a run at `where`, CheckpointError if a URL cannot be reached."""
     notes: list[str] = []
-    place = open_place(where)
+    folder = open_folder(where)
     try:
-        names = place.names()
-        content = place.read(METRICS, MAX_BYTES) if METRICS in names else b""
-        launches = [record for _, record in read_lines(place.read(LAUNCHES, MAX_BYTES))] if LAUNCHES in names else []
-        config = read_config(place, notes) if CONFIG in names else None
+        names = folder.names()
+        content = folder.read(METRICS, MAX_BYTES) if METRICS in names else b""
+        launches = [record for _, record in read_lines(folder.read(LAUNCHES, MAX_BYTES))] if LAUNCHES in names else []
+        config = read_config(folder, notes) if CONFIG in names else None
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from None
     lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
-    newest = find_newest(folder_of_checkpoints(place, config) if is_run else place.url, notes)
+    newest = find_newest(folder_of_checkpoints(folder, config) if is_run else folder.url, notes)
     if newest is not None:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
@@ -130,15 +130,15 @@ def read_run(where: str) -> Run:
             f"{span(branch.batch[0], branch.batch[-1])} of launch {branch.launch[0]}: a dead branch; a later launch "
             f"carried on from before it, and its {branch.seconds:,.0f} s count in no rate, energy or cost"
         )
-    name = (config or {}).get("run_name") or place.url.rstrip("/").rsplit("/", 1)[-1]
+    name = (config or {}).get("run_name") or folder.url.rstrip("/").rsplit("/", 1)[-1]
     segments = newest.manifest.segments if newest is not None else ()
     segments_from = newest.where if newest is not None else None
-    return Run(where, place, name, log, config, segments, segments_from, launches, notes)
+    return Run(where, folder, name, log, config, segments, segments_from, launches, notes)
 
 
-def read_config(place: Place, notes: list[str]) -> dict[str, Any] | None:
+def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     try:
-        config = yaml.safe_load(place.read(CONFIG, MAX_BYTES))
+        config = yaml.safe_load(folder.read(CONFIG, MAX_BYTES))
     except yaml.YAMLError:
         config = None
     if isinstance(config, dict):
@@ -150,9 +150,9 @@ def read_config(place: Place, notes: list[str]) -> dict[str, Any] | None:
 # ----------------------------------------------------------------------------------------------- checkpoints
 
 
-def folder_of_checkpoints(place: Place, config: dict[str, Any] | None) -> str:
+def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None) -> str:
     """The `save_folder` of the configuration; else where a run directory has its own, wherever that was moved to."""
-    return (config or {}).get("save_folder") or place.child("checkpoints").url
+    return (config or {}).get("save_folder") or folder.child("checkpoints").url
 
 
 def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
@@ -307,5 +307,5 @@ def span(first_batch: int, last_batch: int) -> str:
     return f"batches {first_batch:,} to {last_batch:,}"
 
 
-def is_local(place: Place) -> bool:
-    return isinstance(place, LocalPlace)
+def is_local(folder: Folder) -> bool:
+    return isinstance(folder, LocalFolder)

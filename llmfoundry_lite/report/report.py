@@ -114,9 +114,9 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
 
 
 def folder_of(run: Run) -> Path:
-    if not is_local(run.place):
+    if not is_local(run.folder):
         raise ConfigError(f"{run.where} is not on this disk; say with --out DIR where the report goes")
-    return Path(run.place.url)
+    return Path(run.folder.url)
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -237,15 +237,15 @@ def splits_of(folder: Path) -> dict[str, Any]:
 
 def sample(run: Run, prompt: str, num_tokens: int = 120) -> dict[str, str] | None:
     """What the exported model writes after `prompt`; None where none was exported."""
-    folder = Path(run.place.url) / "huggingface"
-    if not is_local(run.place) or not (folder / "tokenizer.json").is_file():
+    folder = Path(run.folder.url) / "huggingface"
+    if not is_local(run.folder) or not (folder / "tokenizer.json").is_file():
         return None
 
     import torch
 
+    from llmfoundry_lite.convert.huggingface import import_model
     from llmfoundry_lite.data.tokenizer import load_tokenizer
     from llmfoundry_lite.models.generate import generate
-    from llmfoundry_lite.models.hf import import_model
     from llmfoundry_lite.models.mpt import MPT
 
     config, weights = import_model(folder)

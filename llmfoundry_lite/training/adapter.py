@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel import Precision
+from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
 
 

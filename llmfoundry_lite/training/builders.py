@@ -14,30 +14,26 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.load import load_tasks
-from llmfoundry_lite.config.schema import (
-    Duration,
-    LoaderConfig,
-    OptimizerConfig,
-    TrainConfig,
-    as_dict,
-    parse_seconds,
-)
+from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict, parse_seconds
+from llmfoundry_lite.data.dataset import build_text_dataset
 from llmfoundry_lite.data.loader import build_text_loader
-from llmfoundry_lite.data.text import build_text_dataset
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.parallel import PRECISIONS, build_mesh, build_parallel_model, data_ranks
+from llmfoundry_lite.parallel.fsdp import build_parallel_model
+from llmfoundry_lite.parallel.mesh import build_mesh, data_ranks
+from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.callbacks import DataDigest, DropoutSeed, LearningRate, RunMonitor, is_evaluation_due
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
+from llmfoundry_lite.training.monitor import DataDigest, DropoutSeed, RunMonitor
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
 from llmfoundry_lite.training.start import Start
 
 

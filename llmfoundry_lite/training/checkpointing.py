@@ -17,12 +17,11 @@ from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import manifest as portable
-from llmfoundry_lite.checkpoint.exchange import agree, tell_all
-from llmfoundry_lite.checkpoint.format import About, Saved, Saver, open_saver
+from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
-from llmfoundry_lite.checkpoint.places import LocalPlace, Place
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
+from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
@@ -30,12 +29,13 @@ from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
-from llmfoundry_lite.launch import Preempted, leaving_because
+from llmfoundry_lite.ranks.ending import Preempted, leaving_because
+from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.callbacks import elapsed, is_evaluation_due
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.loggers import METRICS, SAVED, RunLog, log_until, wandb_run_id
 from llmfoundry_lite.training.preemption import REASONS, Preemption
+from llmfoundry_lite.training.schedule import elapsed, is_evaluation_due
 from llmfoundry_lite.training.segments import build_segment, find_differences
 from llmfoundry_lite.training.start import Start, check_fit
 
@@ -380,8 +380,8 @@ def _name(callback: Callback) -> str:
     return f"{type(callback).__module__}:{type(callback).__qualname__}"
 
 
-def is_inside(place: Place, folder: Path) -> bool:
-    return isinstance(place, LocalPlace) and place.path.resolve().is_relative_to(folder.resolve())
+def is_inside(folder: Folder, outer: Path) -> bool:
+    return isinstance(folder, LocalFolder) and folder.path.resolve().is_relative_to(outer.resolve())
 
 
 def chosen_options(group: dict[str, Any]) -> dict[str, Any]:

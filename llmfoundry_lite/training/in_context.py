@@ -14,7 +14,7 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.results import Results as TaskResults
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
-from llmfoundry_lite.parallel import DataRanks
+from llmfoundry_lite.parallel.mesh import DataRanks
 from llmfoundry_lite.training.adapter import LanguageModel
 
 

@@ -11,8 +11,8 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_lite.launch import place
 from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.ranks.rank import this_rank
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,7 +25,7 @@ def explain_out_of_memory(
     error: BaseException, config: TrainConfig, when: str, microbatch_size: int
 ) -> OutOfMemoryError:
     """`when`: what was being done."""
-    here = place()
+    here = this_rank()
     estimated = estimate_training_memory(
         dataclasses.replace(config, device_train_microbatch_size=microbatch_size),
         here.world_size,

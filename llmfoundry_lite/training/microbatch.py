@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.exchange import max_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.launch import place
+from llmfoundry_lite.ranks.exchange import max_of
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.memory import is_out_of_memory
 from llmfoundry_lite.training.optimizers import local
@@ -167,7 +167,7 @@ class ResidentMeter:
     """Memory of a process on a CPU; what is free is shared evenly by the ranks of this machine."""
 
     def __init__(self, num_local_ranks: int | None = None):
-        self.num_local_ranks = num_local_ranks or place().local_world_size
+        self.num_local_ranks = num_local_ranks or this_rank().local_world_size
 
     def reset(self) -> None:
         devices.return_freed_memory()

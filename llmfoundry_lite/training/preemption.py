@@ -24,9 +24,8 @@ import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from llmfoundry_lite.checkpoint.exchange import max_of
 from llmfoundry_lite.errors import EXIT_PREEMPTED
-from llmfoundry_lite.launch import (
+from llmfoundry_lite.ranks.ending import (
     EXIT_INTERRUPTED,
     LEAVING_SIGNALS,
     announce_preemption,
@@ -34,6 +33,7 @@ from llmfoundry_lite.launch import (
     is_second_press,
     leaving_because,
 )
+from llmfoundry_lite.ranks.exchange import max_of
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
 """What ranks tell each other is an index of these; the highest wins."""

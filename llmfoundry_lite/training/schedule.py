@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable
 
-from llmfoundry_lite.config.schema import Duration, SchedulerConfig
+from composer.core import Callback, State, Timestamp
+from composer.loggers import Logger
+
+from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
 
 Clock = Callable[[str], float]
 """Unit (ba, ep, sp, tok) -> how much of it has been trained."""
@@ -49,3 +52,42 @@ def _inverse_square_root(
     fraction = min(1.0, (t - cooldown_start) / t_cooldown)
     peak = decayed(cooldown_start)
     return peak + fraction * (schedule.alpha_f_cooldown - peak)
+
+
+class LearningRate(Callback):
+    """Sets the rate of every batch from how far the run has come before it.
+
+    Composer steps its schedulers before it counts the batch, so its second batch repeats the first one's rate, and
+    their state has to be saved. This has no state.
+    """
+
+    def __init__(self, schedule: SchedulerConfig, max_duration: Duration):
+        self.schedule = schedule
+        self.max_duration = max_duration
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        multiplier = learning_rate_multiplier(self.schedule, self.max_duration, lambda unit: elapsed(state, unit))
+        for group in state.optimizers[0].param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * multiplier
+
+
+def progress_of(state: State, max_duration: Duration) -> float:
+    """Fraction of the run that is done."""
+    return elapsed(state, max_duration.unit) / max_duration.value
+
+
+def is_evaluation_due(config: TrainConfig, state: State) -> bool:
+    """After the batch that has just been trained: every `eval_interval`, and after the last."""
+    if config.eval_interval == 0 or not (config.eval_loader or config.icl_tasks):
+        return False
+    every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
+    rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value
+    return elapsed(state, every.unit) // every.value > rounds_before or elapsed(state, end.unit) >= end.value
+
+
+def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
+    """How much has been trained, in `unit`, now or `at` a time; epochs count in fractions, so schedules are smooth."""
+    stamp = at or state.timestamp
+    if unit == "ep":
+        return int(stamp.epoch) + int(stamp.batch_in_epoch) / int(state.dataloader_len or 1)
+    return int(stamp.get(unit))

@@ -12,7 +12,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.changes import Change
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.launch import place
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
 
 
@@ -29,7 +29,7 @@ def build_segment(
     """Of this launch; with an environment as it is, where the shell has overruled the configuration."""
     fsdp = config.sharding
     degree = config.tensor_parallel_degree
-    in_node = max(1, place().local_world_size // degree)
+    in_node = max(1, this_rank().local_world_size // degree)
     return Segment(
         first_batch=first_batch,
         last_batch=last_batch,

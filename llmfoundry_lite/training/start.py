@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint.exchange import agree, tell_all
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.store import CheckpointStore, is_checkpoint, open_checkpoint, refuse_newer
 from llmfoundry_lite.checkpoint.where import check_not_from_elsewhere, folder_of_checkpoints
@@ -17,6 +16,7 @@ from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.training.loggers import METRICS, SAVED, read_lines
 
 

@@ -21,24 +21,24 @@ from composer.utils import dist as composer_dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.exchange import tell_all
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
+from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.launch import (
+from llmfoundry_lite.parallel.mesh import data_ranks
+from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
+from llmfoundry_lite.ranks.ending import (
     Preempted,
     announced_preemption,
     cause_of,
     describe,
     is_lost_peer,
     leaving_because,
-    place,
     raise_when_interrupted,
 )
-from llmfoundry_lite.models.hf import can_export, export_model
-from llmfoundry_lite.parallel import data_ranks
-from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
+from llmfoundry_lite.ranks.exchange import tell_all
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.builders import (
@@ -51,13 +51,13 @@ from llmfoundry_lite.training.builders import (
     build_preemption,
     build_train_data,
 )
-from llmfoundry_lite.training.callbacks import progress_of
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
 from llmfoundry_lite.training.memory import advise_less_memory, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
+from llmfoundry_lite.training.schedule import progress_of
 from llmfoundry_lite.training.start import Start, find_start
 from llmfoundry_lite.training.trainer import GroupedTrainer
 
@@ -124,7 +124,7 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
 def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer | None) -> OutOfMemoryError | None:
     if not is_out_of_memory(error):
         return None
-    size = config.microbatch_size or config.global_train_batch_size // config.num_data_ranks(place().world_size)
+    size = config.microbatch_size or config.global_train_batch_size // config.num_data_ranks(this_rank().world_size)
     if trainer and isinstance(trainer.state.device_train_microbatch_size, int):
         size = trainer.state.device_train_microbatch_size
     when = f"in batch {batch_of(trainer) + 1}" if trainer else "while the run was built"
@@ -138,14 +138,14 @@ def start_process_group(config: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
     if devices.device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place().local_world_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // this_rank().local_world_size))
     composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)
 
 
 def build_trainer(
     config: TrainConfig, run: "RunFolder", preemption: Preemption, start: Start
 ) -> tuple[Trainer, Checkpointing]:
-    here = place()
+    here = this_rank()
     ranks = data_ranks(config.tensor_parallel_degree)
     train_data = build_train_data(config, ranks.size)
     eval_data = build_eval_data(config, ranks.size)
@@ -180,7 +180,7 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
     """With everything in place that takes memory: the model, and the optimizer's state if it has been restored."""
     if config.device_train_microbatch_size != "auto":
         return
-    here = place()
+    here = this_rank()
     size, measured = choose_microbatch_size(
         cast(LanguageModel, trainer.state.model),
         trainer.state.optimizers[0],

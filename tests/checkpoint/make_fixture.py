@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from llmfoundry_lite.checkpoint.format import About, open_saver
 from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp
+from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.shards import hash_pieces
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from tests.checkpoint.ranks import build, step, whole_state

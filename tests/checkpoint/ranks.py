@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmfoundry_lite.checkpoint.format import About, Saver, open_saver
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.save import About, Saver, open_saver
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.training.optimizers import Lion

@@ -22,7 +22,7 @@ def values_of(batch: int) -> np.ndarray:
 def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | None = None) -> Manifest:
     """Two shards with half a tensor each."""
     save_id = store.new_save_id(lease, batch)
-    place, prefix = store.open_draft(save_id)
+    folder, prefix = store.open_draft(save_id)
     files = []
     for rank, half in enumerate(np.split(values_of(batch), 2)):
         offset = (rank * ROWS,)
@@ -30,7 +30,7 @@ def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | 
         header, _ = build_header([entry], {}, block_bytes=BLOCK_BYTES)
         name = f"shard-{rank:05d}.safetensors"
         options = {"block_bytes": BLOCK_BYTES, "num_threads": 2, "on_phase": store.on_phase}
-        record = write_shard(place, name, header, [half.view(np.uint8)], **options)
+        record = write_shard(folder, name, header, [half.view(np.uint8)], **options)
         files.append(replace(record, name=prefix + name))
     return Manifest(
         save_id=save_id,
@@ -46,7 +46,7 @@ def save(store: CheckpointStore, lease: Lease, batch: int) -> Checkpoint:
     return store.publish(write_draft(store, lease, batch), lease)
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, folder: int) -> None:
     raw = bytearray(path.read_bytes())
-    raw[place] ^= 1
+    raw[folder] ^= 1
     path.write_bytes(raw)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry_lite import cli
 from llmfoundry_lite.checkpoint.restore import load_newest
 from llmfoundry_lite.checkpoint.shards import Want, open_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.cli import main
 from tests.checkpoint.saves import ROWS, flip, save, values_of
 
 pytestmark = [pytest.mark.fault, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
@@ -48,7 +48,7 @@ def read_values(checkpoint):
     record = checkpoint.manifest.tensors["model/w"]
     halves = []
     for part in record.slices:
-        with open_shard(checkpoint.place, checkpoint.manifest.files[part.file]) as shard:
+        with open_shard(checkpoint.folder, checkpoint.manifest.files[part.file]) as shard:
             stored = shard.find(part.key("model/w"), "I64", part.shape)
             target = np.empty(stored.end - stored.begin, np.uint8)
             shard.read([Want(stored.begin, stored.end, target, "model/w")])
@@ -117,7 +117,7 @@ def test_killed_between_replacing_and_renaming_the_replaced_save_is_found_and_co
 def test_a_half_replaced_save_is_read_without_a_lease(half_replaced, tmp_path, capsys):
     before = sorted(os.listdir(tmp_path))
     for command in ("ls", "inspect", "verify"):
-        assert cli.run(["checkpoint", command, str(tmp_path)]) == 0
+        assert main.run(["checkpoint", command, str(tmp_path)]) == 0
         assert "ba1" in capsys.readouterr().out
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(2 * ROWS, dtype=torch.int64), requires_grad=False)

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.format import Saver, open_saver
+from llmfoundry_lite.checkpoint import folders
 from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.save import Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
@@ -55,16 +55,16 @@ def faults(folder):
     at_two = whole_state(model, opt)
 
     # One rank's disk fails: nobody publishes, everybody hears why, and the next save is sound.
-    write = places.WRITE
+    write = folders.WRITE
     if rank == 1:
 
         def full(descriptor, pieces, offset):
             raise OSError(28, "No space left on device")
 
-        places.WRITE = full
+        folders.WRITE = full
     saver.save(model, opt, about(3))
     assert "shard-00001.safetensors: not written: No space left" in raised_by(CheckpointError, saver.wait)
-    places.WRITE = write
+    folders.WRITE = write
     dist.barrier()
     assert sorted(name for name in os.listdir(folder) if name.startswith((".tmp", "ba"))) == ["ba1", "ba2"]
 
@@ -147,7 +147,7 @@ def views(folder):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
     at_two, before = whole_state(model, opt), listing(folder)
-    places.PAUSE_SECONDS = 0
+    folders.PAUSE_SECONDS = 0
     read = os.preadv
 
     def restored_with(victim, answer):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint.format import open_saver
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.restore import load_newest
+from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.ranks import about

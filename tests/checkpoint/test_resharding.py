@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmfoundry_lite.checkpoint.format import as_bytes, file_name
+from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
-from llmfoundry_lite.checkpoint.places import LocalPlace
 from llmfoundry_lite.checkpoint.planning import box_of, check_parts, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
+from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint
@@ -86,8 +86,8 @@ def plan_simulated(whole, layouts, mesh_shape, absent=()):
 def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
     """What each rank's plan is, then what each rank writes."""
     plans = plan_simulated(whole, layouts, mesh_shape, absent)
-    place, files = LocalPlace(folder), []
-    place.make(with_parents=True)
+    folder, files = LocalFolder(folder), []
+    folder.make(with_parents=True)
     for rank, plan in enumerate(plans):
         with rank_of(rank, len(plans)):
             tensors = distribute(whole, layouts, mesh_shape)
@@ -95,10 +95,10 @@ def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
                 assert box_of(tensors[box.name]) == (box.offset, box.lengths)
             pieces = [as_bytes(local_part(tensors[box.name]).contiguous()) for box in plan.mine]
         header, _ = build_header([box.entry for box in plan.mine], {"save_id": SAVE_ID}, block_bytes=4096)
-        files.append(write_shard(place, file_name(rank), header, pieces, block_bytes=4096))
+        files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=4096))
         assert plan.tensors == plans[0].tensors
     manifest = Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plans[0].tensors, files=tuple(files))
-    checkpoint = Checkpoint("ba1", place, decode(encode(manifest), "m"))
+    checkpoint = Checkpoint("ba1", folder, decode(encode(manifest), "m"))
     verify_checkpoint(checkpoint)
     return checkpoint, [plan.mine for plan in plans]
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from llmfoundry_lite.checkpoint import shards
-from llmfoundry_lite.checkpoint.format import Saver, open_saver
 from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.save import Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import read_attachment, verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import consolidate, diff, diff_scalars, load_full_tensors
@@ -145,7 +145,7 @@ def test_polling_publishes_when_the_writing_is_done(tmp_path, monkeypatch):
         go.wait(10)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.format.write_shard", write_slowly)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.save.write_shard", write_slowly)
     model, opt = train()
     saver = open_saver(CheckpointStore(tmp_path))
     saver.save(model, opt, about(2))
@@ -378,7 +378,7 @@ def test_a_failure_in_the_background_is_raised_with_its_cause_and_leaves_nothing
     def no_space(descriptor, pieces, offset):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.places.WRITE", no_space)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.folders.WRITE", no_space)
     saver.save(model, opt, about(3))
     with pytest.raises(CheckpointError, match=r"shard-00000.safetensors: not written: No space left on device"):
         saver.wait()
@@ -395,7 +395,7 @@ def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise KeyError("oops")
 
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.format.write_shard", broken)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.save.write_shard", broken)
     saver.save(model, opt, about(3))
     with pytest.raises(KeyError, match="oops"):
         saver.wait()

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.format import open_saver
+from llmfoundry_lite.checkpoint import folders
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
@@ -110,14 +110,14 @@ def test_the_lease_is_claimed_by_one(connect):
     with pytest.raises(CheckpointError, match="another launch"):
         first.publish(draft, old)
     with pytest.raises(FileExistsError):
-        second.leases.place.put("00000002.json", b"{}", only_if_new=True)
+        second.leases.folder.put("00000002.json", b"{}", only_if_new=True)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("max_parts", [10_000, 2])
 def test_large_shards_go_in_parts_and_those_grow_with_the_shard(connect, monkeypatch, max_parts):
-    monkeypatch.setattr(places, "REMOTE_PART_BYTES", 5 << 20)
-    monkeypatch.setattr(places, "MAX_PARTS", max_parts)
+    monkeypatch.setattr(folders, "REMOTE_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(folders, "MAX_PARTS", max_parts)
     url = connect()
     model = torch.nn.Linear(2048, 2048)
     save_now(open_saver(CheckpointStore(url)), model, None, 1)

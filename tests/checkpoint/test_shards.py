@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from llmfoundry_lite.checkpoint import places, shards
+from llmfoundry_lite.checkpoint import folders, shards
+from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
 from llmfoundry_lite.checkpoint.manifest import FileRecord
-from llmfoundry_lite.checkpoint.places import LocalPlace, open_place
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
     Entry,
@@ -48,32 +48,32 @@ def small_chunks(monkeypatch):
 def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, sizes, num_threads, verify, remote):
     chunk, shards.CHUNK_BYTES = shards.CHUNK_BYTES, 2 * BLOCK
     try:
-        place = open_place("memory://shards") if remote else LocalPlace(tmp_path_factory.mktemp("shards"))
+        folder = open_folder("memory://shards") if remote else LocalFolder(tmp_path_factory.mktemp("shards"))
         pieces = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
         whole = np.concatenate(pieces)
-        record = write(place, "s", pieces, num_threads=num_threads)
+        record = write(folder, "s", pieces, num_threads=num_threads)
         cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=12)) | {0, len(whole)})
         ranges = [pair for pair in pairwise(cuts) if data.draw(st.booleans())]
         start = record.header_bytes
         wants = [Want(start + begin, start + end, np.zeros(end - begin, np.uint8), "t") for begin, end in ranges]
-        with open_shard(place, record, verify=verify) as shard:
+        with open_shard(folder, record, verify=verify) as shard:
             shard.read(wants, verify=verify, num_threads=num_threads)
         for want in wants:
             assert np.array_equal(want.target, whole[want.begin - start : want.end - start])
-        verify_file(place, record)
+        verify_file(folder, record)
     finally:
         shards.CHUNK_BYTES = chunk
 
 
-def write(place, name, pieces, **options):
+def write(folder, name, pieces, **options):
     entries = [Entry(f"t{i:02}@0", "U8", (len(piece),), len(piece)) for i, piece in enumerate(pieces)]
     header, _ = build_header(entries, {}, block_bytes=BLOCK)
-    return write_shard(place, name, header, pieces, block_bytes=BLOCK, **options)
+    return write_shard(folder, name, header, pieces, block_bytes=BLOCK, **options)
 
 
 def write_one(folder, num_bytes=40_000, **options):
     content = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-    return content, write(LocalPlace(folder), "s", [content], **options)
+    return content, write(LocalFolder(folder), "s", [content], **options)
 
 
 @pytest.mark.fault
@@ -81,7 +81,7 @@ def test_only_the_blocks_that_are_read_are_verified(tmp_path):
     content, record = write_one(tmp_path)
     flip(tmp_path / "s", 5 * BLOCK + 1)
     wants = [Want(BLOCK, 5 * BLOCK, np.zeros(4 * BLOCK, np.uint8), "a")]
-    with open_shard(LocalPlace(tmp_path), record) as shard:
+    with open_shard(LocalFolder(tmp_path), record) as shard:
         shard.read(wants)
         assert np.array_equal(wants[0].target, content[: 4 * BLOCK])
         wants = [Want(5 * BLOCK + 9, 5 * BLOCK + 10, np.zeros(1, np.uint8), "model/w")]
@@ -91,13 +91,13 @@ def test_only_the_blocks_that_are_read_are_verified(tmp_path):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("place", [9, -1], ids=["header", "hashes"])
-def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, place):
+@pytest.mark.parametrize("folder", [9, -1], ids=["header", "hashes"])
+def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, folder):
     _, record = write_one(tmp_path)
-    flip(tmp_path / "s", place)
+    flip(tmp_path / "s", folder)
     with (
         pytest.raises(DamagedCheckpointError, match="s: its header or its hashes are not what was written"),
-        open_shard(LocalPlace(tmp_path), record),
+        open_shard(LocalFolder(tmp_path), record),
     ):
         pass
 
@@ -126,10 +126,10 @@ def test_a_file_cut_short_or_gone_is_named(tmp_path):
     _, record = write_one(tmp_path)
     os.truncate(tmp_path / "s", 39_999)
     with pytest.raises(DamagedCheckpointError, match="bytes, written were"):
-        verify_file(LocalPlace(tmp_path), record)
+        verify_file(LocalFolder(tmp_path), record)
     (tmp_path / "s").unlink()
     with pytest.raises(IncompleteCheckpointError, match="s: missing"):
-        verify_file(LocalPlace(tmp_path), record)
+        verify_file(LocalFolder(tmp_path), record)
 
 
 @pytest.mark.fault
@@ -142,7 +142,7 @@ def test_an_exception_in_a_writer_thread_is_raised(tmp_path, small_chunks, monke
             raise OSError(errno.EIO, "Input/output error")
         return os.pwritev(descriptor, pieces, offset)
 
-    monkeypatch.setattr(places, "WRITE", fail_later)
+    monkeypatch.setattr(folders, "WRITE", fail_later)
     with pytest.raises(OSError, match="Input/output error"):
         write_one(tmp_path, num_bytes=100 * BLOCK, num_threads=3)
     assert len(calls) < 33, "the others stop too"
@@ -153,14 +153,14 @@ def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
     def write_a_little(descriptor, pieces, offset):
         return os.pwrite(descriptor, pieces[0][:1000], offset)
 
-    monkeypatch.setattr(places, "WRITE", write_a_little)
+    monkeypatch.setattr(folders, "WRITE", write_a_little)
     content, _ = write_one(tmp_path, num_threads=2)
     assert load_file(tmp_path / "s")["t00@0"].tobytes() == content.tobytes()
 
 
 @pytest.mark.fault
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "WRITE", lambda descriptor, pieces, offset: 0)
+    monkeypatch.setattr(folders, "WRITE", lambda descriptor, pieces, offset: 0)
     with pytest.raises(EOFError, match="took no more bytes"):
         write_one(tmp_path)
 
@@ -188,7 +188,7 @@ def test_files_are_plain_safetensors_that_can_be_mapped(tmp_path):
     names = {"b": "U8", "a": "F64", "c": "F32"}
     entries = file_order(Entry(k, names[k], v.shape, v.nbytes) for k, v in arrays.items())
     header, ranges = build_header(entries, {"save_id": "x"})
-    write_file(LocalPlace(tmp_path), "s.safetensors", header + b"".join(arrays[e.key].tobytes() for e in entries))
+    write_file(LocalFolder(tmp_path), "s.safetensors", header + b"".join(arrays[e.key].tobytes() for e in entries))
     loaded = load_file(tmp_path / "s.safetensors")
     assert all(np.array_equal(loaded[key], arrays[key]) for key in arrays)
     assert len(header) % 4096 == 0

@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
+from llmfoundry_lite.checkpoint import folders
 from llmfoundry_lite.checkpoint import lease as leases
-from llmfoundry_lite.checkpoint import places
-from llmfoundry_lite.checkpoint.codec import write_json
+from llmfoundry_lite.checkpoint.folders import LocalFolder, RemoteFolder, open_folder
 from llmfoundry_lite.checkpoint.lease import describe_this_process
-from llmfoundry_lite.checkpoint.places import LocalPlace, RemotePlace, open_place
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
 from llmfoundry_lite.errors import (
@@ -28,6 +27,7 @@ from llmfoundry_lite.errors import (
     IncompleteCheckpointError,
     UnreadableCheckpointError,
 )
+from llmfoundry_lite.ranks.codec import write_json
 from tests.checkpoint.mounts import mounted
 from tests.checkpoint.saves import flip, save, write_draft
 
@@ -111,7 +111,7 @@ def test_a_zombie_that_slips_through_loses_to_the_new_writer(url, monkeypatch):
 
     new_store = CheckpointStore(url)
     new = leases.Lease(old.epoch + 1, {})
-    new_store.leases.place.put(leases._name(new.epoch), b"{}", only_if_new=True)
+    new_store.leases.folder.put(leases._name(new.epoch), b"{}", only_if_new=True)
     monkeypatch.setattr(store, "check", lambda lease: None)  # it looked just before
     store.publish(zombie, old)
     assert names(store) == ["ba400", "ba200"], "nothing newer yet: a sound state of the same run"
@@ -174,7 +174,7 @@ def test_a_reused_process_id_is_not_the_writer():
 def test_leases_of_many_launches_do_not_pile_up(url):
     store = CheckpointStore(url)
     assert [store.acquire().epoch for _ in range(12)] == list(range(1, 13))
-    assert len(store.leases.place.names()) <= 8
+    assert len(store.leases.folder.names()) <= 8
 
 
 @pytest.mark.fault
@@ -183,7 +183,7 @@ def test_the_epoch_outlives_a_lost_lease_file(url):
     for _ in range(3):
         lease = store.acquire()
     save(store, lease, 1)
-    store.leases.place.remove_all()
+    store.leases.folder.remove_all()
     assert store.acquire().epoch == 4
 
 
@@ -194,11 +194,11 @@ def test_only_its_own_claim_tells_a_writer_that_it_may_write(url, change):
     lease = store.acquire()
     save(store, lease, 1)
     draft = write_draft(store, lease, 2)
-    store.leases.place.remove("00000001.json")
+    store.leases.folder.remove("00000001.json")
     if change == "foreign":  # of the same launch, for another folder
-        store.leases.place.put("00000001.json", write_json(lease.owner | {"claim": "another"}))
+        store.leases.folder.put("00000001.json", write_json(lease.owner | {"claim": "another"}))
     elif change == "folder":
-        store.leases.place.remove_all()
+        store.leases.folder.remove_all()
     for attempt in (lambda: store.publish(draft, lease), lambda: store.prune(lease, keep_newest=1)):
         with pytest.raises(
             CheckpointError, match=r"does not find this launch's lease \(\.leases/00000001\.json\) any more; "
@@ -527,14 +527,14 @@ def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
     store = CheckpointStore(url)
     lease = store.acquire()
     draft = write_draft(store, lease, 1)
-    place, _ = store.draft(draft.save_id)
-    place.remove("shard-00001.safetensors")
+    folder, _ = store.draft(draft.save_id)
+    folder.remove("shard-00001.safetensors")
     with pytest.raises(
         CheckpointError, match="not to be seen from rank 0; save_folder must be on a disk that all nodes"
     ):
         store.publish(draft, lease)
     store.abandon(draft.save_id)
-    assert names(store) == [] and not place.names()
+    assert names(store) == [] and not folder.names()
 
 
 @pytest.mark.fault
@@ -544,14 +544,14 @@ def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatc
     lease = store.acquire()
     save(store, lease, 1)
     draft = write_draft(store, lease, 2)
-    put = RemotePlace.put
+    put = RemoteFolder.put
 
     def lose_the_answer(self, name, data, **options):
         if has_arrived:
             put(self, name, data, **options)
         raise ConnectionResetError("Connection reset by peer")
 
-    monkeypatch.setattr(RemotePlace, "put", lose_the_answer)
+    monkeypatch.setattr(RemoteFolder, "put", lose_the_answer)
     with pytest.raises(CheckpointError, match="not published: Connection reset by peer"):
         store.publish(draft, lease)
     store.abandon(draft.save_id)
@@ -567,9 +567,9 @@ class Disk:
     def __init__(self, monkeypatch, name, count, answer):
         self.name, self.count, self.answer = name, count, answer
         self.pread, self.open = os.preadv, open
-        monkeypatch.setattr(places, "PAUSE_SECONDS", 0)
+        monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
         monkeypatch.setattr(os, "preadv", self.preadv)
-        monkeypatch.setattr(places, "open", self.open_file, raising=False)
+        monkeypatch.setattr(folders, "open", self.open_file, raising=False)
 
     def is_hit(self, path):
         hit = path.endswith(f"ba2/{self.name}") and self.count > 0
@@ -690,14 +690,14 @@ def test_a_save_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, 
     lease = store.acquire()
     first = save(store, lease, 1)
     draft = write_draft(store, lease, 1)
-    rename = LocalPlace.rename
+    rename = LocalFolder.rename
 
     def fail(self, old, new):
         if old.startswith(".tmp-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         rename(self, old, new)
 
-    monkeypatch.setattr(LocalPlace, "rename", fail)
+    monkeypatch.setattr(LocalFolder, "rename", fail)
     with pytest.raises(CheckpointError, match="ba1: not published: No space left on device"):
         store.publish(draft, lease)
     assert store.newest_intact(verify_checkpoint).checkpoint.manifest.save_id == first.manifest.save_id
@@ -717,7 +717,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
     with pytest.raises(CheckpointError, match=r"pip install 'llmfoundry-lite\[s3\]'"):
-        open_place("s3://bucket/run")
+        open_folder("s3://bucket/run")
 
 
 def test_login_nodes_need_no_torch(tmp_path):
@@ -742,6 +742,6 @@ def test_structure_alone_reads_little_and_finds_what_is_missing(url):
     save(store, store.acquire(), 1)
     checkpoint = open_checkpoint(f"{url}/ba1")
     check_structure(checkpoint)
-    checkpoint.place.remove(checkpoint.manifest.files[1].name)
+    checkpoint.folder.remove(checkpoint.manifest.files[1].name)
     with pytest.raises(IncompleteCheckpointError, match=r"shard-00001.safetensors: missing"):
         check_structure(checkpoint)

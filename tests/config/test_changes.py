@@ -7,7 +7,7 @@ import pytest
 
 from llmfoundry_lite.config.changes import RULES, Change, find_changes, refuse_changes, rule_of, schema_keys
 from llmfoundry_lite.config.layers import HARDWARE_KEYS
-from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import CheckpointError
 

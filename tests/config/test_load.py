@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.config.check import check_world_size
-from llmfoundry_lite.config.load import Invocation, load_train_config
+from llmfoundry_lite.config.load_train import Invocation, load_train_config
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
@@ -674,5 +674,5 @@ def test_the_files_that_llm_foundry_ships_load_unchanged(name):
 
 
 def test_reading_a_configuration_needs_no_torch():
-    code = "import llmfoundry_lite.config.load, sys; assert 'torch' not in sys.modules"
+    code = "import llmfoundry_lite.config.load_train, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

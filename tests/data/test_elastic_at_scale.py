@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
-from llmfoundry_lite.data import text
+from llmfoundry_lite.data import dataset
+from llmfoundry_lite.data.dataset import PAD_TOKEN, build_text_dataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
-from llmfoundry_lite.data.text import PAD_TOKEN, build_text_dataset
-from tests.data.conftest import slices_of_workers
+from tests.helpers.data import slices_of_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -149,7 +149,7 @@ def test_stops_cost_a_node_few_shards_twice():
 @pytest.fixture
 def as_rank(monkeypatch):
     """Make this process one rank of a larger world, on a machine of its own, without the other ranks."""
-    monkeypatch.setattr(text, "maybe_init_dist", lambda: False)
+    monkeypatch.setattr(dataset, "maybe_init_dist", lambda: False)
     monkeypatch.setattr("streaming.base.dataset.maybe_init_dist", lambda: False)
 
     def become(rank: int, world_size: int) -> None:

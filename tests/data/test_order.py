@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llmfoundry_lite.bench.order import domains_of, our_batches, variance_over_binomial
 from llmfoundry_lite.data import order as order_module
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
-from tests.data.conftest import slices_of_workers
+from tests.helpers.data import slices_of_workers
 
 
 def make_order(shard_sizes=(40, 7, 1, 52), choose=None, num_lanes=8, seed=17, shuffle=True, **settings) -> SampleOrder:

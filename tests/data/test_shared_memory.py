@@ -14,7 +14,7 @@ import pytest
 from llmfoundry_lite.data import shared_memory
 from llmfoundry_lite.data.shared_memory import SHARED_MEMORY, clean_stale_shared_memory, wait_for_folders
 from llmfoundry_lite.errors import DataError
-from tests.data.test_text import numbers_of, open_data, write_shards
+from tests.data.test_dataset import numbers_of, open_data, write_shards
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no /dev/shm on this system")
 
@@ -156,7 +156,7 @@ def test_waiting_ends_as_soon_as_the_other_run_is_gone(hold_blocks, tmp_path):
 READ_FOR_EVER = """
 import sys
 from pathlib import Path
-from tests.data.test_text import build_text_loader, open_data
+from tests.data.test_dataset import build_text_loader, open_data
 loader = build_text_loader(open_data(Path(sys.argv[1]), remote=sys.argv[2]), num_workers=2)
 while True:
     for batch in loader:

@@ -15,8 +15,7 @@ from tokenizers import processors
 from llmfoundry_lite.data import wordcache
 from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-
-from .conftest import make_documents
+from tests.helpers.data import make_documents
 
 
 def copy_with(source: Path, target: Path, **changes: object) -> Path:

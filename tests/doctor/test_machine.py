@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llmfoundry_lite import cli
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.data import shared_memory as blocks_of_runs
 from llmfoundry_lite.doctor import devices, limits, shared_memory, versions
 from llmfoundry_lite.doctor.devices import Device
@@ -239,12 +239,12 @@ def test_the_table_keeps_every_word_at_any_width(width):
 )
 def test_options_that_cannot_be_end_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["doctor", *arguments]) == 2
+    assert main.run(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def run_doctor(tmp_path: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, dict]:
-    command = [sys.executable, "-m", "llmfoundry_lite.cli", "doctor", "--json", "doctor.json", *arguments]
+    command = [sys.executable, "-m", "llmfoundry_lite.cli.main", "doctor", "--json", "doctor.json", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     return result, json.loads((tmp_path / "doctor.json").read_text())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry_lite import cli
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
@@ -367,7 +367,7 @@ def test_what_a_reader_must_know_is_said(tmp_path):
 
 
 def error_of(capsys, *arguments):
-    assert cli.run(["compare", *map(str, arguments)]) == 2
+    assert main.run(["compare", *map(str, arguments)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -428,7 +428,7 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     ]
     figures = []
     monkeypatch.setattr(plt, "close", figures.append)
-    assert cli.run(["compare", *map(str, paths), "--all-metrics", "--out", str(tmp_path / "out")]) == 0
+    assert main.run(["compare", *map(str, paths), "--all-metrics", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert "by the other metrics" in printed
@@ -463,7 +463,7 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
     facts = {"num_tokens_trained": 26_000_000_000, "num_parameters": 125_000_000}
     tasks = {"winograd/0-shot": winograd, "piqa/0-shot": choice([0, 1] * 900, tokenization="joint")}
     path = write_result(tmp_path, "ours", tasks, **facts)
-    assert cli.run(["compare", str(path), "--published", "--out", str(tmp_path / "out")]) == 0
+    assert main.run(["compare", str(path), "--published", "--out", str(tmp_path / "out")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "AMD-MPT-1B 0.724 0.692 0.708 1.3B, 26B" in printed
     assert "ours 0.500 0.692 0.596 125M, 26B ±0.012 ±0.028 ±0.015" in printed

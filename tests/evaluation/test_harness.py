@@ -13,8 +13,9 @@ import torch
 
 import scripts.eval
 from llmfoundry_lite import suite
-from llmfoundry_lite.config.load import load_eval_config, load_tasks
+from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models
@@ -25,7 +26,6 @@ from llmfoundry_lite.evaluation.reading import hash_of, load_results, mean_and_e
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
-from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plots import Panel
 from tests.helpers.launch import launch, train
@@ -292,7 +292,7 @@ def test_every_world_size_gives_the_same_results_on_every_rank(here):
 
 
 def evaluate_suite(arguments):
-    from llmfoundry_lite.launch import run_and_exit
+    from llmfoundry_lite.ranks.ending import run_and_exit
 
     sys.argv = ["scripts/eval.py", *arguments]
     run_and_exit(scripts.eval.main)

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.models import PlainModel, TreeModel, find_subject, load_subject
-from llmfoundry_lite.models.hf import export_model
 from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")

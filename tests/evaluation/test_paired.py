@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_lite import cli
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.evaluation.paired import (
     MAX_EXACT,
     MAX_RESAMPLED,
@@ -160,7 +160,7 @@ def test_more_are_needed_where_more_differ():
 
 
 def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys):
-    assert cli.run(["bench", "intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
+    assert main.run(["bench", "intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "intervals.md").read_text()
     rows = [
         line.split(" | ") for line in written.splitlines() if line.startswith(("| one", "| mean", "| clus", "| bits"))

@@ -192,7 +192,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:
 
 def test_documents_of_a_sample_do_not_see_each_other_where_training_keeps_them_apart(tmp_path, tokenizer) -> None:
     """The number is eval/loss's: the same samples, through the model that is trained."""
-    from llmfoundry_lite.parallel import PRECISIONS
+    from llmfoundry_lite.parallel.precision import PRECISIONS
     from llmfoundry_lite.training.adapter import LanguageModel
 
     attention = AttentionConfig(alibi=True, attn_uses_sequence_id=True)

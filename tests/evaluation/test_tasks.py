@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from llmfoundry_lite.config.load import load_eval_config, load_tasks
+from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError

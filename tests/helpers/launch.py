@@ -113,7 +113,7 @@ def _rank(
 
 
 def _train(arguments: list[str]) -> None:
-    from llmfoundry_lite.launch import run_and_exit
+    from llmfoundry_lite.ranks.ending import run_and_exit
     from scripts.train import main
 
     sys.argv = ["scripts/train.py", *arguments]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint.format import About, open_saver
 from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.whole import diff, diff_scalars, open_checkpoint
 

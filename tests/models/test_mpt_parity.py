@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
-from llmfoundry_lite.models.hf import build_hf_config, layout_sources, to_hugging_face
-from llmfoundry_lite.models.hf.layout import layout_tensor
+from llmfoundry_lite.convert.huggingface import build_hf_config, layout_sources, to_hugging_face
+from llmfoundry_lite.convert.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT
 
 LOGITS = 1e-5

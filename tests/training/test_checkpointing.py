@@ -4,8 +4,8 @@ import pytest
 import torch
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint.format import About, open_saver
 from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.data.tokenizer import train_tokenizer

@@ -9,7 +9,7 @@ import torch
 from composer.core import Callback
 from torch import nn
 
-from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import microbatch
 from llmfoundry_lite.training.memory import advise_less_memory

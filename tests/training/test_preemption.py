@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite import launch as launching
 from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launch import adopt_srun, first_host
+from llmfoundry_lite.ranks import ending as launching
+from llmfoundry_lite.ranks.rank import adopt_srun, first_host
 from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.train import RunFolder

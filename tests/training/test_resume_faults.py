@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint import places
+from llmfoundry_lite.checkpoint import folders
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -45,7 +45,7 @@ class FullDisk(Fault):
         def full(descriptor, pieces, offset):
             raise OSError(28, "No space left on device")
 
-        places.WRITE = full
+        folders.WRITE = full
 
 
 class BrokenWriter(Fault):
@@ -53,7 +53,7 @@ class BrokenWriter(Fault):
         def broken(descriptor, pieces, offset):
             raise ZeroDivisionError("a bug in the writer")
 
-        places.WRITE = broken
+        folders.WRITE = broken
 
 
 class PoisonMoments(Fault):
@@ -157,8 +157,8 @@ def test_damaged_saves_are_passed_over_to_the_newest_intact_and_pickles_never_op
     config = config_for(data)
     run(tmp_path, config, "run", 2, stop_after="6ba")
     folder = saves(tmp_path, "run")
-    for name, place in (("ba6/shard-00001.safetensors", -1), ("ba4/manifest.json", 700)):
-        flip(folder / name, place)
+    for name, folder in (("ba6/shard-00001.safetensors", -1), ("ba4/manifest.json", 700)):
+        flip(folder / name, folder)
     for name in ("model.pt", ".metadata", "__0_0.distcp", "shard-00002.safetensors"):
         (folder / "ba2" / name).write_bytes(pickle.dumps(Bomb()))
     output = run(tmp_path, config, "run", 2).output

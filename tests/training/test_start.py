@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry_lite.config.load import load_train_config
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training.start import look
 from tests.helpers.tiny import tiny_config, write_config

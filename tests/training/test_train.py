@@ -7,9 +7,9 @@ import pytest
 import torch
 from composer.core import Callback
 
+from tests.convert.test_huggingface import build_tokenizer
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
-from tests.models.test_hf_export import build_tokenizer
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 

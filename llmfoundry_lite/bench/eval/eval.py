@@ -1,0 +1,362 @@
+"""Evaluation in context beside lm-evaluation-harness: the same model, items, prompts, precision and cores.
+
+llmfoundry-lite bench eval --peer-python ~/lm-eval/bin/python
+
+The peer is an environment of its own (`pip install "lm-eval[hf]==0.4.13"`); without one, our figures stand alone.
+Both sides read the same rendered prompts from one file and tokenise context and choice together. What is timed is, of
+ours, all but loading the model; of the peer's, tokenising and scoring alone. Decisions are compared item by item. Items
+are made up, in the shapes of ARC (zero-shot, five examples of each item's own, five fixed examples), HellaSwag (long
+endings) and PIQA (two choices), since only lengths matter for speed; `--data` brings a file of real ones.
+
+On a CPU that others use as well, times say who else was there; processor seconds (with OMP_NUM_THREADS=1, or threads
+that wait for each other count as working) say what either side needs. Both are told.
+"""
+
+import datetime
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from llmfoundry_lite.bench.switch.switch import describe_machine
+from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.convert.huggingface import export_model
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.models import Subject, load_subject
+from llmfoundry_lite.evaluation.packing import Row
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
+from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
+from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "125m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50304, "max_seq_len": 2048},
+    "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 8192, "max_seq_len": 2048},
+}
+
+
+class Suite(NamedTuple):
+    """Items of one shape: words in a question, words in a choice, choices, examples."""
+
+    words: tuple[int, int]
+    choice_words: tuple[int, int]
+    num_choices: int
+    num_fewshot: int
+    is_fixed: bool
+    wanted: float | None
+    """How many times the peer's items/s."""
+
+
+SUITES = {
+    "ARC, zero-shot": Suite((12, 30), (1, 8), 4, 0, False, 3.5),
+    "ARC, 5-shot, examples of each item": Suite((12, 30), (1, 8), 4, 5, False, 5.0),
+    "ARC, 5-shot, fixed examples": Suite((12, 30), (1, 8), 4, 5, True, 8.0),
+    "HellaSwag, zero-shot": Suite((20, 50), (12, 30), 4, 0, False, 2.5),
+    "PIQA, zero-shot": Suite((6, 14), (8, 30), 2, 0, False, None),
+}
+
+
+def run(
+    *,
+    peer_python: str | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    shape: str = "125m",
+    num_items: int = 60,
+    num_rounds: int = 1,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
+    console = Console(width=max(110, Console().width))
+    report: dict[str, Any] = {
+        "shape": Path(model).name if model else shape,
+        "num_items": num_items,
+        "num_rounds": num_rounds,
+        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+        "machine": describe_machine(),
+        "date": datetime.date.today().isoformat(),
+        "suites": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        names = {data.name: Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
+        files = {name: folder / f"{i}.jsonl" for i, name in enumerate(names)}
+        for name, suite in names.items():
+            rows = read_real(data) if data else make_items(suite, num_items + suite.num_fewshot)
+            write_rendered(rows, suite, num_items, files[name])
+        model = model or make_model(shape, [path.read_text() for path in files.values()], folder / "model")
+        with ExitStack() as stack:
+            our_side = stack.enter_context(_worker([sys.executable, "-m", "llmfoundry_lite.bench.eval.eval", model]))
+            peer = stack.enter_context(peer_of(peer_python, model)) if peer_python else None
+            for name, suite in names.items():
+                ours, theirs = [], []
+                for round_number in range(num_rounds):
+                    console.print(f"round {round_number + 1}/{num_rounds}: {name}", highlight=False)
+                    ours.append(our_side(items=str(files[name]), is_fixed=suite.is_fixed))
+                    if peer is not None:
+                        theirs.append(peer(items=str(files[name])))
+                report["suites"][name] = compare(ours, theirs, suite)
+                report["load_average"] = round(os.getloadavg()[1])
+                if out is not None:  # what has been measured is kept, whatever becomes of the rest
+                    write_report(report, out)
+    print_report(report, console)
+    return report
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Suite) -> dict[str, Any]:
+    def rate(sides: list[dict[str, Any]], key: str = "seconds") -> float:
+        return statistics.median(one["n"] / one[key] for one in sides)
+
+    found: dict[str, Any] = {
+        "items_per_second": rate(ours),
+        "items_per_cpu_second": rate(ours, "cpu_seconds"),
+        "of_the_floor": statistics.median(one["of_the_floor"] for one in ours),
+    }
+    if theirs:
+        different = {
+            metric: sum(a != b for a, b in zip(ours[0][metric], theirs[0][metric], strict=True))
+            for metric in ("acc", "acc_norm")
+        }
+        found |= {
+            "peer_items_per_second": rate(theirs),
+            "peer_items_per_cpu_second": rate(theirs, "cpu_seconds"),
+            "times": rate(ours) / rate(theirs),
+            "times_in_cpu_seconds": rate(ours, "cpu_seconds") / rate(theirs, "cpu_seconds"),
+            "wanted": suite.wanted,
+            "num_different": different,
+            "largest_difference_nats": max(
+                abs(a - b)
+                for x, y in zip(ours[0]["log_probability"], theirs[0]["log_probability"], strict=True)
+                for a, b in zip(x, y, strict=True)
+            ),
+        }
+    return found
+
+
+HEADINGS = ("items", "ours", "lm-eval", "times", "in CPU time", "wanted", "of the floor", "other decisions")
+
+
+def rows_of(report: dict[str, Any]) -> list[Sequence[str]]:
+    rows = []
+    for name, found in report["suites"].items():
+        peer = [""] * 5
+        if "times" in found:
+            wanted = "" if found["wanted"] is None else f"{found['wanted']:g}"
+            ratios = [f"{found[key]:.1f}" for key in ("times", "times_in_cpu_seconds")]
+            peer = [f"{found['peer_items_per_second']:.2f}", *ratios, wanted, str(sum(found["num_different"].values()))]
+        rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], f"{found['of_the_floor']:.0%}", peer[4]])
+    return rows
+
+
+def title_of(report: dict[str, Any]) -> str:
+    threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
+    return (
+        f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, torch "
+        f"{report['torch']}, {threads}; items per second"
+    )
+
+
+FLOOR = (
+    "the floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits"
+)
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    table = Table(title=title_of(report), title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "items" else "right")
+    for row in rows_of(report):
+        table.add_row(*row)
+    console.print(table)
+    console.print(FLOOR)
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """eval.json (everything) and eval.md (the table)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "eval.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = [
+        "# Evaluation in context, beside lm-evaluation-harness",
+        "",
+        f"`llmfoundry-lite bench eval`, {report['date']}, {report['machine']}: {title_of(report)}.",
+        "",
+        *markdown_table([HEADINGS, *rows_of(report)]),
+        "",
+        f"{FLOOR[0].upper()}{FLOOR[1:]}. The load average was {report['load_average']}: where that is more than "
+        "there are cores, CPU time is the column to read.",
+    ]
+    (folder / "eval.md").write_text("\n".join(lines) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ items
+
+
+def make_items(suite: Suite, count: int) -> list[dict[str, Any]]:
+    generator = random.Random(0)
+    words = ["".join(generator.choices("aeioubdfghklmnprst", k=generator.randint(2, 9))) for _ in range(2000)]
+
+    def text(bounds: tuple[int, int]) -> str:
+        return " ".join(generator.choices(words, k=generator.randint(*bounds)))
+
+    return [
+        {
+            "query": f"Question: {text(suite.words)}?",
+            "choices": [text(suite.choice_words) for _ in range(suite.num_choices)],
+            "gold": generator.randrange(suite.num_choices),
+        }
+        for _ in range(count)
+    ]
+
+
+def read_real(path: Path) -> list[dict[str, Any]]:
+    return read_rows(TaskConfig(label=path.stem, icl_task_type="multiple_choice", dataset_uri=str(path)))
+
+
+def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, path: Path) -> None:
+    """Contexts with their examples already in them, so that both sides are asked the very same."""
+    task = TaskConfig(
+        label="bench",
+        icl_task_type="multiple_choice",
+        dataset_uri=str(path),
+        continuation_delimiter="\nAnswer: ",
+        fewshot_fixed=suite.is_fixed,
+    )
+    first = suite.num_fewshot if suite.is_fixed else 0
+    with path.open("w") as file:
+        for index in range(first, min(len(rows), first + num_items)):
+            context = ""
+            for example in choose_examples(task, range(len(rows)), index, suite.num_fewshot):
+                context += render_example(task, rows[example], is_first=not context)
+            context += ("\n" if context else "") + rows[index]["query"] + "\nAnswer:"
+            row = {"query": context, "choices": rows[index]["choices"], "gold": rows[index]["gold"]}
+            file.write(json.dumps(row) + "\n")
+
+
+def make_model(shape: str, texts: list[str], folder: Path) -> str:
+    """Random weights and a tokenizer for these texts, as plain transformers loads them."""
+    train_tokenizer(texts, 8192).save(folder / "tokenizer")
+    model = MPT(ModelConfig(**SHAPES[shape]))
+    initialise_weights(model, 17)
+    export_model(model.state_dict(), model.config, folder / "export", tokenizer_folder=folder / "tokenizer")
+    return str(folder / "export")
+
+
+# --------------------------------------------------------------------------------------------------------- our side
+
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@contextmanager
+def peer_of(python: str, model: str) -> Iterator[Ask]:
+    """Calls with items=FILE, and kind and delimiter of the task, are answered by lm-evaluation-harness."""
+    with _worker([python, str(Path(__file__).with_name("peer.py")), model]) as ask:
+        yield ask
+
+
+@contextmanager
+def _worker(command: list[str]) -> Iterator[Ask]:
+    """A process that has loaded the model, and answers a line of JSON with another until there are no more. It is idle
+    while the other side works."""
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True)
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def ask(**settings: Any) -> dict[str, Any]:
+            with suppress(BrokenPipeError):
+                questions.write(json.dumps(settings) + "\n")
+                questions.flush()
+            for line in answers:
+                if line.startswith('{"n"'):  # all else is chatter
+                    return json.loads(line)
+            told.seek(0)
+            lines = told.read().strip().splitlines() or ["no output"]
+            reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+            raise DataError(f"{command[0]} failed: {reason}")
+
+        try:
+            yield ask
+        finally:
+            with suppress(BrokenPipeError):
+                questions.close()
+            answers.close()
+            process.terminate()
+            process.wait()
+
+
+def answer_questions(model: str) -> None:
+    subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    _forward_rate(subject.model)  # warms up
+    for line in sys.stdin:
+        print(json.dumps(measure(subject, **json.loads(line))), flush=True)
+
+
+def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
+    task = TaskConfig(
+        label="bench",
+        icl_task_type="multiple_choice",
+        dataset_uri=items,
+        continuation_delimiter=" ",
+        tokenization="joint",
+    )
+    rates = [_forward_rate(subject.model)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = ResultFiles(Path(folder), "bench", "ours")
+        started, cpu_started = time.perf_counter(), time.process_time()
+        evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        answered = [json.loads(line) for line in files.items_path.read_text().splitlines()]
+    rates += [_forward_rate(subject.model)]
+    prepared = prepare(task, read_rows(task), 0, subject.tokenizer, max_seq_len=2048, tokenization="joint")
+    tree = Row()
+    for number, item in enumerate(prepared.items):
+        context = item.requests[0].context if is_fixed else (-1 - number, *item.requests[0].context)
+        for request in item.requests:
+            tree.add(request._replace(context=context), number)
+    num_tokens = len(tree) - (0 if is_fixed else len(prepared.items))
+    return {
+        "n": len(answered),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "of_the_floor": num_tokens / statistics.mean(rates) / _elapsed(subject.model, seconds, cpu_seconds),
+        "acc": [item["acc"] for item in answered],
+        "acc_norm": [item["acc_norm"] for item in answered],
+        "log_probability": [item["log_probability"] for item in answered],
+    }
+
+
+def _forward_rate(model: Any) -> float:
+    """Tokens per second of plain text, without logits."""
+    tokens = torch.randint(0, 1000, (16, 128), device=model.device)
+    one = torch.zeros(1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        started, cpu_started = time.perf_counter(), time.process_time()
+        float(model.score(Inputs(tokens, None, None), Wanted(one, one, one, one)).log_probability_n[0])
+        return tokens.numel() / _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
+
+
+def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
+    """What counts for a share of the floor: on a CPU its own time, whoever else was there."""
+    return cpu_seconds if model.device.type == "cpu" else seconds
+
+
+if __name__ == "__main__":
+    answer_questions(sys.argv[1])

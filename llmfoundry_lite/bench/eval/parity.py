@@ -1,0 +1,197 @@
+"""The answers of lm-evaluation-harness, item by item, on the public tasks' own files under `tokenization: joint`.
+
+llmfoundry-lite bench eval --parity data/eval --model runs/mpt-quickstart/huggingface --peer-python ~/lm-eval/bin/python
+
+Each side makes its prompts from the same rows, zero-shot: ours by the task's YAML, the peer by a template of its own
+that says the same. Compared are the choice by summed and by per-character log-probability, the log-probabilities
+themselves, and LAMBADA's accuracy and perplexity. Where two options are closer to each other than the two sides are,
+rounding decides; such items are counted apart. An item whose answer is longer than the model is left out: ours skips
+and counts it, the peer ends there. Of schemas (Winograd) the peer divides by the length of the context rather than of
+the answer, and its own schema tasks leave that number out; so does this.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from llmfoundry_lite.bench.eval.eval import peer_of
+from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
+from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.evaluation.tasks import read_rows
+
+TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
+TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
+"""Whichever is more: the log-probability of a long answer is a sum of thousands of nats in fp32."""
+"""Of a summed log-probability."""
+
+Record = dict[str, Any]
+
+
+def run(
+    *,
+    peer_python: str,
+    model: str,
+    data: Path,
+    limit: int | None = None,
+    out: Path | None = None,
+    task_folder: str = "evals",
+) -> Record:
+    """Ask both sides, print a table, return it. Raises DataError when a file is missing or a side fails."""
+    console = Console(width=max(140, Console().width))
+    report: Record = {"model": Path(model).name, "limit": limit, "torch": torch.__version__, "tasks": {}}
+    with tempfile.TemporaryDirectory() as scratch, peer_of(peer_python, model) as ask_peer:
+        for task in load_tasks(TASKS, task_folder):
+            found = sorted(data.glob(f"{task.label}*.jsonl"))
+            if not found:
+                raise DataError(
+                    f"--parity {data}: no {task.label}*.jsonl; `llmfoundry-lite data fetch-tasks` fetches it"
+                )
+            console.print(f"{task.label}: {found[0]}", highlight=False)
+            rows = read_rows(replace(task, dataset_uri=str(found[0])))[:limit]
+            items = Path(scratch) / f"{task.label}.jsonl"
+            write_rows(rows, items)
+            task = replace(task, dataset_uri=str(items), tokenization="joint", num_fewshot=[0])
+            ours = ask_ours(model, task, Path(scratch))
+            write_rows([rows[index] for index in ours["index"]], items)
+            theirs = ask_peer(items=str(items), kind=task.icl_task_type, delimiter=task.continuation_delimiter)
+            report["peer"] = theirs["versions"]
+            report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type) | {
+                "num_skipped": len(rows) - len(ours["index"])
+            }
+    report["is_same"] = all(is_same(found) for found in report["tasks"].values())
+    print_report(report, console)
+    if out is not None:
+        write_report(report, out)
+    return report
+
+
+def write_rows(rows: Sequence[Record], path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
+    subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    files = ResultFiles(folder, "parity", task.label)
+    results = evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
+    items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
+    names = ("acc", "acc_norm") if task.icl_task_type == "multiple_choice" else ("acc",)
+    (record,) = results.tasks.values()
+    return {
+        **{name: [item[name] for item in items] for name in names},
+        "log_probability": [item["log_probability"] for item in items],
+        "num_characters": [item["num_characters"] for item in items],
+        "index": [item["index"] for item in items],
+        "perplexity": record.get("perplexity"),
+    }
+
+
+def compare(ours: Record, theirs: Record, kind: str) -> Record:
+    distances = [
+        max(abs(a - b) for a, b in zip(x, y, strict=True))
+        for x, y in zip(ours["log_probability"], theirs["log_probability"], strict=True)
+    ]
+    pairs = [
+        pair
+        for x, y in zip(ours["log_probability"], theirs["log_probability"], strict=True)
+        for pair in zip(x, y, strict=True)
+    ]
+    found: Record = {
+        "n": len(distances),
+        "largest_difference_nats": max(distances),
+        "are_close": all(math.isclose(*pair, rel_tol=TOLERANCE_SHARE, abs_tol=TOLERANCE_NATS) for pair in pairs),
+    }
+    for metric in ("acc", "acc_norm"):
+        if metric not in ours or metric not in theirs:
+            continue
+        answers = list(zip(ours[metric], theirs[metric], strict=True))
+        differ = [i for i, (a, b) in enumerate(answers) if a != b]
+        ties = sum(_is_tie(ours, i, metric, 2 * distances[i]) for i in differ) if kind != "language_modeling" else 0
+        found[metric] = sum(a for a, _ in answers) / len(answers)
+        found[f"peer_{metric}"] = sum(b for _, b in answers) / len(answers)
+        found[f"{metric}_differ"] = len(differ)
+        found[f"{metric}_differ_by_rounding"] = ties
+    if kind == "language_modeling":
+        found |= {"perplexity": ours["perplexity"], "peer_perplexity": theirs["perplexity"]}
+    return found
+
+
+def _is_tie(ours: Record, item: int, metric: str, closer_than: float) -> bool:
+    sums, sizes = ours["log_probability"][item], ours["num_characters"][item]
+    rated = [s / n if metric == "acc_norm" else s for s, n in zip(sums, sizes, strict=True)]
+    first, second = sorted(rated)[-1:-3:-1]
+    return first - second <= closer_than
+
+
+def is_same(found: Record) -> bool:
+    metrics = [metric for metric in ("acc", "acc_norm") if metric in found]
+    same_perplexity = "perplexity" not in found or math.isclose(
+        found["perplexity"], found["peer_perplexity"], rel_tol=TOLERANCE_NATS
+    )
+    return (
+        all(found[f"{metric}_differ"] == found[f"{metric}_differ_by_rounding"] for metric in metrics)
+        and found["are_close"]
+        and same_perplexity
+    )
+
+
+HEADINGS = ("task", "items", "acc", "lm-eval", "differ", "acc_norm", "lm-eval", "differ", "perplexity", "lm-eval")
+HEADINGS += ("largest difference, nats",)
+
+
+def rows_of(report: Record) -> list[Sequence[str]]:
+    def cells(found: Record, metric: str) -> list[str]:
+        if metric not in found:
+            return ["", "", ""]
+        differ, ties = found[f"{metric}_differ"], found[f"{metric}_differ_by_rounding"]
+        told = f"{differ}, {ties} by rounding" if ties else str(differ)
+        return [f"{found[metric]:.4f}", f"{found[f'peer_{metric}']:.4f}", told]
+
+    return [
+        [
+            *(name, _count(found), *cells(found, "acc"), *cells(found, "acc_norm")),
+            *(f"{found[key]:.6g}" if key in found else "" for key in ("perplexity", "peer_perplexity")),
+            f"{found['largest_difference_nats']:.1e}",
+        ]
+        for name, found in report["tasks"].items()
+    ]
+
+
+def _count(found: Record) -> str:
+    return f"{found['n']:,}" + (f" ({found['num_skipped']} too long)" if found["num_skipped"] else "")
+
+
+def title_of(report: Record) -> str:
+    peer = ", ".join(f"{name} {version}" for name, version in report["peer"].items())
+    return f"{report['model']}, fp32, joint tokenization, zero-shot; torch {report['torch']} beside {peer}"
+
+
+def print_report(report: Record, console: Console) -> None:
+    table = Table(title=title_of(report), title_justify="left")
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if i else "left")
+    for row in rows_of(report):
+        table.add_row(*row)
+    console.print(table)
+    verdict = "the same answers" if report["is_same"] else "NOT the same answers"
+    console.print(f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)")
+
+
+def write_report(report: Record, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "eval-parity.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = ["# The same answers as lm-evaluation-harness", "", title_of(report), ""]
+    lines += markdown_table([HEADINGS, *rows_of(report)])
+    (folder / "eval-parity.md").write_text("\n".join(lines) + "\n")

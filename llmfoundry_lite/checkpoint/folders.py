@@ -1,0 +1,543 @@
+"""Folders that hold checkpoints, on a local disk or behind any fsspec URL, with just the operations a save needs.
+
+What differs between the two is said here once: a local folder can be renamed and synced, an object store has neither
+and commits with its last put. Errors of the operating system pass through as OSError. No torch.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnreadableCheckpointError,
+    UnsoundCheckpointError,
+)
+
+T = TypeVar("T")
+Buffer = Any
+"""Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
+
+NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+PASSING = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+)
+"""Answers of disks and of the servers behind them that may be others a moment later."""
+
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+MAX_VECTORS = 512
+"""Of one readv or writev; the kernel takes 1024."""
+REMOTE_PART_BYTES = 16 << 20
+MAX_PARTS = 10_000
+"""S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
+ATTEMPTS = 4
+PAUSE_SECONDS = 0.2
+"""After the first attempt; three times as long after each further one."""
+WRITE: Callable[[int, Any, int], int] = os.pwritev
+"""(descriptor, pieces, offset) -> bytes taken; tests put failing disks here."""
+
+SYNC_FILE_RANGE: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+"""Linux has it; Python has no name for it."""
+SYNC_FILE_RANGE_WRITE = 2
+
+
+class Sink(Protocol):
+    """A file being written. Local ones take any offset from any thread; remote ones only the next byte."""
+
+    any_order: bool
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None: ...
+
+    def close(self) -> None:
+        """Durable when this returns."""
+
+    def abandon(self) -> None: ...
+
+
+class Source(Protocol):
+    """A file being read, from any thread."""
+
+    num_bytes: int
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        """Fill `pieces` from `offset` on. Raises EOFError when the file ends before."""
+
+    def close(self) -> None: ...
+
+
+class Folder(Protocol):
+    url: str
+    is_local: bool
+
+    def child(self, name: str) -> "Folder": ...
+
+    def parent(self) -> "Folder": ...
+
+    def names(self) -> list[str]:
+        """Files and folders right in here; none if there is no such folder."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Of the files right in here; one listing, however many there are."""
+        ...
+
+    def exists(self) -> bool: ...
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """At most `max_bytes` + 1 bytes, so that the reader can tell. Raises FileNotFoundError."""
+        ...
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        """Durable, whole or not at all. Raises FileExistsError when it should have been new."""
+
+    def remove(self, name: str) -> None: ...
+
+    def remove_all(self) -> None:
+        """This folder and what is in it."""
+
+    def sink(self, name: str, num_bytes: int) -> Sink:
+        """For a file of `num_bytes`. A local folder must be there: see `LocalPlace.make`."""
+        ...
+
+    def source(self, name: str, *, is_anew: bool = False) -> Source:
+        """`is_anew`: past what this machine remembers of the file, as far as it lets us."""
+        ...
+
+    def age_seconds(self, name: str) -> float | None: ...
+
+
+def open_folder(url: str | os.PathLike[str]) -> Folder:
+    """A path or fsspec URL. Raises CheckpointError when the protocol's package is not installed."""
+    text = os.fspath(url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalFolder(Path(os.path.expanduser(text)))
+    if protocol in ("file", "local"):
+        return LocalFolder(Path(rest))
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
+        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
+    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
+        raise CheckpointError(f"{text}: {_first_line(error)}") from None
+    return RemoteFolder(filesystem, path, text.rstrip("/"))
+
+
+def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
+    """What a file that cannot be read means: it is not there, or this machine cannot read it. Neither is damage."""
+    reason = error.strerror or str(error)
+    if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
+        is_missing = error.errno == errno.ENOENT or error.errno is None
+        return IncompleteCheckpointError(f"{folder.url}/{name}: {'missing' if is_missing else reason}", name)
+    host = socket.gethostname()
+    return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
+
+
+def wrong_twice(look: Callable[[bool], T]) -> T:
+    """What `look` finds. It is called again, with True, after damage: a bad transfer or a stale cache is none."""
+    try:
+        return look(False)
+    except DamagedCheckpointError:
+        return look(True)
+
+
+def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | None] | None:
+    """The first file, name -> bytes, that is not there (None) or has another size; one listing of each folder.
+
+    What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
+    """
+    parents = {name.rpartition("/")[0] for name in expected}
+    sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
+    for path, num_bytes in expected.items():
+        parent, _, name = path.rpartition("/")
+        if sizes[parent].get(name) != num_bytes:
+            try:
+                source = folder.source(path, is_anew=True)
+            except FileNotFoundError:
+                return path, None
+            size = source.num_bytes
+            source.close()
+            if size != num_bytes:
+                return path, size
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ local
+
+
+class LocalFolder:
+    is_local = True
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.url = str(path)
+
+    def child(self, name: str) -> "LocalFolder":
+        return LocalFolder(self.path / name)
+
+    def parent(self) -> "LocalFolder":
+        return LocalFolder(self.path.absolute().parent)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(_persistently(lambda: os.listdir(self.path), PASSING))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sizes(self) -> dict[str, int]:
+        def listed() -> dict[str, int]:
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+        try:
+            return _persistently(listed, PASSING)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def exists(self) -> bool:
+        """A link counts, wherever it leads."""
+        return os.path.lexists(self.path)
+
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
+
+    def make(self, *, with_parents: bool = False) -> None:
+        """This folder. Those above it only when asked: what was there may have been a disk, now unmounted."""
+        self.path.mkdir(parents=with_parents, exist_ok=True)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        def content() -> bytes:
+            with open(self.path / name, "rb") as file:
+                return file.read(max_bytes + 1)
+
+        try:
+            return _persistently(content, PASSING)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(*error.args) from None
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        draft = self.path / f".{name}.{uuid.uuid4().hex}"
+        try:
+            with open(draft, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if only_if_new:
+                self._link(draft, self.path / name)
+            else:
+                os.replace(draft, self.path / name)
+        finally:
+            draft.unlink(missing_ok=True)
+        self.sync()
+
+    def _link(self, draft: Path, target: Path) -> None:
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links; then the name is taken first and the content follows
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.replace(draft, target)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        if self.is_link():  # to where someone has moved a checkpoint; what lies there is theirs
+            self.path.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def rename(self, old: str, new: str) -> None:
+        """Atomic, and durable when it returns. `new` must not be there."""
+        if os.path.lexists(self.path / new):
+            raise FileExistsError(f"{self.path / new} is there already")
+        os.rename(self.path / old, self.path / new)
+        self.sync()
+
+    def sync(self) -> None:
+        """Make the names in this folder durable."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sink(self, name: str, num_bytes: int) -> "LocalSink":
+        return LocalSink(self.path / name)
+
+    def source(self, name: str, *, is_anew: bool = False) -> "LocalSource":
+        return LocalSource(self.path / name, is_anew)
+
+    def age_seconds(self, name: str) -> float | None:
+        with contextlib.suppress(OSError):
+            return max(0.0, time.time() - (self.path / name).stat().st_mtime)
+        return None
+
+
+class LocalSink:
+    any_order = True
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        _transfer(WRITE, self._descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
+        _start_writing_back(self._descriptor, offset, sum(len(piece) for piece in pieces))
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        os.close(self._descriptor)
+
+
+def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Ask Linux to send these bytes to the disk now, while the next are being hashed, rather than all at the fsync.
+
+    Advice only: what goes wrong on the disk is told by that fsync.
+    """
+    if SYNC_FILE_RANGE is not None:
+        SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), SYNC_FILE_RANGE_WRITE)
+
+
+class LocalSource:
+    def __init__(self, path: Path, is_anew: bool = False):
+        self.path = path
+        self._descriptor = _persistently(lambda: os.open(path, os.O_RDONLY), PASSING)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+        if is_anew and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        if_none = f"{self.path}: ends before byte {offset}+"
+        try:
+            _transfer(os.preadv, self._descriptor, offset, pieces, if_none)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            time.sleep(PAUSE_SECONDS)
+            _persistently(lambda: self._read_anew(offset, pieces, if_none), PASSING)
+
+    def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
+        """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            _transfer(os.preadv, descriptor, offset, pieces, if_none)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _transfer(
+    call: Callable[[int, Any, int], int], descriptor: int, offset: int, pieces: Sequence[Buffer], if_none: str
+) -> None:
+    """All of `pieces`, however few bytes the system takes or gives at a time."""
+    rest = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+    while rest:
+        done = call(descriptor, rest[:MAX_VECTORS], offset)
+        if done == 0:
+            raise EOFError(if_none)
+        offset += done
+        while done and done >= len(rest[0]):
+            done -= len(rest.pop(0))
+        if done:
+            rest[0] = rest[0][done:]
+
+
+# ----------------------------------------------------------------------------------------------------------- remote
+
+
+class RemoteFolder:
+    is_local = False
+
+    def __init__(self, filesystem: Any, path: str, url: str):
+        self.filesystem = filesystem
+        self.path = path.rstrip("/")
+        self.url = url
+        """As the user wrote it: `path` alone may lack the host, and other ranks open this again."""
+
+    def child(self, name: str) -> "RemoteFolder":
+        return RemoteFolder(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def parent(self) -> "RemoteFolder":
+        return RemoteFolder(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
+
+    def names(self) -> list[str]:
+        def listed() -> list[str]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
+
+        return _persistently(listed)
+
+    def sizes(self) -> dict[str, int]:
+        def listed() -> dict[str, int]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: int(entry["size"] or 0)
+                for entry in found
+                if entry["type"] == "file"
+            }
+
+        return _persistently(listed)
+
+    def exists(self) -> bool:
+        return bool(self.names())
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        def fetched() -> bytes:
+            self.filesystem.invalidate_cache()
+            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=max_bytes + 1)
+
+        return _persistently(fetched)
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        path = f"{self.path}/{name}"
+        if not only_if_new:
+            _persistently(lambda: self.filesystem.pipe_file(path, data))
+            return
+        if name in self.names():
+            raise FileExistsError(path)
+        try:
+            with _as_os_errors():
+                self.filesystem.pipe_file(path, data, mode="create")
+        except (TypeError, NotImplementedError, ValueError):  # a store without conditional put
+            _persistently(lambda: self.filesystem.pipe_file(path, data))
+            if self.read(name, len(data)) != data:
+                raise FileExistsError(path) from None
+
+    def remove(self, name: str) -> None:
+        def removed() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.rm_file(f"{self.path}/{name}")
+
+        _persistently(removed)
+
+    def remove_all(self) -> None:
+        def removed() -> None:
+            self.filesystem.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.rm(self.path, recursive=True)
+
+        _persistently(removed)
+
+    def sink(self, name: str, num_bytes: int) -> "RemoteSink":
+        return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
+
+    def source(self, name: str, *, is_anew: bool = False) -> "RemoteSource":
+        return RemoteSource(self.filesystem, f"{self.path}/{name}")
+
+    def age_seconds(self, name: str) -> float | None:
+        return None
+
+
+class RemoteSink:
+    """A multi-part upload; the object appears when it is closed."""
+
+    any_order = False
+
+    def __init__(self, filesystem: Any, path: str, part_bytes: int):
+        self.path = path
+        with _as_os_errors():
+            self._file = filesystem.open(path, "wb", block_size=part_bytes)
+        self._offset = 0
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        assert offset == self._offset, "an upload takes bytes in order"
+        for piece in pieces:
+            data = memoryview(piece).cast("B")
+            with _as_os_errors():
+                self._file.write(data)
+            self._offset += len(data)
+
+    def close(self) -> None:
+        with _as_os_errors():
+            self._file.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self._file.discard()
+
+
+def part_bytes(num_bytes: int) -> int:
+    """How large the parts of an upload of `num_bytes` are: as small as the number of parts permits."""
+    mebibytes = -(-num_bytes // (MAX_PARTS << 20))
+    return max(REMOTE_PART_BYTES, mebibytes << 20)
+
+
+class RemoteSource:
+    def __init__(self, filesystem: Any, path: str):
+        self.filesystem = filesystem
+        self.path = path
+        self.num_bytes = int(_persistently(lambda: filesystem.info(path))["size"])
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        size = sum(len(piece) for piece in pieces)
+        data = memoryview(_persistently(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size)))
+        if len(data) != size:
+            raise EOFError(f"{self.path}: ends before byte {offset + size}")
+        for piece in pieces:
+            memoryview(piece).cast("B")[:] = data[: len(piece)]
+            data = data[len(piece) :]
+
+    def close(self) -> None:
+        pass
+
+
+def _persistently(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
+    """Again after an error that may pass (any, without a list of them); only for calls that may be made twice."""
+    for attempt in range(ATTEMPTS):
+        try:
+            with _as_os_errors():
+                return call()
+        except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
+            raise
+        except OSError as error:
+            if attempt == ATTEMPTS - 1 or (passing is not None and error.errno not in passing):
+                raise
+            time.sleep(PAUSE_SECONDS * 3**attempt)
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Clients of object stores have errors of their own (botocore's, say, without credentials or a network)."""
+    try:
+        yield
+    except (OSError, EOFError, TypeError, NotImplementedError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

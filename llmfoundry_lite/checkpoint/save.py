@@ -1,0 +1,384 @@
+"""A model and its optimizer -> safetensors shards: what all ranks of a run do together to save.
+
+On every rank's main thread:
+
+    saver = open_saver(CheckpointStore(url), parent_save_id=…)     takes the lease
+    saver.save(model, optimizer, about)      returns once the state is copied to the host; the rest is in background
+    saver.poll()                             at each later batch: None, or `Saved` when it has just been published
+    saver.wait()                             the same, but waits
+
+Restoring is in `restore`. `planning` decides which rank writes what (replicated tensors once, spread evenly), at the
+first save and again only when a tensor has changed its shape or sharding. Later saves exchange a few dozen bytes a
+rank. Background threads never touch a collective: ranks learn of each other's progress in `poll`.
+"""
+
+import copy
+import datetime
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_file, write_shard
+from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_part
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.ranks import exchange
+from llmfoundry_lite.ranks.codec import decode_value, encode_value
+from llmfoundry_lite.ranks.exchange import Group
+
+PINNED = "cuda"
+REPORT = struct.Struct("<QQ16s16s")
+"""What a rank says of its file: bytes, header's bytes, digest; and the digest of all that is not a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a manifest holds besides tensors and optimizer; rank 0's is used. Fields as in `Manifest`."""
+
+    timestamp: Timestamp
+    run_name: str | None = None
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    config: Any = None
+    segments: tuple[Segment, ...] = ()
+    scalars: dict[str, Any] = field(default_factory=dict)
+    attachments: Callable[[], dict[str, bytes]] = dict
+    """File name -> content, asked for in the background just before the manifest is written."""
+    log: Callable[[], bytes] | None = None
+    """The run's log so far, asked for likewise; None: it does not travel with the checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    name: str
+    save_id: str
+    stall_seconds: float
+    """How long `save` took on this rank, waiting for the one before included."""
+    durable_seconds: float
+    """From the beginning of `save` until it was known to be published."""
+    num_bytes: int
+    """Of all ranks together."""
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
+def open_saver(
+    store: CheckpointStore,
+    *,
+    parent_save_id: str | None = None,
+    group: Group = None,
+    num_threads: int = 4,
+    after_publish: Callable[[Lease], None] = lambda lease: None,
+) -> "Saver":
+    """Take the run's lease on rank 0. Raises CheckpointError on all ranks if it cannot be had.
+
+    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
+    flight until it returns, and what it raises ends the run.
+    """
+    lease, error = None, None
+    if exchange.rank_and_size(group)[0] == 0:
+        try:
+            lease = store.acquire()
+        except CheckpointError as caught:
+            error = caught
+    exchange.agree(error, group)
+    return Saver(
+        store,
+        lease,
+        parent_save_id=parent_save_id,
+        group=group,
+        num_threads=num_threads,
+        after_publish=after_publish,
+    )
+
+
+class Saver:
+    """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        lease: Lease | None,
+        *,
+        parent_save_id: str | None = None,
+        group: Group = None,
+        num_threads: int = 4,
+        after_publish: Callable[[Lease], None] = lambda lease: None,
+    ):
+        self.store = store
+        self.after_publish = after_publish
+        self.lease = lease
+        """On rank 0; None elsewhere."""
+        self.parent_save_id = parent_save_id
+        self.log_parts: tuple[FileRecord, ...] = ()
+        """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
+        self.group = group
+        self.num_threads = num_threads
+        self.rank, self.world_size = exchange.rank_and_size(group)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
+        self._signature: Any = None
+        self._plan: Plan | None = None
+        self._staged: Tensors = {}
+        """By key in the file, in its order."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._flight: _Flight | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        return self._flight is not None
+
+    def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
+        """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""
+        started = time.monotonic()
+        earlier = self.wait()
+        found = state.read_state(model, optimizer)
+        lease_and_id = None
+        if self.rank == 0:
+            assert self.lease is not None, "rank 0 saves under a lease"
+            lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
+        signature = _signature(found.tensors)
+        if exchange.max_of([signature != self._signature], self.group)[0]:
+            self._make_plan(found.tensors)
+            self._signature = signature
+        epoch, save_id = exchange.tell_all(lease_and_id, self.group)
+        self.store.on_phase("planned")
+        self._stage(found.tensors)
+        about = replace(about, scalars=copy.deepcopy(about.scalars))  # of this moment too, though encoded later
+        stall_seconds = time.monotonic() - started
+        self._flight = _Flight(
+            about=about,
+            state=found,
+            save_id=save_id,
+            lease_epoch=epoch,
+            started=started,
+            stall_seconds=stall_seconds,
+            task=self._background.submit(self._write, found, save_id),
+        )
+        return earlier
+
+    def poll(self) -> Saved | None:
+        """Move the save in flight on. Returns it when it has been published since the last call.
+
+        Every rank must call this at the same batches. Raises on all ranks when any could not write; the checkpoints
+        published before are untouched.
+        """
+        flight = self._flight
+        if flight is None or exchange.max_of([0 if flight.task.done() else 1], self.group)[0]:
+            return None
+        try:
+            exchange.agree(_error_of(flight.task), self.group)
+            if not flight.is_publishing:
+                manifest = self._gather_manifest(flight)
+                flight.is_publishing = True
+                if manifest is not None:
+                    flight.task = self._background.submit(self._publish, manifest, flight.about)
+                return None
+        except BaseException:
+            self._flight = None
+            if self.rank == 0 and flight.task.done():  # else interrupted while it is being published
+                self.store.abandon(flight.save_id)
+            raise
+        self._flight = None
+        self.parent_save_id = flight.save_id
+        return Saved(
+            name=f"ba{flight.about.timestamp.batch}",
+            save_id=flight.save_id,
+            stall_seconds=flight.stall_seconds,
+            durable_seconds=time.monotonic() - flight.started,
+            num_bytes=flight.num_bytes,
+        )
+
+    def wait(self) -> Saved | None:
+        """Until the save in flight is published. Collective, and raises, as `poll`."""
+        saved = None
+        while self._flight is not None:
+            wait_for([self._flight.task])
+            saved = self.poll()
+        return saved
+
+    def _make_plan(self, tensors: Tensors) -> None:
+        self._plan = agree_on_plan(tensors, self.group)
+        boxes = self._plan.mine
+        size = sum(box.entry.num_bytes for box in boxes)
+        if size > self._buffer.numel():
+            pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
+            self._staged, self._buffer = {}, torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._staged, begin = {}, 0
+        for box in boxes:
+            end = begin + box.entry.num_bytes
+            self._staged[box.entry.key] = self._buffer[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
+            begin = end
+
+    def _stage(self, tensors: Tensors) -> None:
+        assert self._plan is not None
+        on_device = False
+        with torch.no_grad():
+            for box, staged in zip(self._plan.mine, self._staged.values(), strict=True):
+                source = local_part(tensors[box.name])
+                on_device |= source.device.type != "cpu"
+                staged.copy_(source, non_blocking=True)
+        if on_device:
+            torch.cuda.synchronize()
+
+    def _write(self, found: state.State, save_id: str) -> tuple[FileRecord, bytes]:
+        """In the background: this rank's file. Returns its record and the digest of all that is not a tensor."""
+        assert self._plan is not None
+        folder, _ = self.store.open_draft(save_id)
+        name = file_name(self.rank)
+        header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        pieces = [as_bytes(tensor) for tensor in self._staged.values()]
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
+                poisoned = beside.submit(_non_finite, self._staged)
+                record = write_shard(
+                    folder, name, header, pieces, num_threads=self.num_threads, on_phase=self.store.on_phase
+                )
+        except OSError as error:
+            raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
+        except EOFError as error:
+            raise CheckpointError(f"not written: {error}") from error
+        if poisoned.result():
+            names = describe_some(poisoned.result())
+            raise CheckpointError(f"not saved: non-finite values in {names}; older checkpoints stand")
+        return record, hash_pieces([repr([found.optimizer, found.aliases]).encode()])
+
+    def _publish(self, manifest: Manifest, about: About) -> None:
+        """In the background, on rank 0."""
+        assert self.lease is not None
+        folder, prefix = self.store.open_draft(manifest.save_id)
+        records, log = [], ()
+        try:
+            for name, content in about.attachments().items():
+                record = write_file(folder, name, content)
+                records.append(replace(record, name=prefix + name))
+            if about.log is not None:
+                log = write_log(self.store, manifest.save_id, about.log(), self.log_parts)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
+        self.store.publish(replace(manifest, attachments=tuple(records), log=log), self.lease)
+        self.log_parts = log
+        self.after_publish(self.lease)
+
+    def _gather_manifest(self, flight: "_Flight") -> Manifest | None:
+        """On rank 0, what to publish. Sizes and digests are 48 bytes a rank."""
+        assert self._plan is not None
+        record, numbers = flight.task.result()
+        mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
+        reports = [REPORT.unpack(raw) for raw in exchange.gather_bytes(mine, self.group)]
+        flight.num_bytes = sum(num_bytes for num_bytes, *_ in reports)
+        for rank, table in enumerate(self._plan.table_of_rank):
+            if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
+                raise CheckpointError(
+                    f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
+                    "apart"
+                )
+        optimizer, aliases = self._gather_numbers(flight.state)
+        if self.rank:
+            return None
+        about = flight.about
+        _, prefix = self.store.draft(flight.save_id)
+        return Manifest(
+            save_id=flight.save_id,
+            parent_save_id=self.parent_save_id,
+            lease_epoch=flight.lease_epoch,
+            run_name=about.run_name,
+            timestamp=about.timestamp,
+            written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            fingerprints=about.fingerprints,
+            config=about.config,
+            segments=about.segments,
+            scalars=about.scalars,
+            optimizer=optimizer,
+            aliases=aliases,
+            tensors=self._plan.tensors,
+            files=tuple(
+                FileRecord(
+                    name=prefix + file_name(rank),
+                    num_bytes=num_bytes,
+                    block_bytes=BLOCK_BYTES,
+                    header_bytes=header_bytes,
+                    digest=digest.hex(),
+                )
+                for rank, (num_bytes, header_bytes, digest, _) in enumerate(reports)
+            ),
+        )
+
+    def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The optimizer's groups and steps of all ranks together, which differ only where ranks have other tensors."""
+        assert self._plan is not None
+        if len(self._plan.first_ranks) == 1:
+            return found.optimizer, found.aliases
+        mine = encode_value([found.optimizer, found.aliases])
+        parts = [decode_value(exchange.tell_all(mine, self.group, source=r)) for r in self._plan.first_ranks]
+        return state.join_optimizers([optimizer for optimizer, _ in parts]), {
+            alias: name for _, aliases in parts for alias, name in aliases.items()
+        }
+
+
+def file_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+def _signature(tensors: Tensors) -> list[Any]:
+    """What a plan depends on."""
+    return [(name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None)) for name, tensor in tensors.items()]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A save between its beginning and its publication."""
+
+    about: About
+    state: state.State
+    save_id: str
+    lease_epoch: int
+    started: float
+    stall_seconds: float
+    task: Future[Any]
+    """Writing this rank's file; then, on rank 0, publishing."""
+    is_publishing: bool = False
+    num_bytes: int = 0
+
+
+def _error_of(task: Future[Any]) -> Exception | None:
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error
+
+
+def _non_finite(tensors: Tensors) -> list[str]:
+    return [key for key, tensor in tensors.items() if not _is_finite(tensor)]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """One pass, no copy: a nan or an infinity shows in the extremes."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
+
+
+def describe_some(keys: Sequence[str]) -> str:
+    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,204 @@
+"""`llmfoundry-lite bench`: measurements beside peers, on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
+
+bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.command("train")
+def bench_train(
+    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 124m, 350m, 1b, 3b or 7b.")] = "124m",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Samples.")] = 4,
+    num_steps: Annotated[int, typer.Option(help="Timed steps in each process.")] = 3,
+    num_rounds: Annotated[int, typer.Option(help="How often the processes take turns.")] = 2,
+    peer_python: Annotated[
+        str | None, typer.Option(help="The interpreter of an environment that has LLM Foundry.")
+    ] = None,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="Instead: how a step grows with parameters, sequence and batch.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of --growth: fp32 or bf16.")] = "bf16",
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the result to this folder, as JSON and Markdown.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer's side.")] = None,
+) -> None:
+    """A training step through the Trainer beside LLM Foundry's, a bare loop and the matrix products it is made of."""
+    from llmfoundry_lite.bench.train import growth as bench_growth
+    from llmfoundry_lite.bench.train import train
+
+    if growth:
+        report = bench_growth.run_growth(dtype, num_steps, num_rounds)
+    else:
+        report = train.run(
+            *(shape, seq_len, batch_size, num_steps, num_rounds), peer_python=peer_python, overrides=overrides or ()
+        )
+    if out is not None:
+        (bench_growth if growth else train).write_report(report, out)
+
+
+@bench.command("mfu")
+def bench_mfu(
+    shapes: Annotated[str, typer.Option(help="Of tiny, 10m, 40m, 124m, 350m, 1b, 3b, 7b.")] = "124m,350m,1b,3b,7b",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
+    num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    out: Annotated[Path | None, typer.Option(help="Also write mfu.json and mfu.md to this folder.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
+) -> None:
+    """Model FLOPs utilisation of one device in bf16: shapes, attention, compiled or not, beside a plain step."""
+    from llmfoundry_lite.bench.train.mfu import run, write_report
+
+    report = run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or ())
+    if out is not None:
+        write_report(report, out)
+
+
+@bench.command("prepare")
+def bench_prepare(
+    peer_command: Annotated[
+        str | None, typer.Option(help="The llmfoundry program of an environment that has LLM Foundry.")
+    ] = None,
+    text_bytes: Annotated[int, typer.Option(min=1, help="Of the text to tokenise.")] = 256_000_000,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
+    num_cores: Annotated[int, typer.Option(min=1, help="Given to each side.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="The fastest counts.")] = 1,
+) -> None:
+    """`data prepare` beside LLM Foundry's converter, on the same text."""
+    from llmfoundry_lite.bench.prepare import print_report, run
+
+    print_report(
+        run(
+            peer_command=peer_command,
+            text_bytes=text_bytes,
+            max_seq_len=max_seq_len,
+            num_cores=num_cores,
+            repeats=repeats,
+        )
+    )
+
+
+@bench.command("order")
+def bench_order(
+    num_shards: Annotated[int, typer.Option(min=1, help="Of the data set to open.")] = 1_560_000,
+    num_workers: Annotated[int, typer.Option(min=0, help="Of its loader.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="A folder for shuffle.json and .md.")] = None,
+) -> None:
+    """How well batches are mixed, beside StreamingDataset's shuffles; what it takes to open a data set of any size."""
+    from llmfoundry_lite.bench.order import run
+
+    run(num_shards=num_shards, num_workers=num_workers, out=out)
+
+
+@bench.command("checkpoint")
+def bench_checkpoint(
+    num_rounds: Annotated[int, typer.Option(min=1, help="Warm saves of each side, after a first one.")] = 3,
+    sizes: Annotated[str, typer.Option(help="Parameters, for how ours grows.")] = "10m,40m,125m,350m",
+    folder: Annotated[Path, typer.Option(help="On the disk to test; left as it was.")] = Path("."),
+    out: Annotated[Path | None, typer.Option(help="A folder for bench-checkpoint.json and .md.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model: shows that it runs, not how fast.")] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="Do not save for real: walk a training YAML's run, with --num-ranks.")
+    ] = None,
+    num_ranks: Annotated[int, typer.Option(min=1, help="Of --plan.")] = 4096,
+    sharding: Annotated[str | None, typer.Option(help="Of --plan [what the YAML says].")] = None,
+) -> None:
+    """Saves and loads beside torch's, Composer's and this machine's limits."""
+    if plan is not None:
+        from llmfoundry_lite.bench.checkpoint.plan import run as walk
+
+        walk(plan=plan, num_ranks=num_ranks, sharding=sharding, folder=folder, out=out)
+        return
+    from llmfoundry_lite.bench.checkpoint.checkpoint import run
+
+    run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)
+
+
+@bench.command("eval")
+def bench_eval(
+    peer_python: Annotated[
+        str | None, typer.Option(help="The Python of an environment that has lm-evaluation-harness.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="An exported folder [random weights of --shape].")] = None,
+    data: Annotated[Path | None, typer.Option(help="Multiple-choice items, JSONL [made up, in five shapes].")] = None,
+    shape: Annotated[str, typer.Option(help="125m or tiny.")] = "125m",
+    num_items: Annotated[int | None, typer.Option(min=2, help="Of each suite [60] or task [all].")] = None,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
+    parity: Annotated[
+        Path | None, typer.Option(help="Do not time: compare the answers to the public tasks in this folder.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for eval.json and .md, or eval-parity.json and .md.")
+    ] = None,
+) -> None:
+    """Evaluation in context beside lm-evaluation-harness: the same prompts, item by item."""
+    if parity is not None:
+        from llmfoundry_lite.bench.eval.parity import run as compare_answers
+
+        if peer_python is None or model is None:
+            raise UserError("--parity compares an exported model's answers: give --model FOLDER and --peer-python")
+        report = compare_answers(peer_python=peer_python, model=model, data=parity, limit=num_items, out=out)
+        raise typer.Exit(EXIT_DONE if report["is_same"] else EXIT_BUG)
+
+    from llmfoundry_lite.bench.eval.eval import run
+
+    run(
+        peer_python=peer_python,
+        model=model,
+        data=data,
+        shape=shape,
+        num_items=num_items or 60,
+        num_rounds=num_rounds,
+        out=out,
+    )
+
+
+@bench.command("intervals")
+def bench_intervals(
+    num_draws: Annotated[int, typer.Option(min=20, help="Simulated comparisons of each case.")] = 20_000,
+    out: Annotated[Path | None, typer.Option(help="A folder for intervals.md.")] = None,
+) -> None:
+    """Coverage of `compare`'s intervals and size of its tests, by simulation."""
+    from llmfoundry_lite.bench.intervals import run
+
+    run(num_draws=num_draws, out=out)
+
+
+@bench.command("switch")
+def bench_switch(
+    data_folder: Annotated[
+        Path, typer.Option("--data", help="Of `data prepare`; the standard library's source if it is not there yet.")
+    ] = Path("data/python-stdlib"),
+    num_batches: Annotated[int, typer.Option(min=3, help="Of each run.")] = 100,
+    every: Annotated[int, typer.Option(min=1, help="Batches from one switch to the next.")] = 20,
+    precision: Annotated[str, typer.Option(help="fp32 or amp_bf16.")] = "fp32",
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 17,
+    other_python: Annotated[
+        str | None, typer.Option(help="The Python of an environment with another torch; cluster D is launched with it.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; those that are timed run alone.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="A folder for switch.json, .md and .png.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
+) -> None:
+    """One run on several "clusters" and switching between them: is it the same run? Exit code 1 if not."""
+    from llmfoundry_lite.bench.switch.switch import run
+
+    report = run(
+        data=data_folder,
+        num_batches=num_batches,
+        every=every,
+        precision=precision,
+        seed=seed,
+        other_python=other_python,
+        jobs=jobs,
+        out=out,
+        keep=keep,
+    )
+    raise typer.Exit(EXIT_DONE if report["passed"] else EXIT_BUG)

@@ -1,0 +1,397 @@
+"""`llmfoundry-lite checkpoint`: look at checkpoints, verify, compare, export, import and remove them.
+
+`ls`, `inspect`, `verify` and `prune` import no torch and answer on a login node. Owns which checkpoint a path means
+and how answers look: tables and lines on standard output, progress and asides on standard error.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, open_folder
+from llmfoundry_lite.checkpoint.store import (
+    Candidate,
+    Checkpoint,
+    CheckpointStore,
+    is_checkpoint,
+    kind_of,
+    open_checkpoint,
+)
+from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, read_tokenizer
+from llmfoundry_lite.errors import CheckpointError, printable
+
+checkpoint = typer.Typer(
+    help="Portable checkpoints: what is in them, are they whole, what can be made of them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Where = Annotated[str, typer.Argument(help="A checkpoint (…/ba200), a folder of checkpoints, or a run directory.")]
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file, where nothing says how wide a line may be."""
+PROGRESS_BYTES = 1 << 28
+"""Less is verified before a bar could be read."""
+
+
+# --------------------------------------------------------------------------------------- what a path means
+
+
+def find(where: str) -> Checkpoint:
+    """The checkpoint at `where`, or the newest intact one of the folder or run that it is."""
+    from llmfoundry_lite.checkpoint.verify import check_structure
+
+    if is_checkpoint(where):
+        return open_checkpoint(where)
+    store, _ = find_some(where)
+    search = store.newest_intact(check_structure)
+    if search.checkpoint is None:
+        raise CheckpointError(f"{store.root.url}: none of its checkpoints is intact ({'; '.join(search.notes)})")
+    for note in search.notes:
+        say(note, file=sys.stderr)
+    return search.checkpoint
+
+
+def find_newest(where: str) -> Checkpoint:
+    """As `find`, but a newest one that is damaged is an error and not passed over."""
+    if is_checkpoint(where):
+        return open_checkpoint(where)
+    _, (newest, *_) = find_some(where)
+    if newest.checkpoint is None:
+        assert newest.error is not None
+        raise newest.error
+    return newest.checkpoint
+
+
+def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
+    """The checkpoints of a folder, newest first, at least one; a run directory keeps its own under `checkpoints`."""
+    folder = open_folder(where)
+    if isinstance(folder, LocalFolder) and not folder.exists():
+        raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
+    store = CheckpointStore(folder_of_checkpoints(where))
+    candidates = store.candidates()
+    if not candidates:
+        raise CheckpointError(
+            f"{store.root.url}: no checkpoints here; expected one (…/ba200), a folder of them, or a run directory"
+        )
+    return store, candidates
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+@checkpoint.command("ls")
+def list_checkpoints(where: Where) -> None:
+    """The checkpoints of a run, newest first."""
+    store, candidates = find_some(where)
+    rows, unread = [], []
+    for candidate in candidates:
+        if candidate.checkpoint is None:
+            unread.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
+            continue
+        manifest = candidate.checkpoint.manifest
+        stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
+        rows.append((candidate.name, f"{stamp.batch:,}", f"{stamp.token:,}", megabytes(manifest.num_bytes), written))
+    say(store.root.url)
+    if rows:
+        print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
+    for line in unread:
+        say(line)
+
+
+@checkpoint.command("inspect")
+def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
+    """What a checkpoint holds, and where its run has been."""
+    from llmfoundry_lite.checkpoint.verify import describe
+
+    found = find(where)
+    manifest, sums, stamp = found.manifest, describe(found.manifest), found.manifest.timestamp
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sums.dtypes.items())
+    lines = {
+        "run": manifest.run_name,
+        "position": f"epoch {stamp.epoch}, batch {stamp.batch:,}, {stamp.sample:,} samples, {stamp.token:,} tokens",
+        "parameters": f"{sums.num_parameters:,}",
+        "model": megabytes(sums.model_bytes),
+        "optimizer": megabytes(sums.optimizer_bytes) if manifest.optimizer is not None else "none",
+        "tensors": f"{kinds}; in {sums.num_files} file{'' if sums.num_files == 1 else 's'}",
+        "written": manifest.written_at,
+        "save": manifest.save_id,
+        "after": manifest.parent_save_id,
+    }
+    origin = manifest.scalars.get("imported_from")
+    if isinstance(origin, dict):
+        lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
+        del lines["position"]
+    say(found.where)
+    print_lines(lines)
+    if manifest.segments:
+        say()
+        say("where it ran")
+        columns = ("batches", "device", "ranks", "sharding", "precision", "tokens/s")
+        print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
+        print_lines({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
+    if tensors:
+        say()
+        rows = [
+            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_slices))
+            for name, tensor in manifest.tensors.items()
+        ]
+        print_table(("tensor", "dtype", "shape", "slices"), rows, right=(3,))
+
+
+def segment_row(segment: Any) -> tuple[str, ...]:
+    rate = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
+    ranks = "" if segment.world_size is None else str(segment.world_size)
+    words = (segment.device or "", ranks, segment.sharding_in_words or "", segment.precision or "")
+    return segment.span, *words, rate
+
+
+@checkpoint.command("verify")
+def verify(where: Where) -> None:
+    """Hash every byte; exit code 2 and the file's and tensor's name if one is not what was written.
+
+    Of a folder or a run, its newest checkpoint.
+    """
+    found = find_newest(where)
+    verify_visibly(found)
+    manifest = found.manifest
+    say(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
+
+
+@checkpoint.command("diff")
+def diff_checkpoints(a: Where, b: Where) -> None:
+    """The largest difference of each tensor, and every number that differs."""
+    first, second = find(a), find(b)
+
+    from llmfoundry_lite.checkpoint.whole import diff, diff_scalars
+
+    rows, num_tensors = [], 0
+    for name, note, num_different, absolute, relative in diff(first.where, second.where):
+        num_tensors += 1
+        if note.startswith("dtype"):
+            rows.append((f"{name} ({note})", f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
+        elif note:  # not compared
+            rows.append((name, note, "", ""))
+        elif num_different:
+            rows.append((name, f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
+    scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
+    say(f"a  {first.where}")
+    say(f"b  {second.where}")
+    if rows:
+        print_table(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
+    if scalars:
+        print_table(("number", "a", "b"), scalars)
+    say(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
+
+
+@checkpoint.command("export")
+def export(
+    where: Where,
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the run's tokenizer lies now, or none to leave it out.")
+    ] = None,
+) -> None:
+    """Write the weights as safetensors in a Hugging Face layout that plain transformers loads, with the tokenizer.
+
+    The tokenizer must be the one that the model was trained with: the manifest has its fingerprint.
+    """
+    found = find(where)
+    config = found.manifest.config
+    if not isinstance(config, dict) or "model" not in config:
+        raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")
+
+    from llmfoundry_lite.checkpoint.whole import load_full_tensors
+    from llmfoundry_lite.convert.huggingface import export_model
+
+    with tokenizer_of(found, tokenizer) as folder:
+        export_model(load_full_tensors(found.where), model_config(config), out, dtype=dtype, tokenizer_folder=folder)
+    say(f"exported {found.where} to {out}" + ("" if folder else ", without a tokenizer"))
+
+
+@contextlib.contextmanager
+def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
+    """A folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises DataError
+    for another tokenizer than the model was trained with."""
+    from llmfoundry_lite.data.tokenizer import FILES, find_tokenizer
+
+    name = wish or (found.manifest.config.get("tokenizer") or {}).get("name")
+    tokenizer = None
+    if wish != "none":
+        copy = {} if wish else read_tokenizer(found, FILES)
+        trained_with = found.manifest.fingerprints.get("tokenizer")
+        tokenizer = find_tokenizer(name, trained_with, copy, found.where, is_asked_for=wish is not None)
+    if tokenizer is None or Path(tokenizer.name).is_dir():
+        yield Path(tokenizer.name) if tokenizer else None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        yield Path(folder)
+
+
+def model_config(config: dict[str, Any]) -> Any:
+    """The model of a resolved configuration, as a manifest keeps it."""
+    from llmfoundry_lite.config.build import build_block
+    from llmfoundry_lite.config.schema import ModelConfig
+
+    return build_block(ModelConfig, config["model"], "model")
+
+
+@checkpoint.command("import")
+def import_weights(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, hf:NAME, or a checkpoint of Composer.")],
+    out: Annotated[str, typer.Argument(help="A folder without checkpoints; the import becomes its ba0.")],
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Read pickles: Composer's checkpoints, pytorch_model.bin.")
+    ] = False,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="The YAML it was trained with, if the checkpoint does not say what model it is."),
+    ] = None,
+) -> None:
+    """Make a portable checkpoint of weights from elsewhere: Hugging Face, or LLM Foundry / Composer.
+
+    Weights, the model's configuration and the tokenizer; never the optimizer's state or the position in the data. Train
+    from it with load_path=OUT load_weights_only=true.
+    """
+    with status(f"importing {source}"):
+        from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
+
+        imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
+    manifest = imported.checkpoint.manifest
+    tokenizer = (
+        [manifest.config["tokenizer"]["name"], f"({manifest.fingerprints['tokenizer']})"]
+        if (manifest.fingerprints)
+        else ["none"]
+    )
+    say(f"imported {source} as {imported.checkpoint.where}")
+    print_lines(
+        {
+            "from": imported.kind,
+            "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
+            "tokenizer": " ".join(tokenizer),
+            "not carried": "optimizer state, position in the data",
+            "train from it": f"load_path={imported.checkpoint.where} load_weights_only=true",
+        }
+    )
+    for note in imported.notes:
+        say(f"note: {note}")
+
+
+@checkpoint.command("consolidate")
+def consolidate_checkpoint(
+    where: Where,
+    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    everything: Annotated[bool, typer.Option(help="The optimizer's state too.")] = False,
+) -> None:
+    """Write all shards as one safetensors file."""
+    found = find(where)
+
+    from llmfoundry_lite.checkpoint.whole import consolidate
+
+    with status(f"writing {out}"):
+        path = consolidate(found.where, out, everything=everything)
+    say(f"wrote {path}")
+
+
+@checkpoint.command("prune")
+def prune(
+    where: Where,
+    keep: Annotated[int, typer.Option(min=1, help="The newest so many stay.")],
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="And every one whose batch is a multiple of this.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Remove old checkpoints; never the newest one that is whole, every byte of which is hashed first."""
+    store, candidates = find_some(where)
+    doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=verify_visibly, dry_run=dry_run)
+    kept = [candidate.name for candidate in reversed(candidates) if candidate.name not in doomed]
+    verb = "would remove" if dry_run else "removed"
+    say(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
+
+
+# ------------------------------------------------------------------------------------------- how answers look
+
+
+def say(text: str = "", file: TextIO | None = None) -> None:
+    """Every line of an answer, which may quote what others have written."""
+    print(printable(text), file=file)
+
+
+def verify_visibly(found: Checkpoint) -> None:
+    """Every byte; with a bar on a terminal when there are many. Raises DamagedCheckpointError."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+
+    console, num_bytes = Console(stderr=True), found.manifest.num_bytes
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
+    with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
+        task = progress.add_task(printable(found.name), total=num_bytes)
+
+        def show(count: int) -> None:  # headers are read twice
+            progress.update(task, completed=min(progress.tasks[task].completed + count, num_bytes))
+
+        folder: Any = WatchedFolder(found.folder, show)
+        verify_checkpoint(replace(found, folder=folder))
+
+
+class WatchedFolder:
+    """A place whose reader is told of every byte that is read from it."""
+
+    def __init__(self, folder: Folder, on_read: Callable[[int], None]):
+        self._place, self._on_read = folder, on_read
+        self.url, self.is_local, self.child, self.sizes = folder.url, folder.is_local, folder.child, folder.sizes
+
+    def source(self, name: str, *, is_anew: bool = False) -> "WatchedSource":
+        return WatchedSource(self._place.source(name, is_anew=is_anew), self._on_read)
+
+
+class WatchedSource:
+    def __init__(self, source: Any, on_read: Callable[[int], None]):
+        self._source, self._on_read = source, on_read
+        self.num_bytes, self.close = source.num_bytes, source.close
+
+    def read_into(self, offset: int, pieces: Sequence[Any]) -> None:
+        self._source.read_into(offset, pieces)
+        self._on_read(sum(len(piece) for piece in pieces))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(printable(cell).replace("[", r"\[") for cell in row))
+    console.print(table)
+
+
+def print_lines(lines: dict[str, str | None]) -> None:
+    for name, value in lines.items():
+        if value is not None:
+            say(f"  {name:<14}{value}")
+
+
+def status(text: str) -> Any:
+    """A spinner on a terminal, until the work is done."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(printable(text).replace("[", r"\["))
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

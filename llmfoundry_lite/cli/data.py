@@ -1,0 +1,100 @@
+"""`llmfoundry-lite data`: text, Hub data sets and public tasks -> files that training and evaluation read."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmfoundry_lite.errors import EXIT_INTERRUPTED
+
+data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class OnError(StrEnum):
+    """What to do with a document that cannot be read."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+@data.callback()
+def data_commands() -> None:
+    """Prepare training data."""
+
+
+@data.command("prepare")
+def data_prepare(
+    out: Annotated[Path, typer.Option(help="The folder for train, val, tokenizer and summary.json.")],
+    tokenizer: Annotated[str, typer.Option(help="A Hub name, a local folder, or train:VOCAB_SIZE.")],
+    max_seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOURCES]...", help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs."),
+    ] = None,
+    source: Annotated[list[str] | None, typer.Option(help="The same, before the others.")] = None,
+    text_key: Annotated[
+        list[str] | None,
+        typer.Option(help="The field or column that holds the text, such as meta.text; several are joined [text]."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split of a Hub data set, or of a saved one, to read.")] = "train",
+    encoding: Annotated[
+        str | None, typer.Option(help="Of text, JSON lines and CSV: latin-1, utf-16, … [utf-8]")
+    ] = None,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share held out for validation [0.005; python-stdlib: 0.05].")
+    ] = None,
+    num_workers: Annotated[int | None, typer.Option(min=1, help="Processes [one per core].")] = None,
+    on_error: Annotated[OnError, typer.Option(help="At a document that cannot be read.")] = OnError.stop,
+    size_limit: Annotated[int, typer.Option(help="Bytes of a shard.")] = 64 * 1024 * 1024,
+    compression: Annotated[str | None, typer.Option(help="Of the shards: zstd, zstd:9, gz, …")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in OUT.")] = False,
+) -> None:
+    """Turn text into tokenised MDS shards. Killed and started again, it carries on."""
+    from llmfoundry_lite.prepare.prepare import prepare
+    from llmfoundry_lite.prepare.request import Request
+    from llmfoundry_lite.prepare.summary import print_summary
+
+    request = Request(
+        sources=(*(source or ()), *(sources or ())),
+        tokenizer=tokenizer,
+        max_seq_len=max_seq_len,
+        text_key=tuple(text_key) if text_key and len(text_key) > 1 else (text_key or ["text"])[0],
+        split=split,
+        encoding=encoding,
+        on_error=on_error.value,
+        val_fraction=val_fraction,
+        size_limit_bytes=size_limit,
+        compression=compression,
+    )
+    try:
+        summary = prepare(
+            request, out, num_workers=num_workers, overwrite=overwrite, show_progress=True, notify=typer.echo
+        )
+    except KeyboardInterrupt:
+        print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    print_summary(summary, out)
+
+
+@data.command("fetch-tasks")
+def data_fetch_tasks(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAMES]", help="Such as arc_easy [all].")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
+    force: Annotated[bool, typer.Option("--force", help="Fetch again what is there.")] = False,
+) -> None:
+    """Download the public evaluation tasks' data from the Hugging Face Hub."""
+    from llmfoundry_lite.prepare.fetch_tasks import fetch_tasks
+
+    fetch_tasks(names or (), out, force=force, notify=typer.echo)
+
+
+@data.command("make-tasks")
+def data_make_tasks(
+    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
+) -> None:
+    """Make evaluation tasks from the modules that `data prepare --source python-stdlib` holds out."""
+    from llmfoundry_lite.prepare.make_tasks import make_tasks
+
+    make_tasks(out, notify=typer.echo)

@@ -1,0 +1,21 @@
+"""`llmfoundry-lite doctor`: is this machine fit for a run?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def doctor_command(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
+    num_ranks: Annotated[int | None, typer.Option(min=1, help="Of the collectives [one per device; CPU: 2].")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under 10 s without a GPU.")] = False,
+) -> None:
+    """Check this machine before a run is trusted to it; exit code 2 when something failed."""
+    from llmfoundry_lite.doctor.examine import doctor, leave_without_waiting
+    from llmfoundry_lite.doctor.finding import Machine
+
+    code = doctor(Machine(folder=folder, num_ranks=num_ranks, quick=quick), json_file)
+    leave_without_waiting(code)
+    raise typer.Exit(code)

@@ -1,0 +1,63 @@
+"""`llmfoundry-lite`: everything that needs no launcher.
+
+    llmfoundry-lite data prepare --source python-stdlib --out data/stdlib --tokenizer train:4096 --max-seq-len 256
+
+Owns the commands, their options, and what a failure looks like: one line on standard error and the exit codes of
+`errors.py`. Leaves the work to the packages; each command imports what it needs when it is called, so that `--help`
+answers at once.
+"""
+
+import sys
+
+import typer
+
+from llmfoundry_lite.cli.bench import bench
+from llmfoundry_lite.cli.checkpoint import checkpoint
+from llmfoundry_lite.cli.data import data
+from llmfoundry_lite.cli.doctor import doctor_command
+from llmfoundry_lite.cli.results import compare_results, report_runs
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError, printable
+
+app = typer.Typer(
+    help="Data, checkpoints and results of MPT training runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(bench, name="bench")
+app.command("report")(report_runs)
+app.command("compare")(compare_results)
+app.command("doctor")(doctor_command)
+
+
+def main() -> None:
+    """The `llmfoundry-lite` program."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. Bugs escape with their traceback."""
+    try:
+        code = app(arguments, prog_name="llmfoundry-lite", standalone_mode=False)
+    except UserError as error:
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        return error.exit_code
+    except typer.TyperException as error:  # a command line that does not parse
+        context = getattr(error, "ctx", None)
+        if context is not None and not arguments[len(context.command_path.split()) - 1 :]:
+            print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands
+            return EXIT_USER
+        hint = f"; see {context.command_path} --help" if context is not None else ""
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(f"error: {printable(message)}{hint}", file=sys.stderr)
+        return EXIT_USER
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+if __name__ == "__main__":
+    main()

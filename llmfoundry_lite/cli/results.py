@@ -1,0 +1,90 @@
+"""`llmfoundry-lite report` and `compare`: what runs and evaluations came to."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmfoundry_lite.errors import UserError
+
+
+class FigureFormat(StrEnum):
+    """A file that a figure can be."""
+
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
+
+
+class FigureAxis(StrEnum):
+    """What batches are placed by."""
+
+    batch = "batch"
+    tokens = "tokens"
+    flops = "flops"
+
+
+def report_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or URLs of such.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for figure, report.md and report.json [the run].")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="What the sample of generated text starts with.")] = "def ",
+    form: Annotated[FigureFormat, typer.Option("--format", help="Of the figure.")] = FigureFormat.png,
+    x: Annotated[FigureAxis, typer.Option("--x", help="What stands along the figure.")] = FigureAxis.batch,
+    smooth: Annotated[
+        int | None, typer.Option(min=1, help="Batches in the running mean; 1: none [9, or a fiftieth of many].")
+    ] = None,
+    with_csv: Annotated[
+        bool, typer.Option("--csv", help="Also write report.csv: a row for each batch and run, repeats removed.")
+    ] = False,
+) -> None:
+    """Show a run: losses beside baselines, how launches ended, where it ran and what that took, a sample, a plot.
+    Several: how far they are apart, batch by batch."""
+    from llmfoundry_lite.report.report import report
+
+    options = {"form": form.value, "x": x.value, "smooth_batches": smooth, "with_csv": with_csv}
+    report(runs, out=out, prices=price or (), prompt=prompt, **options)
+
+
+def compare_results(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULT.json...", help="The first is what others are against.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="A folder for compare.md, .json and .png.")] = None,
+    all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
+    skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
+    published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
+) -> None:
+    """Are models equally good? Item by item: differences, intervals, tests; or that nothing can be told."""
+    from rich.console import Console
+
+    from llmfoundry_lite.evaluation.compare import compare
+    from llmfoundry_lite.evaluation.published import print_published, published_markdown
+    from llmfoundry_lite.evaluation.reading import load_results
+    from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
+
+    if len(results) < 2 and not published:
+        raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")
+    loaded = load_results(results)
+    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
+    console = Console()
+    if published:
+        print_published(loaded, console)
+    if pairs:
+        print_comparison(pairs, console)
+    if out is not None:
+        for path in write_comparison(loaded, pairs, out, published_markdown(loaded) if published else ""):
+            print(path)
+        if pairs:
+            from llmfoundry_lite.plots import plot_differences
+
+            others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
+            plot_differences(
+                panels(pairs), out / "compare.png", title=f"{others} against {loaded[0].name}, 95 % intervals"
+            )
+            print(out / "compare.png")

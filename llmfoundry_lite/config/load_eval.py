@@ -1,0 +1,208 @@
+"""YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, refuse_left_out_keys
+from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
+from llmfoundry_lite.config.schema import EvalConfig, TaskConfig
+from llmfoundry_lite.errors import ConfigError
+
+EVAL_CHOICES = {
+    "tokenization": ("separate", "joint"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+
+
+TASK_CHOICES = {
+    "icl_task_type": (
+        *("multiple_choice", "schema", "language_modeling"),
+        *("generation_task_with_answers", "perplexity"),
+    ),
+    "tokenization": ("separate", "joint"),
+}
+
+
+TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
+"""Keys of older task lists."""
+
+
+TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
+
+
+def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskConfig]]:
+    """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs, and `--all-checkpoints`, which the
+    runs may follow that it is meant for. Without a YAML file the tasks are all those in task_folder whose data are
+    here. Raises ConfigError in one line."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    for flag in flags:
+        if flag != "--all-checkpoints":
+            raise ConfigError(
+                f"command line: unknown option {flag}; expected YAML files, key=value pairs or --all-checkpoints"
+            )
+    runs = [a for a in arguments if a not in flags and not is_yaml(a) and not is_key_value(a)]
+    if runs and not flags:
+        named = f"models.{_name_of_run(runs[0])}={runs[0]}"
+        raise ConfigError(
+            f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
+        )
+    layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
+    values = merge_layers(layers) if layers else {}
+    refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
+    if isinstance(values.get("models"), list):
+        raise ConfigError(
+            f"{source_of('models', layers)}: models: a list given, as in LLM Foundry; expected a name for each, "
+            "such as models: {ours: runs/mpt-1b, base: hf:NAME}"
+        )
+    has_file = any(is_yaml(argument) for argument in arguments)
+    if flags:
+        values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
+    if not values.get("models") and flags:
+        raise ConfigError("--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b")
+    if not values.get("models") and has_file:
+        raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
+    if not values.get("models"):
+        raise ConfigError("command line: no YAML file given; try yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b")
+    if not has_file:
+        layers.insert(0, _tasks_at_hand(values))
+        values = {**layers[0].values, **values}
+    values.setdefault("suite", Path(layers[0].source).stem)
+    config = build_block(EvalConfig, values, "", layers)
+    for key, choices in EVAL_CHOICES.items():
+        if getattr(config, key) not in choices:
+            raise ConfigError(
+                f"{source_of(key, layers)}: {key}: {getattr(config, key)!r} is not known; "
+                f"expected {' or '.join(choices)}"
+            )
+    for key in ("device_batch_tokens", "max_seq_len", "limit"):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"{source_of(key, layers)}: {key}: {value} given, expected a number above 0")
+    if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
+        raise ConfigError(
+            f"{source_of('suite', layers)}: suite: {config.suite!r} given, expected the name of a folder in "
+            f"results_folder ({config.results_folder}), without slashes"
+        )
+    for name in config.models:
+        if not re.fullmatch(r"\w[\w.\-]{0,150}", name):
+            raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")
+    if not config.icl_tasks:
+        raise ConfigError(
+            f"{source_of('icl_tasks', layers)}: icl_tasks: no task given, expected names or files of tasks"
+        )
+    return config, load_tasks(config.icl_tasks, config.task_folder, layers)
+
+
+def _name_of_run(run: str) -> str:
+    return run.rstrip("/").removesuffix("/checkpoints").split("/")[-1]
+
+
+def _add_runs(models: Any, runs: Sequence[str]) -> Any:
+    """Each by its folder's name."""
+    if not isinstance(models, dict):
+        return models  # and is refused as what it is
+    for run in runs:
+        if (name := _name_of_run(run)) in models:
+            raise ConfigError(
+                f"models: {models[name]} and {run} are both {name}; name one otherwise: models.NAME={run}"
+            )
+        models = {**models, name: run}
+    return models
+
+
+def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
+    """Instead of a YAML file."""
+    folder = str(values.get("task_folder") or "evals")
+    if values.get("icl_tasks"):
+        return Layer(folder, {})
+    names = [
+        path.stem
+        for path in sorted(Path(folder).glob("*.yaml"))
+        if all(Path(task.dataset_uri).exists() for task in load_tasks([str(path)], folder))
+    ]
+    if not names:
+        raise ConfigError(
+            f"command line: no YAML file given, and of no task in {folder}/ are the data here; `llmfoundry-lite data "
+            "fetch-tasks` fetches the public ones, `llmfoundry-lite data make-tasks` makes our own"
+        )
+    return Layer(folder, {"icl_tasks": names})
+
+
+def load_tasks(entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
+    """Tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
+
+    A file holds one task, or a list of them under `icl_tasks`. What says a label but neither its type nor its data,
+    such as `{label: arc_easy, num_fewshot: [5]}`, is laid over the task that the label names. Raises ConfigError.
+    """
+    tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers)
+    asked: set[str] = set()
+    for task in tasks:
+        for name in (f"{task.label}/{shots}-shot" for shots in task.num_fewshot):
+            if name in asked:
+                raise ConfigError(f"icl_tasks: {name} is asked for twice; remove one, or give it another label")
+            asked.add(name)
+    return tasks
+
+
+def _load_entries(entries: Sequence[Any], task_folder: str, layers: Sequence[Layer]) -> list[TaskConfig]:
+    tasks: list[TaskConfig] = []
+    for number, entry in enumerate(entries):
+        path = f"icl_tasks[{number}]"
+        if isinstance(entry, str):
+            layer = _read_task_file(entry, task_folder)
+            inside = layer.values.get("icl_tasks")
+            values = [merge_layers([layer])] if inside is None else inside
+            if not isinstance(values, list):
+                raise ConfigError(f"{layer.source}: icl_tasks: {values!r} given, expected a list of tasks")
+            tasks += _load_entries(values, task_folder, [layer])
+        elif isinstance(entry, dict) and "label" in entry and not entry.keys() & {"icl_task_type", "dataset_uri"}:
+            layer = _read_task_file(str(entry["label"]), task_folder)
+            if "icl_tasks" in layer.values:
+                raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
+            changes = {key: value for key, value in entry.items() if key != "label"}
+            tasks.append(_build_task({**merge_layers([layer]), **changes}, path, layers))
+        else:
+            tasks.append(_build_task(entry, path, layers))
+    return tasks
+
+
+def _read_task_file(name: str, task_folder: str) -> Layer:
+    return read_layers([name if name.endswith((".yaml", ".yml")) else f"{task_folder}/{name}.yaml"])[0]
+
+
+def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
+    values = dict(entry) if isinstance(entry, dict) else entry
+    if isinstance(values, dict):
+        for key in TASK_WITHOUT_EFFECT:
+            values.pop(key, None)
+        for theirs, ours in TASK_SYNONYMS.items():
+            if theirs in values:
+                values[ours] = values.pop(theirs)
+        if isinstance(values.get("num_fewshot"), int):
+            values["num_fewshot"] = [values["num_fewshot"]]
+    task = build_block(TaskConfig, values, path, layers)
+    where = f"{source_of(path, layers)}: {task.label}"
+    for key, choices in TASK_CHOICES.items():
+        value = getattr(task, key)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{where}: {key}: {value!r} is not known; expected {', '.join(choices)}")
+    if task.metric is not None and task.metric not in ("acc_per_token", "acc", "acc_norm"):
+        raise ConfigError(f"{where}: metric: {task.metric!r} is not known; expected acc_per_token, acc, acc_norm")
+    if task.metric not in (None, "acc") and task.icl_task_type not in ("multiple_choice", "schema"):
+        raise ConfigError(f"{where}: metric: {task.metric} needs choices, and a {task.icl_task_type} task has none")
+    if not task.num_fewshot or min(task.num_fewshot) < 0:
+        raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, expected one number or more, 0 or above")
+    if task.icl_task_type == "perplexity" and task.num_fewshot != [0]:
+        raise ConfigError(f"{where}: num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it")
+    if task.icl_task_type == "perplexity" and task.cluster is not None:
+        raise ConfigError(f"{where}: cluster: {task.cluster!r} given, but documents are a text's clusters; remove it")
+    if task.icl_task_type == "perplexity" and task.has_categories:
+        raise ConfigError(f"{where}: has_categories: a text has none; remove it")
+    if task.max_new_tokens is not None and task.max_new_tokens < 1:
+        raise ConfigError(f"{where}: max_new_tokens: {task.max_new_tokens} given, expected a number above 0")
+    if "" in task.early_stopping_criteria:
+        raise ConfigError(f"{where}: early_stopping_criteria: an empty text given, at which every answer would end")
+    return task

@@ -1,0 +1,91 @@
+"""YAML files and `key=value` arguments -> a checked, frozen `TrainConfig`.
+
+The story of a configuration, in one function; its chapters are `layers` (what was given), `foundry` (LLM Foundry's
+other words), `build` (dictionaries -> dataclasses) and `check`. Whether the data, the tokenizer and the machine agree
+with it is `preflight`'s question. No torch here: a wrong key is answered in well under a second.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.check import check_config, find_surprises
+from llmfoundry_lite.config.check_values import check_kinds
+from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
+from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import ConfigError
+
+
+class Invocation(NamedTuple):
+    config: TrainConfig
+    dry_run: bool
+    notes: list[str]
+    """One line for each key that was accepted without effect, or that may not mean what it seems to."""
+
+
+def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Invocation:
+    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, `--dry-run`.
+
+    Raises ConfigError, in one line: the file, the key, what was given, what was expected, the nearest valid key.
+    """
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    for flag in flags:
+        if flag != "--dry-run":
+            raise ConfigError(f"command line: unknown option {flag}; expected YAML files, key=value pairs or --dry-run")
+    layers = read_layers([argument for argument in arguments if argument not in flags])
+    values = merge_layers(layers)
+    notes = drop_keys_without_effect(values, layers)
+    refuse_left_out_keys(values, layers)
+    _fill_in_names(values, layers, environ)
+    check_kinds(values, layers)
+    config = build_block(TrainConfig, _gather_extras(values), "", layers)
+    check_config(config, layers)
+    # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
+    under_srun = "WORLD_SIZE" in environ and environ["WORLD_SIZE"] == environ.get("SLURM_STEP_NUM_TASKS")
+    notes += find_surprises(config, layers, under_srun=under_srun)
+    return Invocation(config, dry_run=bool(flags), notes=notes)
+
+
+def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the run of these arguments lies, though they be refused; None where not even that can be told."""
+    try:
+        layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False)
+        values = merge_layers(layers)
+        _fill_in_names(values, layers, environ)
+    except ConfigError:
+        return None
+    return Path(values["run_folder"])
+
+
+def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:
+    """Every rank must come to the same names, so nothing here is random."""
+    name = values.get("run_name") or environ.get("RUN_NAME") or Path(layers[0].source).stem
+    if isinstance(name, bool) or not re.fullmatch(r"\w[\w.\-]*", str(name)):
+        raise ConfigError(
+            f"{source_of('run_name', layers)}: run_name: {name!r} given, expected the name of a folder: "
+            f"letters and digits, and . _ - after the first"
+        )
+    values["run_name"] = str(name)
+    values["run_folder"] = str(values.get("run_folder") or "runs/{run_name}").replace("{run_name}", str(name))
+    if values.get("save_folder"):
+        values["save_folder"] = str(values["save_folder"]).replace("{run_name}", str(name))
+
+
+def _gather_extras(values: dict[str, Any]) -> dict[str, Any]:
+    """Move what belongs to a user's own `python:` object out of the way of the key checks."""
+    for block in ("optimizer", "train_loader", "eval_loader"):
+        section = values.get(block)
+        if isinstance(section, dict) and str(section.get("name", "")).startswith("python:"):
+            known = {"name", "lr", "dataset", "num_workers", "drop_last", "kwargs"}
+            extra = {key: section.pop(key) for key in list(section) if key not in known}
+            section["kwargs"] = {**section.get("kwargs", {}), **extra}
+    callbacks = values.get("callbacks")
+    if isinstance(callbacks, dict):
+        extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if key.startswith("python:")}
+        if extra:
+            callbacks["extra"] = {**callbacks.get("extra", {}), **extra}
+    return values

@@ -1,0 +1,230 @@
+"""Our weights <-> the three Hugging Face layouts that plain `transformers` runs without remote code.
+
+Models with ALiBi travel as MPT (`mpt.py`), with RoPE as Llama (`llama.py`), the others as GPT-2 (`gpt2.py`). Each
+layout owns what it can express, the names and shapes of its tensors and its config.json; `files.py` owns folders, which
+appear whole or not at all. Reads and writes safetensors; a pickle is refused unless the caller brings its own reader.
+Gathering the tensors of a sharded model is its caller's work.
+
+`transformers` itself is not imported: the layouts are facts, and tests hold them against it.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from llmfoundry_lite.config.check_model import check_model
+from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.convert import gpt2, llama, mpt
+from llmfoundry_lite.convert.files import (
+    TOKENIZER_FILES,
+    published,
+    read_json,
+    read_special_tokens,
+    read_weights,
+    write_json,
+    write_weights,
+)
+from llmfoundry_lite.convert.layout import HFConfig, Layout, Source, check_keys, find_inexpressible, layout_tensor
+from llmfoundry_lite.errors import ExportError
+from llmfoundry_lite.models.mpt import MPT
+
+LAYOUTS = {"mpt": mpt.LAYOUT, "gpt2": gpt2.LAYOUT, "llama": llama.LAYOUT}
+"""config.json's model_type -> layout."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def export_model(
+    state_dict: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    tokenizer_folder: str | Path | None = None,
+    dtype: str = "fp32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with the logits of our model.
+
+    `state_dict` holds whole CPU tensors under the names of `MPT.state_dict()`; `dtype` is fp32 or bf16. An earlier
+    export in `folder` is replaced at once when the new one is complete. What matters to training alone is carried as
+    far as a layout has a word for it: dropout, `embedding_fraction`, `attn_uses_sequence_id`, how weights were
+    initialised, whether q, k and v are one matrix. Raises ExportError.
+    """
+    reason = can_export(config)
+    if reason is not None:
+        raise ExportError(f"{folder}: {reason}")
+    if dtype not in DTYPES:
+        raise ExportError(f"{folder}: dtype {dtype!r} given, expected {' or '.join(DTYPES)}")
+    check_tensors(state_dict, our_shapes(config), str(folder))
+    special_tokens = read_special_tokens(tokenizer_folder)
+    sources, torch_dtype = layout_sources(config), DTYPES[dtype]
+    sizes_bytes = {name: shape.numel() * torch_dtype.itemsize for name, shape in layout_shapes(config, sources).items()}
+
+    def build_tensor(name: str) -> torch.Tensor:
+        return layout_tensor(state_dict, config, sources[name]).to(torch_dtype).contiguous()
+
+    with published(Path(folder)) as draft:
+        write_weights(sizes_bytes, build_tensor, draft, max_shard_bytes)
+        long_name = str(torch_dtype).removeprefix("torch.")
+        write_json(draft / "config.json", {**build_hf_config(config), **special_tokens, "dtype": long_name})
+        if special_tokens:
+            write_json(draft / "generation_config.json", special_tokens)
+        if tokenizer_folder is not None:
+            for name in TOKENIZER_FILES:
+                if (Path(tokenizer_folder) / name).is_file():
+                    shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
+            say_max_length(draft / "tokenizer_config.json", config.max_seq_len)
+
+
+def say_max_length(file: Path, max_seq_len: int) -> None:
+    """In the tokenizer's configuration, where evaluation harnesses look: of MPT they take 2,048 tokens otherwise."""
+    written = read_json(file) if file.is_file() else {}
+    write_json(file, {**written, "model_max_length": max_seq_len})
+
+
+def import_model(
+    folder: str | Path, read_pickle: Callable[[Path], Any] | None = None
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Read a Hugging Face folder in MPT, GPT-2 or Llama layout: the model it describes, and its weights as stored.
+
+    MPT folders written by LLM Foundry, with all that transformers' MPT has not, are read as well. `read_pickle` reads
+    pytorch_model.bin files where there is no safetensors; without it they are refused. Raises ExportError.
+    """
+    folder = Path(folder)
+    hf_config = read_hf_config(folder)
+    check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))  # before gigabytes are read for nothing
+    return from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
+
+
+def read_hf_config(folder: Path) -> HFConfig:
+    if not (folder / "config.json").is_file():
+        raise ExportError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
+    return read_json(folder / "config.json")
+
+
+def can_export(config: ModelConfig) -> str | None:
+    """Why plain `transformers` could not run this model, and what to do about it; None when it can."""
+    return find_inexpressible(config, layout_of(config))
+
+
+def layout_of(config: ModelConfig) -> Layout:
+    if config.attn_config.alibi:
+        return mpt.LAYOUT
+    return llama.LAYOUT if config.attn_config.rope else gpt2.LAYOUT
+
+
+def layout_named(hf_config: HFConfig, where: str) -> Layout:
+    kind = hf_config.get("model_type")
+    if kind not in LAYOUTS:
+        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected mpt, gpt2 or llama")
+    return LAYOUTS[kind]
+
+
+def build_hf_config(config: ModelConfig) -> HFConfig:
+    """The model as config.json describes it, without dtype and special tokens."""
+    return layout_of(config).describe(config)
+
+
+def layout_sources(config: ModelConfig) -> dict[str, Source]:
+    """For every tensor of the layout, in order, where it comes from."""
+    return layout_of(config).sources(config)
+
+
+def to_hugging_face(state_dict: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Our tensors under the names, and in the orientation, of the layout that fits `config`."""
+    return {name: layout_tensor(state_dict, config, source) for name, source in layout_sources(config).items()}
+
+
+def from_hugging_face(
+    hf_state: Mapping[str, torch.Tensor], hf_config: HFConfig, where: str = "the model"
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """A layout's config and tensors as ours. Raises ExportError, naming what cannot be read."""
+    layout = layout_named(hf_config, where)
+    check_keys(hf_config, layout, where)
+    state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
+    state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
+    config = layout.read_config(hf_config, state, where)
+
+    def refuse(key: str, message: str) -> NoReturn:
+        raise ExportError(f"{where}: config.json describes a model that cannot be: {key}: {message}")
+
+    check_model(config, refuse)
+    # LLM Foundry's folders have every tensor of ours, under our names.
+    is_mpt = layout is mpt.LAYOUT
+    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout.sources(config)
+    embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
+    state = _without_tied_head(state, embedding, config, where)
+    check_tensors(state, layout_shapes(config, sources), where)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in our_shapes(config)}
+    for name, source in sources.items():
+        if source.names[0] in parts:
+            parts[source.names[0]].append(state[name].t().contiguous() if source.is_transposed else state[name])
+    return config, {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
+
+
+def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
+    """Tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
+    weights = _without_tied_head(state, "transformer.wte.weight", config, where)
+    check_tensors(weights, our_shapes(config), where)
+    return weights
+
+
+def _without_tied_head(
+    state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, where: str
+) -> dict[str, torch.Tensor]:
+    """Old files hold the output embedding also where it is the input's."""
+    state = dict(state)
+    if config.tie_word_embeddings and "lm_head.weight" in state:
+        head = state.pop("lm_head.weight")
+        if embedding in state and not torch.equal(head, state[embedding]):
+            raise ExportError(
+                f"{where}: lm_head.weight differs from the input embedding, and tie_word_embeddings says that they "
+                "are one matrix"
+            )
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------- shapes
+
+
+def our_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in MPT(config).state_dict().items()}
+
+
+def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[str, torch.Size]:
+    ours = {name: torch.empty(shape, device="meta") for name, shape in our_shapes(config).items()}
+    return {name: layout_tensor(ours, config, source).shape for name, source in sources.items()}
+
+
+def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:
+    """Raises ExportError, naming tensors that are missing, of another shape or too many."""
+    missing = [name for name in expected if name not in state_dict]
+    if missing:
+        raise ExportError(
+            f"{where}: tensor {missing[0]} is missing; the model's configuration asks for it{_likewise(missing[1:])}"
+        )
+    misshapen = [name for name, shape in expected.items() if state_dict[name].shape != shape]
+    if misshapen:
+        first = misshapen[0]
+        raise ExportError(
+            f"{where}: tensor {first} has shape {list(state_dict[first].shape)}, the model's configuration says "
+            f"{list(expected[first])}{_likewise(misshapen[1:])}"
+        )
+    unknown = [name for name in state_dict if name not in expected]
+    if unknown:
+        raise ExportError(
+            f"{where}: tensor {unknown[0]} has no place in the model's configuration{_likewise(unknown[1:])}"
+        )
+
+
+def _likewise(names: Sequence[str], limit: int = 8) -> str:
+    """The others of which the same is true."""
+    if not names:
+        return ""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"; likewise {', '.join(names[:limit])}{rest}"

@@ -1,0 +1,362 @@
+"""Weights made elsewhere -> a portable checkpoint that training, `export` and the other tools read like any other.
+
+    import_checkpoint("mpt-folder", "imported/mpt")                             Hugging Face: MPT, GPT-2, Llama
+    import_checkpoint("hf:owner/name", "imported/mpt")                          the same from the Hub or its cache
+    import_checkpoint("ep0-ba10-rank0.pt", "imported/mpt", trust_pickle=True)   LLM Foundry / Composer, one file
+    import_checkpoint("ep0-ba10", "imported/mpt", trust_pickle=True)            the same, sharded
+
+Weights only: a position in the data or an optimizer's state means nothing without the run it belongs to. Owns where
+each kind of source keeps its weights, its model's configuration and its tokenizer. What the tensors mean is
+`models.hf`'s, unpickling `pickles`', writing `checkpoint`'s.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
+from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
+from llmfoundry_lite.checkpoint.store import HINT, Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.where import TOKENIZER
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
+from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
+from llmfoundry_lite.data import tokenizer as tokenizers
+from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.models.mpt import MPT
+
+HUB = "hf:"
+NARROW = (torch.bfloat16, torch.float16)
+STOOD_IN = "read with stand-ins for everything but tensors and plain values; nothing in it was run"
+
+
+class Weights(NamedTuple):
+    """What a source holds that can be carried over."""
+
+    kind: str
+    config: ModelConfig
+    tensors: Tensors
+    tokenizer: dict[str, bytes]
+    """File name -> content; empty if there is none."""
+    notes: list[str]
+
+
+class Imported(NamedTuple):
+    checkpoint: Checkpoint
+    kind: str
+    num_parameters: int
+    notes: list[str]
+    """A line for everything the user might not expect."""
+
+
+def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, config: Sequence[str] = ()) -> Imported:
+    """Publish the weights of `source` as `<out>/ba0`, fp32, with the model's configuration in the manifest.
+
+    `out` is a folder (or fsspec URL) that holds no checkpoints yet. `config` are YAML files and `key=value` arguments,
+    for checkpoints that do not say what model they are. Raises CheckpointError, ExportError or ConfigError, and then
+    nothing is published.
+    """
+    store = open_empty_store(out)
+    weights = read_source(source, trust_pickle, config)
+    notes, about, tokenizer = list(weights.notes), describe(source, weights), weights.tokenizer
+    narrow = sorted({str(t.dtype).removeprefix("torch.") for t in weights.tensors.values() if t.dtype in NARROW})
+    if narrow:
+        notes.append(f"{' and '.join(narrow)} weights became fp32, which holds each of them exactly")
+    model = build_model(weights)
+    saver = open_saver(store)
+    if tokenizer:
+        about, note = keep_tokenizer(tokenizer, out, about)
+        notes += [note] if note else []
+    saver.save(model, None, about)
+    saver.wait()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Imported(open_checkpoint(f"{out.rstrip('/')}/ba0"), weights.kind, num_parameters, notes)
+
+
+def open_empty_store(out: str) -> CheckpointStore:
+    """Before anything is read. What is imported must not become the newest checkpoint of another run."""
+    if "://" not in out and Path(out).exists() and not Path(out).is_dir():
+        raise CheckpointError(f"{out}: a file; give a folder for the imported checkpoint")
+    store = CheckpointStore(out)
+    if (Path(out) / MANIFEST).is_file():
+        raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
+    for candidate in store.candidates():
+        raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
+    for name in ("ba0", TOKENIZER, HINT):
+        if name in store.root.names():
+            raise CheckpointError(
+                f"{store.root.url}: already holds {name}, which the import would replace; give another folder, or "
+                "remove it"
+            )
+    return store
+
+
+def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
+    if source.startswith(HUB):
+        return read_hugging_face(download(source.removeprefix(HUB), trust_pickle), source, trust_pickle, config)
+    if "://" in source:
+        raise CheckpointError(f"{source}: copy it to a local disk first; only local sources and {HUB}NAME are read")
+    path = Path(source)
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise CheckpointError(f"{path}: does not say what model it is; give the folder that has its config.json")
+        require_trust(path, trust_pickle)
+        return read_composer_file(path, config)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or folder; for a model of the Hub write {HUB}{source}")
+    if (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path}: a portable checkpoint already; use it as it is")
+    if (path / ".metadata").is_file():
+        require_trust(path / ".metadata", trust_pickle)
+        return read_composer_folder(path, config)
+    if (path / "config.json").is_file():
+        return read_hugging_face(path, source, trust_pickle, config)
+    raise CheckpointError(
+        f"{path}: neither a Hugging Face folder (config.json) nor a checkpoint of Composer (ep0-ba10-rank0.pt, or a "
+        f"folder with .metadata){_near(path)}"
+    )
+
+
+def require_trust(path: Path, trust_pickle: bool) -> None:
+    if not trust_pickle:
+        raise CheckpointError(
+            f"{path}: a pickle, which can run code when it is read; if you trust where it comes from, add "
+            "--trust-pickle"
+        )
+
+
+def _near(folder: Path) -> str:
+    batches = [(int(match[1]), path) for path in folder.glob("ep*-ba*") if (match := re.search(r"-ba(\d+)", path.name))]
+    return f"; did you mean {max(batches)[1]}?" if batches else ""
+
+
+# -------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
+    if config:
+        raise CheckpointError(f"{source}: its config.json says what model it is; leave out --config")
+    notes: list[str] = []
+
+    def read_pickle(path: Path) -> Any:
+        unpickled = read_torch_file(path, str(path))
+        notes.append(_how(path.name, unpickled.refused))
+        return unpickled.content
+
+    model_config, tensors = import_model(folder, read_pickle if trust_pickle else None)
+    tokenizer = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return Weights("Hugging Face", model_config, tensors, tokenizer, notes)
+
+
+def download(name: str, trust_pickle: bool) -> Path:
+    """The repository's files on this machine: fetched, or from the cache if the Hub cannot be reached."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
+    try:
+        # Asked first because it fails at once without a network, where a download tries for half a minute.
+        files = [entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []]
+        if trust_pickle and not any(file.endswith(".safetensors") for file in files):
+            patterns += ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise CheckpointError(f"{HUB}{name}: no such model on the Hugging Face Hub, or not one you may read") from None
+    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+        try:
+            return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        except Exception:
+            raise CheckpointError(
+                f"{HUB}{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
+                f"({type(error).__name__}); give a local folder"
+            ) from None
+
+
+# ------------------------------------------------------------------------------------------ LLM Foundry / Composer
+
+
+def read_composer_file(path: Path, config: Sequence[str]) -> Weights:
+    """`ep0-ba10-rank0.pt`: {"state": {"model": {name: tensor}, "integrations": …}, "rng": …}."""
+    content, refused = read_torch_file(path, str(path))
+    return _from_composer(path, _dig(content, "state"), config, [_how(path.name, refused)])
+
+
+def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
+    """`ep0-ba10/`: the same dictionary as torch.distributed.checkpoint flattens it, `.metadata` and `__0_0.distcp`."""
+    metadata = read_dcp_metadata(folder / ".metadata")
+    state: dict[Any, Any] = {}
+    try:
+        for key, path in metadata.planner_data.items():
+            if path[:2] == ("state", "model"):
+                _put(state, ("model", ".".join(path[2:])), read_tensor(folder, metadata, key))
+            elif path[:3] == ("state", "integrations", "huggingface"):
+                _put(state, path[1:], read_value(folder, metadata, key))
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {error}") from None
+    return _from_composer(folder, _with_lists(state), config, [f"{folder.name} was {STOOD_IN}"])
+
+
+def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
+    """A tensor out of its pieces, all of which must be there. Raises CheckpointError."""
+    record = metadata.state_dict_metadata[key]
+    if not isinstance(record, TensorStorageMetadata):
+        return None
+    tensor = torch.empty(record.size, dtype=record.properties.dtype)
+    num_read = 0
+    for chunk in record.chunks:
+        box = tensor
+        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            box = box.narrow(dim, offset, length)
+        piece = _read_item(folder, metadata, MetadataIndex(key, chunk.offsets))
+        if not isinstance(piece, torch.Tensor) or piece.shape != box.shape:
+            raise CheckpointError(f"{folder}: {key}: the piece at {list(chunk.offsets)} is not a tensor of its shape")
+        box.copy_(piece)
+        num_read += math.prod(chunk.sizes)
+    if num_read != tensor.numel():
+        raise CheckpointError(f"{folder}: {key}: {num_read:,} of its {tensor.numel():,} values are there")
+    return tensor
+
+
+def read_value(folder: Path, metadata: Metadata, key: str) -> Any:
+    return _read_item(folder, metadata, MetadataIndex(key))
+
+
+def _read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
+    place = metadata.storage_data[index]
+    name = place.relative_path
+    if place.transform_descriptors if hasattr(place, "transform_descriptors") else None:
+        raise CheckpointError(f"{folder}/{name}: compressed by an extension; save it without, or as one file")
+    if Path(name).name != name or not (folder / name).is_file():
+        raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
+    with open(folder / name, "rb") as file:
+        raw = os.pread(file.fileno(), place.length, place.offset)
+    return read_torch_file(raw, f"{folder}/{name}: {index.fqn}").content
+
+
+def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[str]) -> Weights:
+    model = _dig(state, "model")
+    if not isinstance(model, dict) or not model:
+        raise CheckpointError(f"{path}: no state/model in it; expected a checkpoint of Composer's Trainer")
+    tensors = {_plain_name(str(name)): tensor for name, tensor in model.items() if isinstance(tensor, torch.Tensor)}
+    hugging_face = _dig(state, "integrations", "huggingface")
+    stored = _dig(hugging_face, "model", "config", "content")
+    if config:
+        model_config = load_train_config(list(config)).config.model
+        tensors = fit_weights(tensors, model_config, str(path))
+    elif isinstance(stored, dict):
+        model_config, tensors = from_hugging_face(tensors, stored, str(path))
+    else:
+        raise CheckpointError(f"{path}: does not say what model it is; add --config and the YAML it was trained with")
+    contents = {name: _dig(hugging_face, "tokenizer", name, "content") for name in tokenizers.FILES}
+    tokenizer = {
+        name: json.dumps(_with_special_tokens(value)).encode()
+        for name, value in contents.items()
+        if isinstance(value, dict)
+    }
+    return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
+
+
+def _plain_name(name: str) -> str:
+    """Less what wrappers put in, and less the attribute in which HuggingFaceModel keeps its model."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.").removeprefix("model.")
+
+
+def _dig(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """Flattening left numbers as keys where lists were."""
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(key, int) for key in tree):
+        return [_with_lists(tree[key]) for key in sorted(tree)]
+    return {key: _with_lists(value) for key, value in tree.items()}
+
+
+def _with_special_tokens(value: Any) -> Any:
+    """Flattening drops empty dictionaries, and `tokenizers` does not read a template without this one."""
+    if isinstance(value, list):
+        return [_with_special_tokens(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    added = {"special_tokens": {}} if value.get("type") == "TemplateProcessing" else {}
+    return added | {key: _with_special_tokens(item) for key, item in value.items()}
+
+
+def _how(name: str, refused: str | None) -> str:
+    if refused is None:
+        return f"{name} was read by torch's weights-only reader"
+    return f"{name} holds {refused}, so it was {STOOD_IN}"
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def describe(source: str, weights: Weights) -> About:
+    """Only what is known: no data, no optimizer, no hardware, batch 0."""
+    values = asdict(weights.config)
+    build_block(ModelConfig, values, "model")  # what came from a file must be what a YAML may say
+    where = source if source.startswith(HUB) else str(Path(source).resolve())
+    return About(
+        timestamp=Timestamp(batch=0),
+        config={"model": values},
+        scalars={"imported_from": {"kind": weights.kind, "source": where}},
+    )
+
+
+def build_model(weights: Weights) -> MPT:
+    """Parameters are the tensors themselves, so that a memory-mapped file is not copied."""
+    with torch.device("meta"):
+        model = MPT(weights.config)
+    tensors = {name: t.float() if t.dtype in NARROW else t for name, t in weights.tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise CheckpointError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}; expected fp32, bf16 or fp16")
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def keep_tokenizer(files: dict[str, bytes], out: str, about: About) -> tuple[About, str]:
+    """Its files beside the checkpoint, its fingerprint and folder in the manifest; or why not."""
+    if "://" in out:
+        return about, "its tokenizer is not carried to a URL"
+    folder = Path(out).resolve() / TOKENIZER
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    try:
+        fingerprint = tokenizers.load_tokenizer(folder).fingerprint
+    except DataError as error:
+        for name in files:
+            (folder / name).unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return about, f"its tokenizer is left out: {error}"
+    about.fingerprints["tokenizer"] = fingerprint
+    about.config["tokenizer"] = {"name": str(folder)}
+    return about, ""

@@ -1,0 +1,119 @@
+"""Model in, parallel model out: meshes, tensor parallelism, FSDP2, precision, activation checkpointing, compilation.
+
+Knows nothing of training. Composer is handed a model that is already parallel and is told fp32: the policy
+below does all the casting, on CPUs too, where Composer refuses bf16.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.mesh import with_tensor_as_shard, without_tensor
+from llmfoundry_lite.parallel.precision import Precision
+from llmfoundry_lite.parallel.recompute import checkpoint_activations
+from llmfoundry_lite.parallel.tensor import divide_layers
+
+
+def build_parallel_model(
+    config: ModelConfig,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    mesh: DeviceMesh,
+    seed: int,
+    compile_config: dict[str, Any] | None = None,
+    attn_impl: str = "sdpa",
+) -> MPT:
+    """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share.
+
+    Raises ConfigError for a compiler that torch does not know.
+    """
+    backend = (compile_config or {}).get("backend", "inductor")
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        common = ", ".join(torch.compiler.list_backends())
+        raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
+    with torch.device("meta"):
+        model = MPT(config, attn_impl)
+    shard_model(model, fsdp, precision, mesh, compile_config)
+    on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
+    device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+    model.to_empty(device=device)
+    initialise_weights(model, seed)
+    return model
+
+
+def shard_model(
+    model: MPT,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    mesh: DeviceMesh,
+    compile_config: dict[str, Any] | None = None,
+) -> None:
+    """Divide, checkpoint, compile and shard each block, then shard the rest (embeddings and last norm), in place."""
+    if mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
+        prepare_for_one_device(model, fsdp, precision)
+        return
+    data_mesh = whole_mesh = mesh
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        data_mesh, whole_mesh = without_tensor(mesh), with_tensor_as_shard(mesh)
+        divide_layers(model, mesh["tensor"])
+    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
+    is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
+    shard = partial(
+        fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+    )
+    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
+    reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    for block in model.transformer.blocks:
+        if compile_config is not None and data_mesh is not mesh:
+            # torch 2.13 cannot compile the recomputation of a divided layer; but a compiled one can be recomputed.
+            block.forward = torch.compile(block.forward, **compile_config)
+        if fsdp.activation_checkpointing:
+            checkpoint_activations(block, fsdp)
+        if compile_config is not None and data_mesh is mesh:
+            block.compile(**compile_config)
+        shard(block, mesh=data_mesh, reshard_after_forward=reshard)
+    shard(model, mesh=whole_mesh, reshard_after_forward=False)
+
+
+def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:
+    """The same without FSDP, which copies everything twice to share it with nobody.
+
+    Each block casts its parameters when it runs, and autograd casts their gradients back; in fp32 there is nothing to
+    do. A compiled block stays with FSDP, since what is done here to its parameters cannot be compiled.
+    """
+    inside = {module for block in model.transformer.blocks for module in block.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    if precision.parameters != torch.float32:
+        for block in model.transformer.blocks:
+            _compute_in(precision.parameters, block, block.modules())
+        _compute_in(precision.parameters, model, outside)
+    if fsdp.activation_checkpointing:
+        for block in model.transformer.blocks:
+            checkpoint_activations(block, fsdp)
+
+
+def _compute_in(dtype: torch.dtype, module: nn.Module, owners: Iterable[nn.Module]) -> None:
+    """Replace `module.forward` by one in which the parameters of `owners` are copies in another type."""
+    forward = module.forward
+    places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if p is not None]
+
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
+        masters = [owner._parameters[name] for owner, name in places]
+        try:
+            for (owner, name), master in zip(places, masters, strict=True):
+                owner._parameters[name] = cast(Any, master).to(dtype)
+            return forward(*args, **kwargs)
+        finally:
+            for (owner, name), master in zip(places, masters, strict=True):
+                owner._parameters[name] = master
+
+    module.forward = cast_forward

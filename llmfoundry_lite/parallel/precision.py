@@ -1,0 +1,36 @@
+"""`precision` x `fsdp_config.mixed_precision` -> the dtypes of parameters, reduction, products and loss."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes of one way to compute. Master weights and optimizer state are fp32 in all of them; so is the loss."""
+
+    parameters: torch.dtype
+    """Of the gathered parameters, and with them of activations and the residual stream."""
+    reduction: torch.dtype
+    """In which gradients are summed over devices."""
+    autocast: torch.dtype | None = None
+    """Matrix products are cast to this while parameters and residual stream stay fp32."""
+    loss_scaling: bool = False
+    """fp16 gradients underflow unless the loss is scaled."""
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+PRECISIONS = {
+    ("fp32", "PURE"): Precision(parameters=FP32, reduction=FP32),
+    ("fp32", "DEFAULT"): Precision(parameters=FP32, reduction=FP32),
+    ("fp32", "FULL"): Precision(parameters=FP32, reduction=FP32),
+    ("amp_bf16", "PURE"): Precision(parameters=BF16, reduction=BF16),
+    ("amp_bf16", "DEFAULT"): Precision(parameters=BF16, reduction=FP32),
+    ("amp_bf16", "FULL"): Precision(parameters=FP32, reduction=FP32, autocast=BF16),
+    ("amp_fp16", "PURE"): Precision(parameters=FP16, reduction=FP16, loss_scaling=True),
+    ("amp_fp16", "DEFAULT"): Precision(parameters=FP16, reduction=FP32, loss_scaling=True),
+    ("amp_fp16", "FULL"): Precision(parameters=FP32, reduction=FP32, autocast=FP16, loss_scaling=True),
+}
+"""`precision` x `fsdp_config.mixed_precision`."""

@@ -1,0 +1,34 @@
+"""Activation checkpointing: blocks computed again in the backward pass, whole or all but products."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from llmfoundry_lite.config.schema import FSDPConfig
+
+
+def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
+    """Recompute the block in backward. Replacing `forward` rather than wrapping keeps parameter names as they are."""
+    forward = block.forward
+    options: dict[str, Any] = {"use_reentrant": fsdp.activation_checkpointing_reentrant}
+    if fsdp.activation_checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+
+    def checkpointed(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        with torch.autograd.graph.save_on_cpu() if fsdp.activation_cpu_offload else nullcontext():
+            return checkpoint(forward, *args, **options)
+
+    block.forward = checkpointed
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what matrix units computed, recompute what memory bandwidth did: norms, activations, rotations."""
+    name = operation.__name__.partition(".")[0]
+    is_product = name in ("mm", "addmm", "bmm", "product") or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE

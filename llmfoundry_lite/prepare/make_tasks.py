@@ -1,0 +1,279 @@
+"""Evaluation tasks made from the standard library's modules that `data prepare --source python-stdlib` holds out.
+
+    llmfoundry-lite data make-tasks --out data/eval
+
+    next_line           which of four lines comes next; one other is of the same file and about the length, two are
+                        the right one with its words in another order
+    identifier_recall   which of four identifiers of the file comes next; the context has one of them, after the same
+                        word as here
+    stdlib_text         the text itself, for bits per byte
+
+A model of any size learns something about them in minutes, on any machine. They are made where they are used: the
+text is Python's, under its own licence, and what is held out depends on the version of Python that the training data
+came from. Random choices depend on the file and the line alone.
+"""
+
+import ast
+import io
+import json
+import keyword
+import random
+import re
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.sources import open_standard_library
+
+NUM_QUESTIONS = 400
+"""Of each task: a standard error of 2.5 points or less."""
+NUM_CHOICES = 4
+TEXT_BYTES = 120_000
+PIECE_CHARACTERS = 4_000
+
+CONTEXT_LINES = 12
+CONTEXT_CHARACTERS = (160, 480)
+"""At least and at most: about 150 tokens of the quickstart's tokenizer, whose model holds 256."""
+LINE_CHARACTERS = (16, 80)
+GUESSED = ("self", "__init__")
+
+
+class Module(NamedTuple):
+    """A held-out file."""
+
+    name: str
+    """Its number among them, in order of path."""
+    text: str
+
+
+def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
+    """Write the three files into `out`, over what is there. Raises DataError without enough held-out text."""
+    modules = held_out_modules()
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (
+        ("next_line", spread(next_line_questions, modules)),
+        ("identifier_recall", spread(identifier_questions, modules)),
+        ("stdlib_text", list(pieces_of_text(modules))),
+    ):
+        if not rows:
+            raise DataError(f"{name}: nothing in {len(modules)} held-out modules of {sysconfig.get_path('stdlib')}")
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        write_atomically(out / f"{name}.jsonl", content)
+        notify(f"{name}: {len(rows)} rows, {len(content) / 1000:.0f} kB, in {out / name}.jsonl")
+
+
+def held_out_modules(folder: Path | None = None) -> list[Module]:
+    """The validation split of `python-stdlib`, as text."""
+    source = open_standard_library(folder)
+    threshold = int(source.val_fraction * 2**64)
+    documents = (
+        document
+        for unit in source.units()
+        for document in read_documents(unit, text_keys=(), on_error="skip", skipped=Skipped())
+    )
+    texts = [document.text for document in documents if document.split_key < threshold]
+    return [Module(str(number), text) for number, text in enumerate(texts)]
+
+
+def spread(questions: Callable[[Module], Iterator[dict[str, Any]]], modules: Iterable[Module]) -> list[dict[str, Any]]:
+    """Up to NUM_QUESTIONS, as evenly over the modules as they have questions."""
+    waiting = [questions(module) for module in modules]
+    found: list[dict[str, Any]] = []
+    while waiting and len(found) < NUM_QUESTIONS:
+        for each in list(waiting):
+            question = next(each, None)
+            if question is None:
+                waiting.remove(each)
+            elif len(found) < NUM_QUESTIONS:
+                found.append(question)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- next_line
+
+
+def next_line_questions(module: Module) -> Iterator[dict[str, Any]]:
+    """In a random order, spread over the file."""
+    lines = module.text.splitlines()
+    code = code_lines(module.text)
+    usable = [n for n in code if _is_telling(lines[n])]
+    for n in apart(shuffled(usable, module.name), CONTEXT_LINES):
+        context = context_before(lines, n)
+        if context is None or lines[n].strip() in context:
+            continue
+        others = {lines[m].strip(): lines[m] for m in usable if lines[m].strip() not in context}
+        others.pop(lines[n].strip())
+        generator = random.Random(f"{module.name}/{n}")
+        wrong = reordered(lines[n], generator)
+        if wrong and others:
+            choices = [lines[n], *wrong, generator.choice(nearest(lines[n], others.values()))]
+            generator.shuffle(choices)
+            yield {"query": context, "choices": choices, "gold": choices.index(lines[n])}
+
+
+def reordered(line: str, generator: random.Random) -> list[str]:
+    """The line twice, its words in other orders; nothing if it has too few different words."""
+    parts = re.split(r"([A-Za-z_]\w*)", line)
+    words = parts[1::2]
+    if len(set(words)) < 3:
+        return []
+    found: set[str] = set()
+    while len(found) < 2:
+        parts[1::2] = generator.sample(words, len(words))
+        found.add("".join(parts))
+        found.discard(line)
+    return sorted(found)
+
+
+def code_lines(text: str) -> list[int]:
+    """Numbers, from 0, of the lines that begin with code: no comments, no insides of strings, no blank lines."""
+    started: set[int] = set()
+    inside: set[int] = set()
+    for token in python_tokens(text):
+        if token.type == tokenize.COMMENT or not token.string.strip():
+            continue
+        started.add(token.start[0] - 1)
+        inside.update(range(token.start[0], token.end[0]))
+    alone = {n - 1 for n in _docstring_lines(text)}
+    return sorted(started - inside - alone)
+
+
+def python_tokens(text: str) -> list[tokenize.TokenInfo]:
+    """None for a file that only another version of Python understands."""
+    try:
+        return list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+
+
+def _docstring_lines(text: str) -> Iterator[int]:
+    """Numbers, from 1, of the lines of strings that stand for themselves."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _is_telling(line: str) -> bool:
+    """Indented, of middling length, with words."""
+    shortest, longest = LINE_CHARACTERS
+    text = line.strip()
+    return line.startswith("    ") and shortest <= len(text) <= longest and len(re.findall(r"[A-Za-z]{2,}", text)) >= 2
+
+
+# --------------------------------------------------------------------------------------------- identifier_recall
+
+
+def identifier_questions(module: Module) -> Iterator[dict[str, Any]]:
+    """In a random order, spread over the file."""
+    lines = module.text.splitlines()
+    names = sorted({name for _, _, name in names_in_code(module.text)})
+    found: dict[int, tuple[str, str]] = {}
+    for n, column, name in names_in_code(module.text):
+        before, line = context_before(lines, n), lines[n]
+        word = re.search(r"(\w+|[=(,]) $", line[:column])
+        if before is None or word is None or not re.search(rf"\s{re.escape(word[0])}{name}\b", before):
+            continue
+        found[n] = (f"{before}\n{line[:column]}".rstrip(), name)
+    for n in apart(shuffled(found, module.name), CONTEXT_LINES // 2):
+        context, name = found[n]
+        others = [other for other in names if other not in context and other != name]
+        choices = with_others(name, others, f"{module.name}/{n}")
+        if choices is not None:
+            yield {"query": context, "choices": choices, "gold": choices.index(name)}
+
+
+def names_in_code(text: str) -> Iterator[tuple[int, int, str]]:
+    """(line, from 0; column; name), without those that anybody would guess."""
+    for token in python_tokens(text):
+        name = token.string
+        if token.type == tokenize.NAME and len(name) >= 4 and not keyword.iskeyword(name) and name not in GUESSED:
+            yield token.start[0] - 1, token.start[1], name
+
+
+# --------------------------------------------------------------------------------------------------- stdlib_text
+
+
+def pieces_of_text(modules: Iterable[Module]) -> Iterator[dict[str, Any]]:
+    """The beginnings of modules, then what follows, until there are TEXT_BYTES; cut at line ends."""
+    left = TEXT_BYTES
+    waiting = [iter(_pieces(module.text)) for module in modules]
+    while waiting:
+        for each in list(waiting):
+            piece = next(each, None)
+            if piece is None:
+                waiting.remove(each)
+                continue
+            left -= len(piece.encode())
+            if left < 0:
+                return
+            yield {"text": piece}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    lines: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        if lines and size + len(line) > PIECE_CHARACTERS:
+            yield "".join(lines)
+            lines, size = [], 0
+        lines.append(line)
+        size += len(line)
+    if lines:
+        yield "".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------------- parts
+
+
+def context_before(lines: list[str], n: int) -> str | None:
+    """The lines before line `n`, as many as fit; None if that is too little, or if they hold no code."""
+    shortest, longest = CONTEXT_CHARACTERS
+    kept: list[str] = []
+    for line in reversed(lines[max(0, n - CONTEXT_LINES) : n]):
+        if sum(map(len, kept)) + len(kept) + len(line) > longest:
+            break
+        kept.insert(0, line)
+    while kept and not kept[0].strip():
+        kept.pop(0)
+    context = "\n".join(kept).rstrip()
+    return context if len(context) >= shortest else None
+
+
+def with_others(right: str, others: Iterable[str], seed: str) -> list[str] | None:
+    """`right` among others of about its length, in a random order; None if there are too few."""
+    alike = nearest(right, others)
+    if len(alike) < NUM_CHOICES - 1:
+        return None
+    generator = random.Random(seed)
+    choices = [right, *generator.sample(alike, NUM_CHOICES - 1)]
+    generator.shuffle(choices)
+    return choices
+
+
+def nearest(right: str, others: Iterable[str]) -> list[str]:
+    """Those of about the same length."""
+    return sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
+
+
+def shuffled(numbers: Iterable[int], seed: str) -> list[int]:
+    numbers = list(numbers)
+    random.Random(seed).shuffle(numbers)
+    return numbers
+
+
+def apart(numbers: Iterable[int], distance: int) -> Iterator[int]:
+    """Those that lie at least so far from all that were given before."""
+    taken: list[int] = []
+    for n in numbers:
+        if all(abs(n - m) >= distance for m in taken):
+            taken.append(n)
+            yield n

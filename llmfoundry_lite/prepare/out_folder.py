@@ -1,0 +1,176 @@
+"""The output folder of `data prepare`: what it may hold before, one launch at a time, and how a result appears in it.
+
+Owns the comparison of a request with the one that an earlier launch left there. Where `summary.json` is, the rest is
+whole; what is not finished is in `.partial`.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import sync_folder, write_atomically
+from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.sources import Source
+from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
+
+PARTIAL = ".partial"
+LAYOUT = 2
+"""Of `.partial`: another number is another way to read units or to keep their tokens. Part of no result."""
+
+
+def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict[str, Any]:
+    """The request with the state of its input and tokenizer, as it is compared and stored."""
+    record = asdict(request) | {
+        "input": source.identify(),
+        "tokenizer_fingerprint": given.fingerprint if given else None,
+        "format_version": FORMAT_VERSION,
+    }
+    return json.loads(json.dumps(record))
+
+
+def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The first thing in which two requests differ, as a sentence; None when they are the same."""
+    for key in now:
+        if stored.get(key) == now[key]:
+            continue
+        if key == "input":
+            return f"the input has changed ({describe_input(stored.get(key))} then, {describe_input(now[key])} now)"
+        if key == "layout":
+            return "it was begun by another release, which keeps unfinished work in another way"
+        return f"{key} was {stored.get(key)!r} and is {now[key]!r} now"
+    return None
+
+
+def describe_input(identity: Any) -> str:
+    if not isinstance(identity, dict):
+        return "unknown"
+    return ", ".join(f"{key} {value}" for key, value in identity.items())
+
+
+def check_unchanged(source: Source, record: dict[str, Any]) -> None:
+    """Refuse to publish what was made of an input that somebody has written to meanwhile: it may be a mixture."""
+    changed = difference({"input": record["input"]}, {"input": source.identify()})
+    if changed:
+        raise DataError(
+            f"{changed}: it was written to while it was read, so nothing is published; when it is complete, run the "
+            "same command again with --overwrite"
+        )
+
+
+def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) -> Summary | None:
+    """The summary in `out` when this very request was finished there; an error when another one was."""
+    if not (out / SUMMARY_FILE).is_file():
+        return None
+    summary = load_summary(out)
+    changed = difference(summary.request, record)
+    if given and not changed:
+        changed = difference({"eos_token": summary.tokenizer.eos_token}, {"eos_token": given.eos_token})
+    if changed:
+        raise DataError(f"{out} holds another preparation: {changed}; choose another --out, or pass --overwrite")
+    shutil.rmtree(out / PARTIAL, ignore_errors=True)  # killed between the summary and this
+    return summary
+
+
+def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, notify: Callable[[str], None]) -> Path:
+    """The folder of work in progress, new or with what a killed launch of the same request left.
+
+    Of another request, too, nothing stands in the way before its first unit is finished; and units made with
+    `on_error` stop are what skip makes of them, because no document in them was bad.
+    """
+    partial = out / PARTIAL
+    request_file = partial / "request.json"
+    record = record | {"layout": LAYOUT, "eos_token": given.eos_token if given else None}
+    if request_file.is_file():
+        stored = json.loads(request_file.read_text(encoding="utf-8"))
+        num_done = len(list((partial / "units").glob("*.npz")))
+        if stored.get("on_error") == "stop" and record["on_error"] == "skip":
+            stored["on_error"] = "skip"
+        changed = difference(stored, record)
+        if not changed:
+            write_atomically(request_file, json.dumps(record, indent=2).encode())
+            notify(f"carrying on in {partial}: {num_done} pieces of the input are tokenised already")
+            return partial
+        if num_done:
+            raise DataError(
+                f"{partial} holds an unfinished preparation of something else: {changed}; "
+                "choose another --out, or pass --overwrite to discard it"
+            )
+        notify(f"beginning anew in {partial}: {changed}, and no piece of the input was tokenised yet")
+    present = [name for name in (*SPLITS, "tokenizer") if (out / name).exists()]
+    if present:
+        raise DataError(
+            f"{out} already contains {', '.join(present)}, not written by this command; choose another --out"
+        )
+    if partial.exists():
+        shutil.rmtree(partial)
+    (partial / "units").mkdir(parents=True)
+    write_atomically(request_file, json.dumps(record, indent=2).encode())
+    return partial
+
+
+def publish(partial: Path, out: Path, summary: Summary) -> None:
+    """Move the finished parts into place; the summary goes last and makes it official."""
+    shutil.copytree(partial / "tokenizer", partial / "tokenizer.copy", dirs_exist_ok=True)
+    sync_folder(partial / "tokenizer.copy")
+    for source, target in (("train", "train"), ("val", "val"), ("tokenizer.copy", "tokenizer")):
+        shutil.rmtree(out / target, ignore_errors=True)  # of a launch that was killed right here
+        if (partial / source).is_dir():
+            (partial / source).rename(out / target)
+    write_atomically(out / SUMMARY_FILE, (json.dumps(asdict(summary), indent=2) + "\n").encode())
+    shutil.rmtree(partial)
+
+
+def discard(out: Path) -> None:
+    """Remove an earlier preparation, finished or not, and nothing that does not look like one."""
+    if not (out / SUMMARY_FILE).is_file() and not (out / PARTIAL / "request.json").is_file():
+        return
+    (out / SUMMARY_FILE).unlink(missing_ok=True)  # first, so that a half-removed folder does not look finished
+    for name in (*SPLITS, "tokenizer", PARTIAL):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_preparation_in(out: Path) -> Iterator[None]:
+    """Hold a lock on the output folder, which ends with this process however it ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(f"--out {out} is no folder and cannot become one: {error.strerror}; choose another") from error
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
+        except OSError:
+            pass  # a file system without locks; all writes are atomic, two launches would only waste work
+        yield
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def clear_disk_errors(out: Path) -> Iterator[None]:
+    """Turn a full or unwritable disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"no space left for {out}; nothing there looks finished. Free some space and run the same command "
+                f"again to carry on, or remove {out / PARTIAL}"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise DataError(f"{error.filename or out} cannot be read or written: {error.strerror}") from error
+        raise

@@ -1,0 +1,209 @@
+"""Text to tokens to MDS shards: what `llmfoundry-lite data prepare` does.
+
+Owns the order of the steps, and the tokenizer. Leaves to `sources.py` and `documents.py` where text comes from, to
+`token_files.py` and `samples.py` the two steps, to `out_folder.py` carrying on after a kill, and to `text.py` how
+samples are read.
+
+    OUT/train, OUT/val     MDS: one column `tokens`, `ndarray:uint16:N` (uint32 for vocabularies above 65,536)
+    OUT/tokenizer          the tokenizer, in Hugging Face layout
+    OUT/summary.json       a `Summary`; written last, so where it is, the rest is whole
+    OUT/.partial           work in progress: what was asked for, the tokenizer, one file of tokens per unit
+
+It works in two steps. First each unit of the source becomes a file of tokens, in any order, by any worker; a unit
+whose file is there is never done again. Then one pass over those files, in order, cuts samples and writes shards.
+Everything after the first step depends on the files alone, so neither the number of workers nor a kill at any
+moment changes a byte of the result. The price is disk: the tokens are there twice until the end.
+
+A document is its tokens followed by the end-of-text token; samples are cut from the documents joined in the
+source's order. Nothing is dropped but the last piece of each split that does not fill a sample, and that is counted.
+
+The column has a fixed shape because every sample has the same length: MDS then stores neither size nor shape with
+each sample, and an LLM Foundry loader reads it like any other array of tokens.
+"""
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import sync_folder
+from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
+from llmfoundry_lite.prepare.out_folder import (
+    check_unchanged,
+    clear_disk_errors,
+    discard,
+    find_finished,
+    only_preparation_in,
+    open_partial,
+    publish,
+    record_of,
+)
+from llmfoundry_lite.prepare.request import TRAIN_PREFIX, Request
+from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
+from llmfoundry_lite.prepare.sources import Source, open_source
+from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SHOWN, Summary, TokenizerSummary
+from llmfoundry_lite.prepare.token_files import origin_of_tokens, token_dtype, tokenize
+
+TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
+"""A tokenizer is trained on at most this much text, taken evenly from the source."""
+RESERVED_BYTES_PER_TOKEN = 32
+"""More than any tokenizer packs into a token on average; see `sample_for_training`."""
+
+
+def prepare(
+    request: Request,
+    out: str | Path,
+    *,
+    num_workers: int | None = None,
+    overwrite: bool = False,
+    show_progress: bool = False,
+    notify: Callable[[str], None] = lambda line: None,
+) -> Summary:
+    """Tokenise documents into samples and write them as MDS; carry on where a killed launch stopped.
+
+    `num_workers` processes, by default one per core this process may use (a script that calls this needs the usual
+    `if __name__ == "__main__":` unless it is 1). `overwrite` discards what an earlier preparation left in `out`.
+    `notify` gets a sentence when work is skipped or taken up again. Raises DataError for everything that is wrong
+    with input, request or disk, and then `out` holds nothing that looks finished.
+    """
+    started = time.monotonic()
+    out = Path(out).expanduser()
+    source = open_source(
+        request.sources,
+        text_keys=request.text_keys,
+        split=request.split,
+        encoding=request.encoding,
+        on_error=request.on_error,
+    )
+    if request.val_fraction is None:
+        request = replace(request, val_fraction=source.val_fraction)
+    given = None if request.tokenizer.startswith(TRAIN_PREFIX) else load_tokenizer(request.tokenizer)
+    record = record_of(request, source, given)
+
+    with clear_disk_errors(out), only_preparation_in(out):
+        if overwrite:
+            discard(out)
+        finished = find_finished(out, record, given)
+        if finished:
+            notify(f"{out} is complete: the same preparation finished there before")
+            return finished
+        for sentence in source.repeated[:SHOWN]:
+            notify(f"{sentence}, so it is read once")
+        if len(source.repeated) > SHOWN:
+            notify(f"{len(source.repeated) - SHOWN:,} more names of what is read already")
+        partial = open_partial(out, record, given, notify)
+        with progress_bars(show_progress) as bars:
+            tokenizer = provide_tokenizer(partial, given, request, source, bars)
+            work = tokenize(source, request, tokenizer, partial, num_workers or usable_cores(), bars, notify)
+            splits, skipped, named = pack(partial, work.num_units, request, token_dtype(tokenizer), bars)
+        check_unchanged(source, record)
+        seconds = time.monotonic() - started
+        summary = Summary(
+            format_version=FORMAT_VERSION,
+            request=record,
+            max_seq_len=request.max_seq_len,
+            token_dtype=token_dtype(tokenizer).name,
+            tokenizer=TokenizerSummary(
+                name=request.tokenizer,
+                fingerprint=tokenizer.fingerprint,
+                vocab_size=tokenizer.vocab_size,
+                eos_token_id=tokenizer.eos_token_id,
+                eos_token=tokenizer.eos_token,
+            ),
+            splits=splits,
+            skipped=skipped,
+            ignored_files=source.num_ignored_files,
+            seconds=round(seconds, 3),
+            documents_per_second=round(work.documents / seconds, 1),
+            text_bytes_per_second=round(work.text_bytes / seconds, 1),
+            skipped_examples=tuple(named),
+            unreadable=source.unreadable,
+            repeated=source.repeated,
+        )
+        publish(partial, out, summary)
+    return summary
+
+
+# The tokenizer
+
+
+def provide_tokenizer(
+    partial: Path, given: Tokenizer | None, request: Request, source: Source, bars: Progress
+) -> Tokenizer:
+    """The tokenizer in `.partial/tokenizer`: left by an earlier launch, or the one given, or trained now."""
+    folder = partial / "tokenizer"
+    if folder.is_dir() and given and origin_of_tokens(load_tokenizer(folder)) != origin_of_tokens(given):
+        shutil.rmtree(folder)
+    if not folder.is_dir():
+        tokenizer = given
+        if tokenizer is None:
+            bars.add_task("training the tokenizer", total=None)
+            sample = sample_for_training(source, request)
+            tokenizer = train_tokenizer(sample, int(request.tokenizer.removeprefix(TRAIN_PREFIX)))
+            bars.remove_task(bars.task_ids[-1])
+        unfinished = partial / "tokenizer.unfinished"
+        tokenizer.save(unfinished)
+        sync_folder(unfinished)
+        unfinished.rename(folder)
+    return load_tokenizer(folder)
+
+
+def sample_for_training(source: Source, request: Request) -> list[str]:
+    """Documents of the training split to train a tokenizer on, at most TOKENIZER_SAMPLE_BYTES of them.
+
+    Of a source whose size is known, every n-th unit; of a stream, the beginning. When the validation fraction alone
+    would not give one sample, `samples.choose_threshold` will take the documents with the next lowest split keys, but
+    only after tokenising; so enough of those stay out of the training sample here, by a safe guess at tokens per byte.
+    """
+    step = max(1, -(-(source.total_bytes or 0) // TOKENIZER_SAMPLE_BYTES))
+    documents: list[Document] = []
+    num_bytes = 0
+    for unit in itertools.islice(source.units(), 0, None, step):
+        for document in read_documents(
+            unit,
+            text_keys=request.text_keys,
+            on_error=request.on_error,
+            skipped=Skipped(),
+            encoding=request.encoding,
+        ):
+            documents.append(document)
+            num_bytes += document.num_bytes
+        if num_bytes >= TOKENIZER_SAMPLE_BYTES:
+            break
+    if not documents:
+        raise DataError(f"{' '.join(request.sources)}: no document to train a tokenizer on")
+    keys = np.array([document.split_key for document in documents], np.uint64)
+    sizes = np.array([document.num_bytes for document in documents], np.int64)
+    threshold = threshold_of(request)
+    if threshold > 0:
+        threshold = raise_threshold(threshold, keys, sizes, request.max_seq_len * RESERVED_BYTES_PER_TOKEN)
+    return [document.text for document, held_out in zip(documents, keys < threshold, strict=True) if not held_out]
+
+
+# Small things
+
+
+def usable_cores() -> int:
+    """The cores this process may run on, which in a container or a batch job are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def progress_bars(show: bool) -> Progress:
+    """One line per step on standard error, with the time that is left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True),
+        disable=not show,
+    )

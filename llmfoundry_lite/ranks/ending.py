@@ -1,0 +1,223 @@
+"""How a process of a launch begins and ends: its place among the ranks, and the right words and exit code at the end.
+
+Nothing here needs torch; the process group's store is used when there is one.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError, printable
+from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
+
+# Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# A rank that fails leaves without the exit handlers (see `_leave`), so Python's tracker of shared memory cleans up for
+# it, which is right, and says so in two lines for each rank, which would bury the reason.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+
+
+class Preempted(BaseException):
+    """The run must leave before its end; the same command carries on."""
+
+    exit_code = EXIT_PREEMPTED
+
+    def __init__(self, text: str, *, orderly: bool = False):
+        super().__init__(text)
+        self.is_orderly = orderly
+        """All ranks have agreed to leave, and nobody waits for anybody."""
+
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Ctrl-C twice: left at once. As shells have it."""
+LEAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ECHO_SECONDS = 2.0
+"""One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
+
+
+def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
+    _shield_resource_tracker()
+    raise_when_interrupted()
+    try:
+        adopt_srun()
+        main(sys.argv[1:])
+    except Preempted as error:
+        if this_rank().rank == 0:
+            print(describe(error), file=sys.stderr, flush=True)
+        if not error.is_orderly:
+            _leave(error.exit_code)
+        sys.exit(error.exit_code)
+    except BaseException as error:
+        report(describe(error))
+        _leave(error.exit_code if isinstance(error, UserError) else EXIT_BUG)
+    sys.exit(EXIT_DONE)
+
+
+def _shield_resource_tracker() -> None:
+    """Start Python's tracker of shared memory deaf to SIGUSR1, as it is to SIGTERM: SLURM sends a signal to every
+    process of a step, and a tracker that dies is replaced by one that complains of each name it has not heard of."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited
+    resource_tracker.ensure_running()
+
+
+def raise_when_interrupted() -> None:
+    """Let the first Ctrl-C, SIGTERM or SIGUSR1 raise Preempted: nothing has been trained yet that could be saved.
+    Composer installs its own handlers: call this again after it."""
+    pressed_at: list[float] = []
+
+    def leave(number: int, frame: Any) -> None:
+        name = signal.Signals(number).name
+        for other in LEAVING_SIGNALS:
+            signal.signal(other, leave_at_once)
+        leave_at_once(number, frame)
+        announce_preemption(name)
+        raise Preempted(f"{leaving_because(name)}; run the same command again")
+
+    def leave_at_once(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and is_second_press(pressed_at):
+            _leave(EXIT_INTERRUPTED)
+
+    for number in LEAVING_SIGNALS:
+        signal.signal(number, leave)
+
+
+def is_second_press(pressed_at: list[float]) -> bool:
+    """Note a SIGINT in `pressed_at`. Whether somebody has pressed Ctrl-C before, and this is no echo of that."""
+    now = time.monotonic()
+    pressed_at.append(now)
+    return now - pressed_at[0] > ECHO_SECONDS
+
+
+def leaving_because(reason: str) -> str:
+    return "interrupted by Ctrl-C" if reason == "SIGINT" else f"preempted by {reason}"
+
+
+PREEMPTED = "llmfoundry_lite/preempted"
+
+
+def announce_preemption(reason: str) -> None:
+    """Let other ranks know, should this one leave before they could agree. Waits a second for them, no longer."""
+
+    def announce() -> None:
+        with suppress(RuntimeError):
+            store.compare_set(PREEMPTED, "", reason)
+
+    if (store := _process_group_store()) is not None:
+        thread = threading.Thread(target=announce, daemon=True)
+        thread.start()
+        thread.join(1.0)
+
+
+def announced_preemption() -> str:
+    """The reason that any rank has announced, or nothing."""
+    store = _process_group_store()
+    with suppress(RuntimeError):
+        return store.compare_set(PREEMPTED, "", "").decode() if store is not None else ""
+    return ""
+
+
+def describe(error: BaseException) -> str:
+    """One line where the reader is a user, everything where the reader must find a bug."""
+    if isinstance(error, Preempted):
+        return printable(str(error))
+    if isinstance(error, UserError):
+        return f"error: {printable(str(error))}"
+    if is_lost_peer(error):
+        return (
+            "error: lost contact with another rank, which has died or lost its network; "
+            f"its own output has the reason: {where_outputs_are()} ({printable(str(error).splitlines()[0])})"
+        )
+    return printable("".join(traceback.format_exception(error)).rstrip(), keep="\n\t")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because the other side is gone (gloo's and NCCL's words for it)."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def report(text: str) -> None:
+    """Print the launch's first error: on the rank that had it, and on rank 0, whose output the user watches.
+
+    When one rank fails the others fail after it, with words that hide the reason: rank 0 prints those of the first.
+    A traceback is always printed where it happened: those who heard of the failure may have come first.
+    """
+    here = this_rank()
+    try:
+        first = first_error(text)
+    except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
+        if text.startswith("Traceback"):
+            print(text, file=sys.stderr, flush=True)
+        return
+    if first is None:
+        if here.local_rank == 0:
+            print(text, file=sys.stderr, flush=True)
+    elif here.rank in (0, first.rank) and (first.rank == here.rank or first.text == text):
+        print(text, file=sys.stderr, flush=True)
+    elif here.rank == 0:
+        print(f"rank {first.rank}: {first.text}", file=sys.stderr, flush=True)
+    elif text.startswith("Traceback") and first.text != text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def cause_of(text: str) -> str:
+    """The last line of the launch's first error, which names the rank if it is another; `text` is what happened here,
+    if nobody has said anything before."""
+    with suppress(RuntimeError):
+        first = first_error(text)
+        if first is not None and first.rank != this_rank().rank and first.text != text:
+            return f"rank {first.rank}: {_last_line(first.text)}"
+    return _last_line(text)
+
+
+class FirstError(NamedTuple):
+    rank: int
+    text: str
+
+
+def first_error(text: str) -> FirstError | None:
+    """What the first rank to fail has put into the process group's store: `text`, if that is this one. None without a
+    process group. Raises RuntimeError when the store is gone."""
+    store = _process_group_store()
+    if store is None:
+        return None
+    rank, first = (
+        store.compare_set("llmfoundry_lite/first_error", "", f"{this_rank().rank} {text}").decode().split(" ", 1)
+    )
+    return FirstError(int(rank), first)
+
+
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1].removeprefix("error: ")
+
+
+def where_outputs_are() -> str:
+    """Where to read what other ranks have said, by the launcher's ways."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun shows it, or keeps it with --log-dir DIR --redirects 3"
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        return "it is in srun's output"
+    return "composer prints it when it ends, and keeps it with --stdout 'rank{rank}.txt' --stderr 'rank{rank}.err'"
+
+
+def _process_group_store() -> Any:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _leave(code: int) -> None:
+    """Exit without waiting: exit handlers of a rank that failed may sit in a collective no one else will join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,118 @@
+"""JSON between ranks, and one verdict for all of them.
+
+torch's object collectives would pickle; plans, reports and errors are plain data, so they travel as JSON in a byte
+tensor instead. Without a process group there is one rank and nothing travels. For main threads only: every rank must
+come here in the same order.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from llmfoundry_lite import errors
+from llmfoundry_lite.errors import CheckpointError, UserError
+from llmfoundry_lite.ranks.codec import write_json
+
+Group = dist.ProcessGroup | None
+"""None is the default group, or a process alone."""
+
+
+def rank_and_size(group: Group) -> tuple[int, int]:
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather_json(value: Any, group: Group = None) -> list[Any]:
+    """What each rank passed, in order of rank, on every rank; two collectives."""
+    _, world_size = rank_and_size(group)
+    raw = write_json(value)
+    if world_size == 1:
+        return [json.loads(raw)]
+    longest = max_of([len(raw)], group)[0]
+    return [json.loads(part) for part in gather_bytes(raw.ljust(longest), group)]
+
+
+def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
+    """What each rank passed, in order of rank, on every rank; one collective. All must pass equally many."""
+    _, world_size = rank_and_size(group)
+    if world_size == 1:
+        return [raw]
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
+    gathered = mine.new_empty(world_size * len(raw))
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    everything = gathered.cpu().numpy().tobytes()
+    return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
+
+
+def gather_distinct(value: Any, group: Group = None) -> list[tuple[Any, list[int]]]:
+    """The different values that ranks passed, each with the ranks that did; on every rank, in order of the first.
+
+    Ranks compare digests, and one rank for each value tells it: cheap when most have the same.
+    """
+    digests = gather_bytes(xxhash.xxh3_128_digest(write_json(value)), group)
+    holders: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        holders.setdefault(digest, []).append(rank)
+    if len(holders) == 1:
+        return [(json.loads(write_json(value)), list(range(len(digests))))]
+    return [(tell_all(value, group, source=ranks[0]), ranks) for ranks in holders.values()]
+
+
+def tell_all(value: Any, group: Group = None, *, source: int = 0) -> Any:
+    """What one rank passed, rank 0 unless said otherwise, on every rank."""
+    rank, _ = rank_and_size(group)
+    return json.loads(tell_bytes(write_json(value) if rank == source else b"", group, source=source))
+
+
+def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
+    rank, world_size = rank_and_size(group)
+    if world_size == 1:
+        return raw
+    device = _device(group)
+    global_source = dist.get_global_rank(group, source) if group is not None else source
+    length = torch.tensor([len(raw)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=global_source, group=group)
+    content = torch.frombuffer(bytearray(raw.ljust(int(length))), dtype=torch.uint8).to(device)
+    dist.broadcast(content, src=global_source, group=group)
+    return raw if rank == source else bytes(content.cpu().numpy())
+
+
+def max_of(values: list[int], group: Group = None) -> list[int]:
+    """Each value's maximum over the ranks; a few dozen bytes, cheap enough for every batch."""
+    if rank_and_size(group)[1] == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64, device=_device(group))
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
+
+
+def agree(error: Exception | None, group: Group = None) -> None:
+    """Return on all ranks if none has an error; otherwise raise on all of them what the first had.
+
+    Errors that are not a user's are raised as they are where they happened.
+    """
+    if not any(max_of([0 if error is None else 1], group)):
+        return
+    rank, _ = rank_and_size(group)
+    reports = gather_json([type(error).__name__, str(error)] if error is not None else None, group)
+    if error is not None and not isinstance(error, CheckpointError):
+        raise error
+    first = next(i for i, report in enumerate(reports) if report is not None)
+    if first == rank:
+        assert error is not None
+        raise error
+    name, text = reports[first]
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        raise kind(text)  # the same sentence everywhere, so that it is printed once
+    raise CheckpointError(f"rank {first}: {name}: {text}")
+
+
+def _device(group: Group) -> torch.device:
+    """Where the group's backend wants its tensors."""
+    uses_accelerator = "nccl" in dist.get_backend(group) and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if uses_accelerator else torch.device("cpu")

@@ -1,0 +1,95 @@
+"""What is measured while a run runs: the data it saw, its speed, its memory, the time it still needs."""
+
+import hashlib
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.data.loader import batch_digest, format_digest
+from llmfoundry_lite.parallel.mesh import DataRanks
+from llmfoundry_lite.training.gradients import GradientStep
+from llmfoundry_lite.training.schedule import progress_of
+
+
+class DataDigest(Callback):
+    """`data/digest`: two runs that print the same ones saw the same data in the same batches."""
+
+    def __init__(self, gradient_step: GradientStep, ranks: DataRanks):
+        self.gradient_step = gradient_step
+        self.ranks = ranks
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        own = batch_digest(state.batch["input_ids"]) if self.ranks.speaks else 0
+        # Sums modulo 2**64: signed 64-bit addition wraps around in just that way.
+        digest = torch.tensor(own - (1 << 64) if own >= 1 << 63 else own, device=state.device._device)
+        dist.all_reduce(digest)
+        text = format_digest(int(digest) % (1 << 64))
+        self.gradient_step.digest = text
+        logger.log_metrics({"data/digest": text})  # pyright: ignore[reportArgumentType]
+
+
+class DropoutSeed(Callback):
+    """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved.
+
+    Ranks that divide layers among them drop the same of what each of them has whole (`parallel` tells their heads
+    apart).
+    """
+
+    def __init__(self, seed: int, ranks: DataRanks):
+        self.seed = seed
+        self.ranks = ranks
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big"))
+
+
+class RunMonitor(Callback):
+    """Throughput, MFU, memory, elapsed and remaining time.
+
+    Rates are of tokens really consumed over the wall-clock time between ends of batches, evaluation left out.
+    """
+
+    def __init__(self, window_size: int, flops_per_token: int, max_duration: Duration, compute_dtype: str):
+        self.flops_per_token = flops_per_token
+        self.max_duration = max_duration
+        self.history: deque[tuple[int, float]] = deque(maxlen=window_size + 1)
+        accelerator = devices.accelerator()
+        self.peak_flops = accelerator.peak_flops(compute_dtype) if accelerator else None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.launched_at = time.monotonic()
+        self.first_progress = progress_of(state, self.max_duration)
+        self.history.append(self._mark(state))
+        if self.peak_flops is None and dist.get_rank() == 0 and devices.device_type() == "cuda":
+            print(f"{devices.device_name()} is not in the table of accelerators: no MFU is reported", flush=True)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.history.append(self._mark(state))
+        (tokens_before, seconds_before), (tokens, seconds) = self.history[0], self.history[-1]
+        rate = (tokens - tokens_before) / max(seconds - seconds_before, 1e-9)
+        world_size = dist.get_world_size()
+        metrics = {
+            "throughput/tokens_per_sec": rate,
+            "throughput/device/tokens_per_sec": rate / world_size,
+            "throughput/device/flops_per_sec": rate * self.flops_per_token / world_size,
+            "memory/peak_bytes": devices.peak_memory_bytes(),
+            "time/batch_seconds": self.history[-1][1] - self.history[-2][1],
+            "time/elapsed_seconds": time.monotonic() - self.launched_at,
+        }
+        if self.peak_flops is not None:
+            metrics["throughput/device/mfu"] = rate * self.flops_per_token / world_size / self.peak_flops
+        progress = progress_of(state, self.max_duration)
+        if progress > self.first_progress:
+            remaining = metrics["time/elapsed_seconds"] * (1 - progress) / (progress - self.first_progress)
+            metrics["time/remaining_seconds"] = max(0.0, remaining)
+        logger.log_metrics(metrics)
+
+    def _mark(self, state: State) -> tuple[int, float]:
+        return int(state.timestamp.token), state.timestamp.total_wct.total_seconds()

@@ -1,0 +1,89 @@
+import uuid
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder, part_bytes
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_file, write_shard
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError
+from tests.checkpoint.saves import save
+
+
+def test_the_disk_is_asked_to_begin_with_every_byte_before_the_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        folders, "SYNC_FILE_RANGE", lambda fd, offset, size, flags: asked.append((offset.value, size.value))
+    )
+    write_shard(LocalFolder(tmp_path), "shard", b"head", [np.zeros(2 * CHUNK_BYTES + 1, np.uint8)])
+    table = (2 * CHUNK_BYTES + 5, 16 * (2 * CHUNK_BYTES // BLOCK_BYTES + 1))
+    assert sorted(asked) == [(0, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, 5), table]
+
+
+def test_a_system_that_cannot_be_asked_writes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "SYNC_FILE_RANGE", None)
+    content = np.arange(100_000, dtype=np.uint8)
+    write_file(LocalFolder(tmp_path), "shard", content)
+    assert (tmp_path / "shard").read_bytes() == content.tobytes()
+
+
+class ServerFiles(MemoryFileSystem):
+    """As sftp and hdfs have it: the host is not part of the path."""
+
+    protocol = "server"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.split("://host")[-1].strip("/")
+
+
+def test_an_url_stays_what_was_given_all_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("server", ServerFiles, clobber=True)
+    url = f"server://host/{uuid.uuid4().hex}"
+    store = CheckpointStore(url + "/")
+    saved = save(store, store.acquire(), 1)
+    assert saved.where == f"{url}/ba1"
+    verify_checkpoint(CheckpointStore(saved.where.rsplit("/", 1)[0]).candidates()[0].checkpoint)  # type: ignore[arg-type]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_bytes", [1, 156 << 30, 157 << 30, 1 << 40, 40 << 40])
+def test_an_upload_has_no_more_parts_than_s3_takes_and_none_larger(num_bytes: int) -> None:
+    size = part_bytes(num_bytes)
+    assert -(-num_bytes // size) <= 10_000
+    assert 16 << 20 <= size <= 5 << 30
+    assert size == 16 << 20 or num_bytes > 156 << 30
+
+
+class NoCredentials(Exception):
+    """As botocore's: neither an OSError nor anything else that could be named here."""
+
+
+def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise NoCredentials("Unable to locate credentials\nand more")
+
+    monkeypatch.setattr(folders, "ATTEMPTS", 1)
+    for name in ("ls", "info", "open", "pipe_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, fail)
+    store = CheckpointStore("memory://bucket/run")
+    for attempt in (store.candidates, store.acquire, lambda: store.remove("ba1", "e1-ba1-0")):
+        with pytest.raises(CheckpointError, match=r"^memory://bucket/run.*: Unable to locate credentials$"):
+            attempt()
+    with pytest.raises(OSError, match=r"Unable to locate credentials$"):
+        open_folder("memory://bucket/run").sink("shard", 1)
+
+
+def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_folder("~/runs").url == f"{tmp_path}/runs"

@@ -1,0 +1,146 @@
+"""`llmfoundry-lite checkpoint …`: what is printed, what is refused, and that looking needs no torch."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.ranks.ending import Preempted, describe, report
+from tests.checkpoint.saves import flip, save, write_draft
+
+TORCHLESS = """
+import json, sys, time
+started = time.monotonic()
+from llmfoundry_lite import cli
+code = cli.run(sys.argv[1:])
+print(json.dumps([code, "torch" in sys.modules, time.monotonic() - started]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    lease = store.acquire()
+    for batch in (1, 2, 3):
+        save(store, lease, batch)
+    return tmp_path / "run"
+
+
+def run(capsys, *arguments):
+    code = main.run(["checkpoint", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["prune", "--keep", "1"]])
+def test_looking_at_checkpoints_needs_no_torch(folder, command):
+    name, *options = command
+    arguments = ["checkpoint", name, str(folder), *options]
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", TORCHLESS, *arguments], capture_output=True, text=True)
+    code, has_torch, seconds = json.loads(done.stdout.splitlines()[-1])
+    assert (code, has_torch) == (0, False), done.stderr
+    print(f"{name}: {seconds:.2f} s, {time.monotonic() - started:.2f} s with the start of Python")
+
+
+@pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["diff"]])
+def test_nothing_there_is_an_error_of_one_line(tmp_path, capsys, command):
+    name, *options = command
+    places = [tmp_path / "nowhere"] * (2 if name == "diff" else 1)
+    assert run(capsys, name, *places, *options) == (
+        2,
+        "",
+        f"error: {tmp_path}/nowhere: no such folder; expected a checkpoint, a folder of them, or a run directory\n",
+    )
+    (tmp_path / "nowhere").mkdir()
+    code, out, err = run(capsys, name, *places, *options)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "nowhere: no checkpoints here; expected one (…/ba200), a folder of them" in err
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/", "file://{}", "{}/checkpoints", "{}/../link"])
+def test_a_run_may_be_named_in_many_ways(folder, capsys, form):
+    (folder.parent / "link").symlink_to(folder)
+    code, out, _ = run(capsys, "ls", form.format(folder))
+    assert code == 0 and "ba3" in out
+
+
+def test_ls_lists_the_newest_first_and_names_the_damaged(folder, capsys):
+    (folder / "checkpoints" / "ba2" / "manifest.json").write_text("{}")
+    code, out, _ = run(capsys, "ls", folder)
+    names = [line.split()[0] for line in out.splitlines() if line.strip().startswith("ba")]
+    assert (code, names) == (0, ["ba3", "ba1", "ba2"])
+    assert "ba2 is damaged: " in out
+
+
+def test_verify_names_the_damaged_file_and_does_not_look_at_an_older_one(folder, capsys):
+    assert run(capsys, "verify", folder)[1].endswith("ba3: intact, 1 tensors, 0.8 MB\n")
+    flip(folder / "checkpoints" / "ba3" / "shard-00001.safetensors", -200)
+    code, out, err = run(capsys, "verify", folder)
+    assert (code, out) == (2, "")
+    assert "ba3/shard-00001.safetensors: bytes" in err and "(in model/w)" in err
+    (folder / "checkpoints" / "ba3" / "manifest.json").write_text("{}")
+    assert run(capsys, "verify", folder)[0] == 2
+
+
+def test_verify_shows_how_far_it_is_on_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr("llmfoundry_lite.cli.checkpoint.PROGRESS_BYTES", 1)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, err = run(capsys, "verify", folder)
+    assert code == 0 and out.count("\n") == 1
+    assert "ba3" in err and "808.4/808.4 kB" in err.replace("\x1b[0m", "")
+
+
+def test_inspect_says_what_it_passed_over(folder, capsys):
+    (folder / "checkpoints" / "ba3" / "shard-00000.safetensors").unlink()
+    code, out, err = run(capsys, "inspect", folder)
+    assert code == 0 and "ba2" in out.splitlines()[0]
+    assert err.startswith("passed over incomplete checkpoint: ") and "missing" in err
+
+
+def test_prune_keeps_what_it_has_hashed(folder, capsys):
+    flip(folder / "checkpoints" / "ba3" / "shard-00000.safetensors", -1)  # sizes and header are still right
+    dry = run(capsys, "prune", folder, "--keep", "1", "--dry-run")
+    assert dry == (0, "would remove ba1; kept ba2, ba3\n", "")
+    assert len(list((folder / "checkpoints").glob("ba*"))) == 3
+    assert run(capsys, "prune", folder, "--keep", "1") == (0, "removed ba1; kept ba2, ba3\n", "")
+    assert sorted(path.name for path in (folder / "checkpoints").glob("ba*")) == ["ba2", "ba3"]
+
+
+def test_diff_of_two_saves_counts_what_differs(folder, capsys):
+    code, out, _ = run(capsys, "diff", folder / "checkpoints" / "ba1", folder / "checkpoints" / "ba3")
+    assert code == 0 and "1 of 1 tensors and 0 numbers differ" in out
+    assert "model/w" in out and "100,000" in out and "2.000e+00" in out
+    assert "0 of 1 tensors and 0 numbers differ" in run(capsys, "diff", folder, folder)[1]
+
+
+HOSTILE = "run\x1b]0;owned\x07\x1b[2J\u202e\rx"
+
+
+@pytest.mark.fault
+def test_names_from_files_cannot_steer_the_terminal(tmp_path, capsys):
+    store = CheckpointStore(tmp_path / HOSTILE)
+    lease = store.acquire()
+    for batch in (1, 2):
+        store.publish(replace(write_draft(store, lease, batch), run_name=HOSTILE, parent_save_id=HOSTILE), lease)
+    (tmp_path / HOSTILE / "ba2" / "shard-00000.safetensors").unlink()
+    commands = [["ls"], ["inspect", "--tensors"], ["verify"], ["diff", tmp_path / "x\x1b[2J"]]
+    for command, *options in commands:
+        _, out, err = run(capsys, command, tmp_path / HOSTILE, *options)
+        assert not [c for c in out + err if not c.isprintable() and c != "\n"]
+        assert r"run\x1b]0;owned\x07" in (out + err).replace("\n", "")
+
+
+@pytest.mark.fault
+def test_a_launch_reports_names_that_cannot_steer_the_terminal(capsys):
+    for error in (CheckpointError(HOSTILE), Preempted(HOSTILE), RuntimeError(HOSTILE)):
+        report(describe(error))
+        shown = capsys.readouterr().err
+        assert r"run\x1b]0;owned\x07\x1b[2J\u202e\rx" in shown
+        assert not [c for c in shown if not c.isprintable() and c != "\n"]

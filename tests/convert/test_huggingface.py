@@ -1,0 +1,471 @@
+"""Folders that plain `transformers` loads: same logits, nothing half-written, a reason when it cannot be."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MptConfig
+
+from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.convert import huggingface
+from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
+from llmfoundry_lite.errors import ExportError
+from llmfoundry_lite.models.mpt import MPT
+from tests.models.test_mpt_parity import (
+    ALIBI,
+    LLAMA,
+    SMALL,
+    random_model,
+    random_tokens,
+    with_activation,
+    with_attention,
+    with_scaling,
+)
+
+LAYOUTS = {
+    "mpt": ALIBI,
+    "mpt-six-heads": replace(ALIBI, n_heads=6),
+    "mpt-clip-and-scale": with_attention(ALIBI, clip_qkv=0.5, softmax_scale=0.05),
+    "gpt2": SMALL,
+    "gpt2-no-bias": replace(SMALL, no_bias=True),
+    "gpt2-no-positions": replace(SMALL, learned_pos_emb=False),
+    "gpt2-expansion": replace(SMALL, expansion_ratio=2.5, n_heads=6, norm_eps=1e-3),
+    "gpt2-softmax-scale": with_attention(SMALL, softmax_scale=1.0),
+    "gpt2-gelu-by-tanh": with_activation(SMALL, approximate="tanh"),
+    "gpt2-untied": replace(SMALL, tie_word_embeddings=False, norm_type="layernorm"),
+    "mpt-untied": replace(ALIBI, tie_word_embeddings=False),
+    "llama": LLAMA,
+    "llama-one-kv-head": with_attention(LLAMA, attn_type="multiquery_attention", kv_n_heads=None),
+    "llama-bias-tied": replace(LLAMA, no_bias=False, tie_word_embeddings=True, norm_type="low_precision_rmsnorm"),
+    "llama-linear": with_scaling(LLAMA, type="linear", factor=2.0),
+    "llama-dynamic": replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16),
+    "llama-width": replace(LLAMA, ffn_config=replace(LLAMA.ffn_config, ffn_hidden_size=80)),
+}
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def config(request) -> ModelConfig:
+    return LAYOUTS[request.param]
+
+
+def test_plain_transformers_gives_our_logits_within_1e5(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens_bt = random_tokens(config)
+    logits_btv = model(tokens_bt)
+    assert theirs.dtype == torch.float32
+    assert (theirs.eval()(tokens_bt).logits - logits_btv).abs().max() < 1e-5
+
+
+def test_transformers_generates_with_its_cache_what_we_would(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens_bt = random_tokens(config)[:1, :8]
+    expected_bt = tokens_bt
+    for _ in range(6):
+        expected_bt = torch.cat([expected_bt, model(expected_bt)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(theirs.generate(tokens_bt, max_new_tokens=6, do_sample=False), expected_bt)
+
+
+def test_export_and_import_return_every_bit(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    imported_config, state_dict = import_model(tmp_path / "out")
+    assert imported_config == config
+    assert state_dict.keys() == model.state_dict().keys()
+    assert all(torch.equal(state_dict[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("base", [ALIBI, SMALL, LLAMA], ids=["mpt", "gpt2", "llama"])
+def test_three_matrices_travel_as_the_layout_has_them_and_return_as_one(base, tmp_path):
+    config = with_attention(base, fused_qkv=False)
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    tokens_bt = random_tokens(config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert (theirs(tokens_bt).logits - model(tokens_bt)).abs().max() < 1e-5
+    imported_config, state_dict = import_model(tmp_path / "out")
+    assert imported_config == base
+    three = [model.state_dict()[f"transformer.blocks.1.attn.W{part}.weight"] for part in "qkv"]
+    assert torch.equal(state_dict["transformer.blocks.1.attn.Wqkv.weight"], torch.cat(three))
+
+
+def test_ntk_scaling_travels_as_the_theta_that_it_is(tmp_path):
+    config = with_scaling(LLAMA, type="ntk", factor=4.0)
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "out")
+    imported_config, _ = import_model(tmp_path / "out")
+    assert imported_config == with_attention(LLAMA, rope_theta=500 * 4.0 ** (12 / 10))
+    tokens_bt = random_tokens(config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert (theirs(tokens_bt).logits - model(tokens_bt)).abs().max() < 1e-5
+
+
+def test_several_shards_hold_the_same_weights(config, tmp_path):
+    model = random_model(config)
+    export_model(model.state_dict(), config, tmp_path / "one")
+    export_model(model.state_dict(), config, tmp_path / "many", max_shard_bytes=40_000)
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 2 and not (tmp_path / "many" / "model.safetensors").exists()
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    one, many = import_model(tmp_path / "one")[1], import_model(tmp_path / "many")[1]
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "many", output_loading_info=True)[1]["missing_keys"]
+
+
+def test_bf16_halves_the_file_and_loads_as_bf16(tmp_path):
+    model = random_model(ALIBI)
+    export_model(model.state_dict(), ALIBI, tmp_path / "fp32")
+    export_model(model.state_dict(), ALIBI, tmp_path / "bf16", dtype="bf16")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "bf16")]
+    assert sizes[1] < 0.6 * sizes[0]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
+
+
+def build_tokenizer(folder) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+
+
+def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
+    build_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "notes.txt").write_text("not the tokenizer's")
+    export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out", tokenizer_folder=tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 2
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.config.eos_token_id == 2 and theirs.generation_config.eos_token_id == 2
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == ALIBI.max_seq_len
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (replace(ALIBI, no_bias=False), "model.no_bias: false"),
+        (with_attention(ALIBI, alibi_bias_max=4), "model.attn_config.alibi_bias_max: 4"),
+        (with_attention(ALIBI, qk_ln=True), "model.attn_config.qk_ln: true"),
+        (replace(ALIBI, expansion_ratio=5), "model.expansion_ratio: 5"),
+        (replace(ALIBI, logit_scale=0.5), "model.logit_scale: 0.5"),
+        (with_attention(SMALL, qk_ln=True), "model.attn_config.qk_ln: true"),
+        (with_attention(SMALL, clip_qkv=6.0), "model.attn_config.clip_qkv: 6.0"),
+        (with_attention(SMALL, softmax_scale=0.05), "model.attn_config.softmax_scale: 0.05"),
+        (replace(SMALL, logit_scale="inv_sqrt_d_model"), "model.logit_scale: inv_sqrt_d_model"),
+        (with_attention(SMALL, rope=True), "model.ffn_config.ffn_type: mptmlp"),
+        (replace(LLAMA, norm_type="layernorm"), "model.norm_type: layernorm"),
+        (with_attention(LLAMA, qk_ln=True), "model.attn_config.qk_ln: true"),
+        (with_attention(LLAMA, qk_gn=True), "model.attn_config.qk_gn: true"),
+        (with_attention(LLAMA, clip_qkv=6.0), "model.attn_config.clip_qkv: 6.0"),
+        (with_attention(LLAMA, softmax_scale=1.0), "model.attn_config.softmax_scale: 1.0"),
+        (with_attention(LLAMA, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
+        (replace(LLAMA, logit_scale=0.5), "model.logit_scale: 0.5"),
+        (with_attention(SMALL, qk_gn=True), "model.attn_config.qk_gn: true"),
+        (with_attention(ALIBI, qk_gn=True), "model.attn_config.qk_gn: true"),
+        (with_attention(SMALL, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
+        (with_attention(ALIBI, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
+        (with_attention(ALIBI, attn_type="multiquery_attention"), "model.attn_config.attn_type: multiquery_attention"),
+        (
+            with_attention(SMALL, attn_type="grouped_query_attention", kv_n_heads=2),
+            "model.attn_config.attn_type: grouped_query_attention",
+        ),
+        (replace(SMALL, norm_type="rmsnorm"), "model.norm_type: rmsnorm"),
+        (replace(ALIBI, norm_type="rmsnorm"), "model.norm_type: rmsnorm"),
+        (replace(ALIBI, ffn_config=FFNConfig(ffn_type="mptglu")), "model.ffn_config.ffn_type: mptglu"),
+        (replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu")), "model.ffn_config.ffn_type: mptglu"),
+        (replace(ALIBI, ffn_config=FFNConfig(ffn_hidden_size=40)), "model.ffn_config.ffn_hidden_size: 40"),
+        (with_activation(ALIBI, name="silu"), "model.ffn_config.ffn_act_fn.name: silu"),
+        (with_activation(ALIBI, approximate="tanh"), "model.ffn_config.ffn_act_fn.approximate: tanh"),
+    ],
+)
+def test_what_no_layout_can_express_is_refused_by_name(config, option, tmp_path):
+    reason = can_export(config)
+    assert reason is not None and reason.startswith(f"{option} cannot be expressed in transformers'")
+    with pytest.raises(ExportError) as error:
+        export_model(random_model(config).state_dict(), config, tmp_path / "out")
+    assert str(error.value) == f"{tmp_path / 'out'}: {reason}" and "\n" not in reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_can_be_exported_has_no_reason(config):
+    assert can_export(config) is None
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path):
+    state_dict = dict(random_model(SMALL).state_dict())
+    norm = state_dict.pop("transformer.norm_f.weight")
+    with pytest.raises(ExportError, match=r"tensor transformer\.norm_f\.weight is missing"):
+        export_model(state_dict, SMALL, tmp_path / "out")
+    with pytest.raises(ExportError, match=r"norm_f\.weight has shape \[5\], the model's configuration says \[48\]"):
+        export_model({**state_dict, "transformer.norm_f.weight": norm[:5]}, SMALL, tmp_path / "out")
+    with pytest.raises(ExportError, match="tensor other has no place"):
+        export_model({**random_model(SMALL).state_dict(), "other": norm}, SMALL, tmp_path / "out")
+
+
+def test_a_full_disk_leaves_the_earlier_export_and_no_draft(tmp_path, monkeypatch):
+    model = random_model(ALIBI)
+    export_model(model.state_dict(), ALIBI, tmp_path / "out")
+
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface.files, "save_file", full)
+    with pytest.raises(ExportError, match="cannot be written: No space left on device"):
+        export_model(random_model(ALIBI, seed=1).state_dict(), ALIBI, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    name = "transformer.wte.weight"
+    assert torch.equal(import_model(tmp_path / "out")[1][name], model.state_dict()[name])
+
+
+def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out")
+    assert import_model(tmp_path / "out")[0] == ALIBI
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ExportError, match="exists and is not an earlier export"):
+        export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+# --------------------------------------------------------------------------------------------------- imports
+
+
+def test_a_pickled_folder_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpt"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ExportError, match=r"pytorch_model\.bin is a pickle, which can run code"):
+        import_model(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ExportError, match=r"model\.safetensors: damaged"):
+        import_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bloom"}, "model_type 'bloom' cannot be read; expected mpt, gpt2 or llama"),
+        (
+            {"activation_function": "tanh"},
+            'activation_function is "tanh" in config.json; this model only has "gelu_new" ',
+        ),
+        ({"n_head": None}, "n_head is null in config.json; expected a whole number"),
+        ({"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
+        ({"n_layer": 4}, "tensor transformer.h.3.ln_1.weight is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change, message):
+    model = random_model(SMALL)
+    hf_config = {**huggingface.build_hf_config(SMALL), **change}
+    with pytest.raises(ExportError) as error:
+        from_hugging_face(huggingface.to_hugging_face(model.state_dict(), SMALL), hf_config, "folder")
+    assert str(error.value).startswith(f"folder: {message}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
+        ({"head_dim": 16}, "head_dim is 16 in config.json; this model only has 12 or null"),
+        ({"hidden_act": "gelu_fast"}, 'hidden_act is "gelu_fast" in config.json; this model only has "silu" or '),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
+            'rope_parameters.rope_type is "llama3" in config.json; this model only has "default" or "linear"',
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 8.0}},
+            'rope_scaling.rope_type is "yarn" in config.json; this model only has',
+        ),
+        ({"num_key_value_heads": 4}, "tensor model.layers.0.self_attn.k_proj.weight has shape [24, 48], the model's"),
+        (
+            {"tie_word_embeddings": True},
+            "lm_head.weight differs from the input embedding, and tie_word_embeddings says",
+        ),
+    ],
+)
+def test_what_cannot_be_read_of_a_llama_is_named(change, message):
+    hf_config = {**huggingface.build_hf_config(LLAMA), **change}
+    with pytest.raises(ExportError) as error:
+        from_hugging_face(huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA), hf_config, "folder")
+    assert str(error.value).startswith(f"folder: {message}")
+
+
+THEIR_OWN = {
+    "gpt2": GPT2Config(n_embd=48, n_head=4, n_layer=3, n_positions=32, vocab_size=97),
+    "llama": LlamaConfig(
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=128,
+        max_position_embeddings=32,
+        vocab_size=97,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    ),
+    "mpt": MptConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97),
+}
+
+
+@pytest.mark.parametrize("name", THEIR_OWN)
+def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, tmp_path):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(THEIR_OWN[name]).eval()
+    theirs.save_pretrained(tmp_path)
+    config, state_dict = import_model(tmp_path)
+    ours = MPT(config).eval()
+    ours.load_state_dict(state_dict)
+    tokens_bt = random_tokens(config)
+    assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
+
+
+def test_the_older_spelling_of_rope_is_read():
+    hf_config = huggingface.build_hf_config(with_scaling(LLAMA, type="linear", factor=2.0))
+    del hf_config["rope_parameters"]
+    hf_config["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    hf_state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    assert from_hugging_face(hf_state, hf_config)[0] == with_scaling(LLAMA, type="linear", factor=2.0)
+
+
+def test_a_head_that_should_be_the_embedding_is_dropped_or_refused():
+    model = random_model(SMALL)
+    hf_state = huggingface.to_hugging_face(model.state_dict(), SMALL)
+    head = hf_state["transformer.wte.weight"].clone()
+    _, state_dict = from_hugging_face({**hf_state, "lm_head.weight": head}, huggingface.build_hf_config(SMALL))
+    assert "lm_head.weight" not in state_dict
+    with pytest.raises(ExportError, match=r"lm_head\.weight differs from the input embedding"):
+        from_hugging_face({**hf_state, "lm_head.weight": head + 1}, huggingface.build_hf_config(SMALL))
+
+
+FOUNDRY_SIZES = {
+    "model_type": "mpt",
+    "d_model": 48,
+    "n_heads": 4,
+    "n_layers": 3,
+    "max_seq_len": 32,
+    "vocab_size": 97,
+    "norm_eps": 1e-5,
+}
+"""SMALL's, as the config.json of an LLM Foundry folder has them."""
+
+FOUNDRY = {
+    **FOUNDRY_SIZES,
+    "learned_pos_emb": False,
+    "norm_type": "rmsnorm",
+    "no_bias": True,
+    "attention_bias": False,
+    "embedding_fraction": 0.5,
+    "tie_word_embeddings": False,
+    "attn_config": {
+        "attn_type": "grouped_query_attention",
+        "kv_n_heads": 2,
+        "attn_impl": "flash",
+        "fused_qkv": False,
+        "qk_gn": True,
+        "sliding_window_size": 8,
+        "attn_uses_sequence_id": True,
+        "attn_temperature_tuning": {"floor_scale": 8192, "attn_scale": 0.0},
+        "rope": True,
+        "rope_theta": 500,
+        "rope_impl": "hf",
+        "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
+        "rope_hf_config": {"type": "linear", "factor": 2.0},
+        "kv_dim": None,
+    },
+    "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 80, "ffn_act_fn": {"name": "silu"}, "fc_type": "torch"},
+}
+
+
+def test_llm_foundry_folders_keep_biases_and_learned_positions():
+    config = replace(SMALL, attn_config=AttentionConfig(qk_ln=True), logit_scale="inv_sqrt_d_model")
+    model = random_model(config)
+    foundry = {
+        **FOUNDRY_SIZES,
+        "no_bias": False,
+        "logit_scale": "inv_sqrt_d_model",
+        "attn_config": {"attn_type": "multihead_attention", "attn_impl": "flash", "alibi": False, "qk_ln": True},
+        "ffn_config": {"ffn_type": "mptmlp"},
+    }
+    imported_config, state_dict = from_hugging_face(model.state_dict(), foundry)
+    assert imported_config == config
+    MPT(imported_config).load_state_dict(state_dict)
+
+
+def test_llm_foundry_folders_of_the_whole_family_are_read():
+    attention = AttentionConfig(
+        attn_type="grouped_query_attention",
+        kv_n_heads=2,
+        fused_qkv=False,
+        qk_gn=True,
+        sliding_window_size=8,
+        attn_uses_sequence_id=True,
+        rope=True,
+        rope_theta=500,
+        rope_impl="hf",
+        rope_hf_config=RopeScaling(type="linear", factor=2.0),
+    )
+    ffn = FFNConfig(ffn_type="mptglu", ffn_hidden_size=80, ffn_act_fn=FFNActivation(name="silu"))
+    config = replace(
+        SMALL,
+        no_bias=True,
+        norm_type="rmsnorm",
+        learned_pos_emb=False,
+        embedding_fraction=0.5,
+        tie_word_embeddings=False,
+        attn_config=attention,
+        ffn_config=ffn,
+    )
+    weights = random_model(config).state_dict()
+    imported_config, state_dict = from_hugging_face(weights, FOUNDRY)
+    assert imported_config == config and state_dict.keys() == weights.keys()
+
+
+@pytest.mark.parametrize(
+    ("block", "change", "message"),
+    [
+        ("attn_config", {"rope_hf_config": {"type": "llama3"}}, 'attn_config.rope_hf_config.type is "llama3"'),
+        ("attn_config", {"rope_impl": "dail", "rope_dail_config": {"type": "xpos"}}, 'rope_dail_config.type is "xpos"'),
+        ("attn_config", {"attn_logit_softcapping": 30.0}, "attn_config.attn_logit_softcapping is 30.0"),
+        ("attn_config", {"attn_temperature_tuning": {"attn_scale": 0.1}}, "attn_temperature_tuning.attn_scale is 0.1"),
+        ("attn_config", {"kv_n_heads": None}, "kv_n_heads is null"),
+        ("ffn_config", {"ffn_type": "mb_dmoe"}, 'ffn_config.ffn_type is "mb_dmoe"'),
+        ("ffn_config", {"ffn_act_fn": {"name": "tanh"}}, 'ffn_config.ffn_act_fn.name is "tanh"'),
+        (None, {"attention_bias": True}, "attention_bias is true"),
+        (None, {"head_dim": 16}, "head_dim is 16"),
+        (None, {"n_layers": 0}, "n_layers is 0"),
+    ],
+)
+def test_what_llm_foundry_has_and_we_have_not_is_named(block, change, message):
+    foundry = {**FOUNDRY, **(change if block is None else {block: {**FOUNDRY[block], **change}})}
+    with pytest.raises(ExportError) as error:
+        from_hugging_face({}, foundry, "folder")
+    assert f"{message} in config.json; " in str(error.value)
+
+
+def test_heads_that_do_not_divide_one_another_are_refused():
+    foundry = {**FOUNDRY, "attn_config": {**FOUNDRY["attn_config"], "kv_n_heads": 3}}
+    with pytest.raises(
+        ExportError, match=r"folder: config\.json describes a model that cannot be: .*kv_n_heads: 3 does"
+    ):
+        from_hugging_face({}, foundry, "folder")
+
+
+def test_biases_trained_elsewhere_after_our_export_are_kept():
+    config = replace(SMALL, no_bias=True)
+    hf_state = huggingface.to_hugging_face(random_model(config).state_dict(), config)
+    hf_state["transformer.ln_f.bias"] = torch.ones(48)
+    imported_config, state_dict = from_hugging_face(hf_state, huggingface.build_hf_config(config))
+    assert not imported_config.no_bias and state_dict["transformer.norm_f.bias"].sum() == 48

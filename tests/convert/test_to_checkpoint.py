@@ -1,0 +1,431 @@
+"""Weights from elsewhere become a checkpoint like any other; pickles are read only when trusted, and never run."""
+
+import io
+import pickle
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint.metadata as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+
+import llmfoundry_lite
+from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.cli.checkpoint import model_config
+from llmfoundry_lite.convert.huggingface import export_model
+from llmfoundry_lite.convert.pickles import StandIn, TensorsOnly
+from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
+from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError
+from llmfoundry_lite.evaluation.models import find_subject
+from llmfoundry_lite.models.mpt import MPT
+from tests import composer_saves
+from tests.convert.test_huggingface import build_tokenizer
+from tests.helpers.launch import launch, train
+from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, read_metrics, tiny_config, values, write_config, write_data
+from tests.models.test_mpt_parity import ALIBI, LLAMA, SMALL, random_model
+
+PACKAGE = Path(llmfoundry_lite.__file__).parent
+
+
+def run(capsys, *arguments):
+    code = main.run(["checkpoint", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def folder_of(path, config=ALIBI, dtype="fp32"):
+    build_tokenizer(path.parent / "tokenizer")
+    model = random_model(config)
+    export_model(model.state_dict(), config, path, tokenizer_folder=path.parent / "tokenizer", dtype=dtype)
+    return model
+
+
+def refusal(source, out, **options):
+    with pytest.raises((CheckpointError, ExportError)) as error:
+        import_checkpoint(str(source), str(out), **options)
+    assert "\n" not in str(error.value)
+    assert not (Path(out) / "ba0").exists()
+    return str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------- Hugging Face
+
+
+@pytest.mark.parametrize(
+    "config", [ALIBI, SMALL, replace(SMALL, no_bias=True), LLAMA], ids=["mpt", "gpt2", "gpt2-no-bias", "llama"]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_export_import_export_is_bit_equal(tmp_path, capsys, config, dtype):
+    folder_of(tmp_path / "one", config, dtype)
+    assert run(capsys, "import", tmp_path / "one", tmp_path / "imported")[0] == 0
+    assert run(capsys, "verify", tmp_path / "imported")[0] == 0
+    assert run(capsys, "export", tmp_path / "imported", tmp_path / "two", "--dtype", dtype)[0] == 0
+    names = {path.name for path in (tmp_path / "one").iterdir()}
+    assert names == {path.name for path in (tmp_path / "two").iterdir()} and "tokenizer.json" in names
+    for name in names - {"tokenizer.json", "tokenizer_config.json"}:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_the_manifest_says_what_is_known_and_no_more(tmp_path, capsys):
+    folder_of(tmp_path / "hf", SMALL)
+    manifest = import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out")).checkpoint.manifest
+    assert model_config(manifest.config) == SMALL
+    assert manifest.config.keys() == {"model", "tokenizer"}
+    assert Path(manifest.config["tokenizer"]["name"]) == tmp_path / "out" / "tokenizer"
+    assert manifest.fingerprints.keys() == {"tokenizer"}
+    assert (manifest.run_name, manifest.segments, manifest.optimizer) == (None, (), None)
+    assert manifest.scalars == {"imported_from": {"kind": "Hugging Face", "source": str(tmp_path / "hf")}}
+    printed = run(capsys, "inspect", tmp_path / "out")[1]
+    assert "imported from" in printed and "optimizer     none" in printed and "batch" not in printed
+
+
+@pytest.mark.multiprocess
+def test_a_run_begins_with_imported_weights(tmp_path, capsys):
+    config = replace(SMALL, d_model=32, n_layers=2, max_seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    folder_of(tmp_path / "hf", config, "bf16")
+    assert run(capsys, "import", tmp_path / "hf", tmp_path / "imported")[0] == 0
+    frozen = {"load_path": str(tmp_path / "imported/ba0"), "max_duration": "1ba", "scheduler__t_warmup": "1ba"}
+    run_config = tiny_config(write_data(tmp_path / "data"), **frozen)
+    path = write_config(tmp_path / "tiny.yaml", run_config)
+    refused = train([path], tmp_path)
+    assert refused.exit_codes == [2] and "load_weights_only=true" in refused.output, refused.output
+    train([path, "load_weights_only=true"], tmp_path, 2).check()
+    assert values(read_metrics(tmp_path / "runs/tiny"), "lr") == [0.0]  # in the first batch of a warm-up nothing moves
+    printed = run(capsys, "diff", tmp_path / "imported", tmp_path / "runs/tiny")[1]
+    assert printed.count("only in b") == 56 and "56 of 84 tensors" in printed, "the optimizer's alone"
+
+
+def test_a_model_of_the_hub_comes_from_the_cache(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError
+
+    def cached(name, local_files_only=False, **options):
+        assert (name, local_files_only) == ("owner/name", True)
+        return str(tmp_path / "hf")
+
+    folder_of(tmp_path / "hf")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    imported = import_checkpoint("hf:owner/name", str(tmp_path / "out"))
+    assert imported.checkpoint.manifest.scalars["imported_from"]["source"] == "hf:owner/name"
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    words = "hf:owner/name: not in the local cache, and the Hugging Face Hub cannot be reached (ConnectionError)"
+    assert refusal("hf:owner/name", tmp_path / "other").startswith(words)
+
+
+def test_a_pytorch_bin_is_read_only_when_trusted(tmp_path):
+    model = folder_of(tmp_path / "hf")
+    torch.save(load_file(tmp_path / "hf" / "model.safetensors"), tmp_path / "hf" / "pytorch_model.bin")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    assert refusal(tmp_path / "hf", tmp_path / "out").endswith("if you trust where it comes from, add --trust-pickle")
+    imported = import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"), trust_pickle=True)
+    assert imported.notes == ["pytorch_model.bin was read by torch's weights-only reader"]
+    weights = load_full_tensors(imported.checkpoint.where)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "ba0", "latest.json"])
+def test_what_lies_in_the_folder_already_stays_as_it_is(tmp_path, name):
+    folder_of(tmp_path / "hf")
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    assert str(error.value) == (
+        f"{tmp_path}/out: already holds {name}, which the import would replace; give another folder, or remove it"
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert not list((tmp_path / "out" / name).iterdir())
+
+
+def test_an_export_has_the_tokenizer_of_its_weights_or_none(tmp_path, capsys):
+    folder_of(tmp_path / "hf")
+    import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "out", copy)
+    train_tokenizer(["something else"] * 3, 280).save(tmp_path / "out" / "tokenizer")  # where the manifest points to
+    train_tokenizer(["something else"] * 3, 280).save(tmp_path / "other")
+
+    code, _, err = run(capsys, "export", tmp_path / "out", tmp_path / "one")
+    assert (code, err.count("\n")) == (2, 1) and not (tmp_path / "one").exists()
+    assert "out/ba0 was trained with another tokenizer (sha256:" in err and "--tokenizer … to export" in err
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "one", "--tokenizer", tmp_path / "other")[0] == 2
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "one", "--tokenizer", tmp_path / "nowhere")[0] == 2
+    assert not (tmp_path / "one").exists()
+
+    assert run(capsys, "export", copy, tmp_path / "two")[0] == 0, "the copy beside the checkpoint is the right one"
+    right = load_tokenizer(copy / "tokenizer").fingerprint
+    assert load_tokenizer(tmp_path / "two").fingerprint == right
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "three", "--tokenizer", copy / "tokenizer")[0] == 0
+    assert load_tokenizer(tmp_path / "three").fingerprint == right
+    code, out, _ = run(capsys, "export", tmp_path / "out", tmp_path / "four", "--tokenizer", "none")
+    assert code == 0 and out.endswith("four, without a tokenizer\n")
+    assert not (tmp_path / "four/tokenizer.json").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys):
+    tokenizer = train_tokenizer(["some words of some kind"] * 3, 280)
+    tokenizer.save(tmp_path / "mine")
+    config = tiny_config(write_data(tmp_path / "data"), tokenizer__name=str(tmp_path / "mine"), model__vocab_size=280)
+    saves = {"max_duration": "2ba", "save_interval": "1ba", "save_folder": str(tmp_path / "bucket")}
+    train([write_config(tmp_path / "tiny.yaml", {**config, **saves})], tmp_path).check()
+    shutil.rmtree(tmp_path / "mine")
+    (tmp_path / "bucket").rename(tmp_path / "moved")
+    subject = find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
+    assert subject.fingerprint == tokenizer.fingerprint
+    assert run(capsys, "export", tmp_path / "moved", tmp_path / "hf")[0] == 0
+    assert load_tokenizer(tmp_path / "hf").fingerprint == tokenizer.fingerprint
+    train_tokenizer(["something else"] * 3, 280).save(tmp_path / "moved/tokenizer")
+    with pytest.raises(DataError, match=r"trained with another tokenizer \(sha256:.*\) than the copy beside it"):
+        find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
+
+
+def test_what_is_there_is_never_replaced(tmp_path):
+    folder_of(tmp_path / "hf")
+    import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    with pytest.raises(CheckpointError, match=r"out: already holds ba0; give another folder, or remove it"):
+        import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    with pytest.raises(CheckpointError, match=r"ba0: a checkpoint itself"):
+        import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out" / "ba0"))
+    assert "a file; give a folder" in refusal(tmp_path / "hf", tmp_path / "hf" / "config.json")
+    assert "a portable checkpoint already" in refusal(tmp_path / "out" / "ba0", tmp_path / "other")
+
+
+def test_sources_that_are_none_are_refused_by_name(tmp_path):
+    out = tmp_path / "out"
+    assert "nowhere: no such file or folder; for a model of the Hub write hf:" in refusal(tmp_path / "nowhere", out)
+    assert "copy it to a local disk first" in refusal("s3://bucket/hf", out)
+    (tmp_path / "saves" / "ep0-ba2").mkdir(parents=True)
+    (tmp_path / "saves" / "ep0-ba10-rank0.pt").touch()
+    message = refusal(tmp_path / "saves", out)
+    assert "neither a Hugging Face folder" in message and message.endswith(
+        "did you mean " + str(tmp_path / "saves/ep0-ba10-rank0.pt") + "?"
+    )
+    (tmp_path / "x.pt").write_bytes(b"not a pickle")
+    assert "x.pt: not a file of torch.save, or cut off" in refusal(tmp_path / "x.pt", out, trust_pickle=True)
+
+
+# ------------------------------------------------------------------------------------------ LLM Foundry / Composer
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory):
+    """Of Composer's Trainer: composer/ep0-ba2-rank0.pt and expected/, sharded/ep0-ba2 and sharded/full.pt."""
+    folder = tmp_path_factory.mktemp("composer")
+    build_tokenizer(folder / "tokenizer")
+    launch(composer_saves.save_one_file, (str(folder),), folder, 1).check()
+    launch(composer_saves.save_sharded, (str(folder),), folder, 2).check()
+    return folder
+
+
+@pytest.mark.multiprocess
+def test_a_checkpoint_of_composers_trainer_becomes_a_portable_one(saves, tmp_path, capsys):
+    source = saves / "composer" / "ep0-ba2-rank0.pt"
+    code, out, err = run(capsys, "import", source, tmp_path / "no")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "ep0-ba2-rank0.pt: a pickle, which can run code when it is read" in err and "--trust-pickle" in err
+    code, out, err = run(capsys, "import", source, tmp_path / "out", "--trust-pickle")
+    assert code == 0, err
+    assert "not carried   optimizer state, position in the data" in out
+    assert "holds datetime.timedelta, so it was read with stand-ins" in out and "nothing in it was run" in out
+    checkpoint = open_checkpoint(tmp_path / "out" / "ba0")
+    verify_checkpoint(checkpoint)
+    config = model_config(checkpoint.manifest.config)
+    assert (config.d_model, config.n_layers, config.attn_config.alibi, config.no_bias) == (48, 2, True, True)
+    expected = load_file(saves / "expected" / "model.safetensors")
+    weights = load_full_tensors(checkpoint.where)
+    assert weights.keys() == expected.keys() == MPT(config).state_dict().keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert "tokenizer" in checkpoint.manifest.fingerprints
+    assert run(capsys, "export", tmp_path / "out", tmp_path / "hf")[0] == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
+@pytest.mark.multiprocess
+def test_a_sharded_checkpoint_is_put_together(saves, tmp_path):
+    source = saves / "sharded" / "ep0-ba2"
+    assert {path.name for path in source.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert ".metadata: a pickle" in refusal(source, tmp_path / "out")
+    imported = import_checkpoint(str(source), str(tmp_path / "out"), trust_pickle=True)
+    expected = torch.load(saves / "sharded" / "full.pt", weights_only=True)
+    weights = load_full_tensors(imported.checkpoint.where)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    one_file = import_checkpoint(str(saves / "composer/ep0-ba2-rank0.pt"), str(tmp_path / "mono"), trust_pickle=True)
+    assert imported.checkpoint.manifest.config["model"] == one_file.checkpoint.manifest.config["model"]
+    assert imported.checkpoint.manifest.fingerprints == one_file.checkpoint.manifest.fingerprints
+
+
+@pytest.mark.multiprocess
+def test_a_lost_shard_is_named(saves, tmp_path):
+    shutil.copytree(saves / "sharded" / "ep0-ba2", tmp_path / "lossy")
+    (tmp_path / "lossy" / "__1_0.distcp").unlink()
+    assert "lossy/__1_0.distcp: missing" in refusal(tmp_path / "lossy", tmp_path / "out", trust_pickle=True)
+
+
+def composer_file(path, model, **state):
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state": {"model": tensors, **state}, "rng": []}, path)
+    return path
+
+
+def test_the_yaml_says_what_model_it_is_when_the_checkpoint_does_not(tmp_path):
+    source = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL))
+    out = tmp_path / "out"
+    assert refusal(source, out, trust_pickle=True).endswith("add --config and the YAML it was trained with")
+    model = {
+        key: value for key, value in asdict(SMALL).items() if key in ("d_model", "n_heads", "n_layers", "vocab_size")
+    }
+    run_config = {**tiny_config(tmp_path), "model": {"name": "mpt_causal_lm", "max_seq_len": 32, **model}}
+    path = write_config(tmp_path / "train.yaml", run_config)
+    imported = import_checkpoint(str(source), str(out), trust_pickle=True, config=[path])
+    assert model_config(imported.checkpoint.manifest.config) == SMALL
+    assert imported.notes == ["ep0-ba1-rank0.pt was read by torch's weights-only reader"]
+    with pytest.raises(ConfigError, match=r"train\.yam: no such file|neither a \.yaml"):
+        import_checkpoint(str(source), str(tmp_path / "more"), trust_pickle=True, config=[str(tmp_path / "train.yam")])
+
+
+def test_tensors_that_do_not_fit_are_listed(tmp_path):
+    source = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL))
+    run_config = {**tiny_config(tmp_path), "model": {"name": "mpt_causal_lm", "d_model": 48, "n_heads": 4}}
+
+    def with_model(**changes):
+        config = {**run_config, "model": {**run_config["model"], "max_seq_len": 32, "vocab_size": 97, **changes}}
+        path = write_config(tmp_path / "train.yaml", config)
+        return refusal(source, tmp_path / "out", trust_pickle=True, config=[path])
+
+    missing = with_model(n_layers=4)
+    assert "tensor transformer.blocks.3.norm_1.weight is missing" in missing
+    assert "likewise transformer.blocks.3.norm_1.bias, transformer.blocks.3.attn.Wqkv.weight" in missing
+    assert missing.endswith("and 3 more")
+    unknown = with_model(n_layers=3, no_bias=True)
+    assert "tensor transformer.blocks.0.norm_1.bias has no place" in unknown and "likewise" in unknown
+    misshapen = with_model(n_layers=3, expansion_ratio=2)
+    assert "ffn.up_proj.weight has shape [192, 48], the model's configuration says [96, 48]; likewise" in misshapen
+
+
+# -------------------------------------------------------------------------------------------------------- pickles
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("trust_pickle", [False, True])
+def test_a_malicious_pickle_is_never_run(tmp_path, trust_pickle):
+    exploded = tmp_path / "exploded"
+    hostile = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL), integrations=Bomb(exploded))
+    (tmp_path / "old.pt").write_bytes(pickle.dumps(Bomb(exploded)))
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Bomb(exploded)))
+    for source in (hostile, tmp_path / "old.pt", tmp_path / "sharded"):
+        message = refusal(source, tmp_path / "out", trust_pickle=trust_pickle)
+        assert ("--trust-pickle" in message) != trust_pickle
+    assert not exploded.exists()
+    torch.load(hostile, weights_only=False)
+    assert exploded.exists(), "or this test could not fail"
+
+
+class Getattr:
+    """`getattr(owner, name)`, to be done by whoever unpickles it."""
+
+    def __init__(self, owner, name):
+        self.arguments = owner, name
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_a_member_of_an_enumeration_may_be_named_as_python_3_11_2_names_it_and_nothing_else(tmp_path):
+    def read(content):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+        with open(tmp_path / ".metadata", "rb") as file:
+            return TensorsOnly(file).load()
+
+    member = MemoryFormat.TORCH_CONTIGUOUS_FORMAT
+    assert read(Getattr(MemoryFormat, member.name)) is member
+    assert isinstance(read(Getattr(MemoryFormat, member.name)), MemoryFormat)
+    assert isinstance(read(Getattr(Path, "touch")), StandIn)
+    assert isinstance(read(Getattr(torch.Size, "numel")), StandIn)
+
+
+def named(module, name):
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def with_attribute(target, name, value):
+    """A pickle of `target` after `setattr(target, name, value)`, as BUILD does it to whatever is on the stack."""
+    return b"\x80\x04" + target + b"(N}\x8c" + bytes([len(name)]) + name.encode() + value + b"stb."
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+INSTANCE = named(DCP, "BytesStorageMetadata") + b")\x81"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (named("torch._utils", "_rebuild_tensor_v2"), "__defaults__"),
+        (named(DCP, "Metadata"), "__eq__"),
+        (named(DCP, "MetadataIndex"), "__hash__"),
+        (named("torch", "float32"), "itemsize"),
+        (named("os", "system"), "__call__"),
+        (INSTANCE, "__class__"),
+    ],
+    ids=["function", "class", "frozen class", "dtype", "stand-in", "instance"],
+)
+def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, name):
+    def attributes():
+        owners = (torch._utils._rebuild_tensor_v2, dcp.Metadata, dcp.MetadataIndex, StandIn)
+        return [getattr(owner, name, None) for owner in owners]
+
+    before = attributes()
+    (tmp_path / "old.pt").write_bytes(with_attribute(target, name, named("torch", "Size")))
+    message = refusal(tmp_path / "old.pt", tmp_path / "out", trust_pickle=True)
+    assert re.search(
+        "old.pt: cannot be read: (it sets attributes of |the state of .* is no dict of its fields)", message
+    )
+    assert attributes() == before
+
+
+def test_a_record_is_given_its_fields_and_no_others():
+    index = dcp.MetadataIndex("w", torch.Size([1]))
+    vars(index)["__reduce__"] = "more"
+    found = TensorsOnly(io.BytesIO(pickle.dumps(index))).load()
+    assert found == dcp.MetadataIndex("w", torch.Size([1])) and vars(found).keys() == {"fqn", "offset", "index"}
+
+
+PEERS = ["bench/checkpoint_sides.py"]
+"""Measures what torch's own functions take."""
+UNPICKLES = re.compile(
+    r"\b(import|from)\s+(pickle|cPickle|_pickle|dill|cloudpickle|joblib|shelve|marshal)\b|\bpickle\.\w|\b[Uu]npickler\b"
+    r"|torch\.(load|save|serialization|package)\b|from torch import .*\b(load|save)\b|allow_pickle\s*=\s*True"
+    r"|(gather|broadcast|scatter|send|recv)_object|object_list|all_gather_object|_MaybePickler"
+    r"|\b(dcp|dist_cp)\.(load|save|async_save)\b|FileSystem(Reader|Writer)|HuggingFaceStorage|torch\.hub\b|jit\.load"
+)
+
+
+def test_one_module_may_unpickle_and_one_may_ask_it_to():
+    sources = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    sources |= {path: path.read_text() for path in sorted((PACKAGE.parent / "scripts").glob("*.py"))}
+    code = {path: re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", text, flags=re.S) for path, text in sources.items()}
+    assert [str(path) for path, text in code.items() if UNPICKLES.search(text)] == [*PEERS, "pickles.py"]
+    users = [str(path) for path, text in code.items() if re.search(r"\bllmfoundry_lite(\.| import )pickles\b", text)]
+    assert users == ["checkpoint_import.py"]
+    assert "import_checkpoint" not in "".join(text for path, text in code.items() if "training" in path.parts)

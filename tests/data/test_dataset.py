@@ -1,0 +1,665 @@
+"""Reading MDS: the order on real files and processes, what samples may look like, and every error's text."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from streaming import MDSWriter
+from streaming.base.spanner import Spanner
+
+from llmfoundry_lite.data import dataset
+from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset, build_text_dataset
+from llmfoundry_lite.data.lazy_arrays import ShardBounds
+from llmfoundry_lite.data.loader import TextLoader, batch_digest, build_text_loader, format_digest
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.ranks.ending import run_and_exit
+from tests.helpers.launch import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SEQ_LEN = 8
+
+
+def write_shards(folder: Path, num_samples: int = 100, size_limit: int = 1_000, first: int = 0, **options) -> Path:
+    """Samples that begin with their own number: [n, n + 1, …]; about ten in a shard."""
+    with MDSWriter(out=str(folder), columns={"tokens": "bytes"}, size_limit=size_limit, **options) as writer:
+        for number in range(first, first + num_samples):
+            writer.write({"tokens": np.arange(number, number + SEQ_LEN).tobytes()})
+    return folder
+
+
+def open_data(folder: Path | None, **settings) -> TextDataset:
+    settings = {"max_seq_len": SEQ_LEN, "global_batch_size": 12, "shuffle": True, "shuffle_seed": 3} | settings
+    if folder:
+        settings["local"] = str(folder)
+    return build_text_dataset(**settings)
+
+
+def numbers(loader: TextLoader) -> list[list[int]]:
+    """The sample numbers of every batch that is left in the epoch."""
+    return [batch["input_ids"][:, 0].tolist() for batch in loader]
+
+
+def numbers_of(dataset: TextDataset, num_workers: int = 0, **options) -> list[list[int]]:
+    return numbers(build_text_loader(dataset, num_workers=num_workers, **options))
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+def expected_numbers(dataset: TextDataset, epoch: int = 0) -> list[list[int]]:
+    order = dataset.order
+    return order.epoch(epoch).sample_ids(range(order.num_lanes), range(order.num_batches)).tolist()
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    return write_shards(tmp_path / "mds")
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Make this process one rank of a larger world, each rank on a machine of its own, without the other ranks."""
+    monkeypatch.setattr(dataset, "maybe_init_dist", lambda: False)
+
+    def become(rank: int, world_size: int) -> None:
+        for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+# Order and state ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_loader_yields_the_global_batches_in_order_epoch_after_epoch(shards, num_workers):
+    dataset = open_data(shards)
+    loader = build_text_loader(dataset, num_workers=num_workers, persistent_workers=num_workers == 3)
+    assert len(loader) == 8 and dataset.order.dropped_samples == 4
+    assert [numbers(loader) for _ in range(3)] == [expected_numbers(dataset, epoch) for epoch in range(3)]
+
+
+@pytest.mark.parametrize(("saved_workers", "resumed_workers"), [(0, 3), (2, 0)])
+def test_resuming_anywhere_continues_with_the_next_batch(shards, saved_workers, resumed_workers):
+    for batches_done in (0, 5, 8):
+        dataset = open_data(shards)
+        loader = build_text_loader(dataset, num_workers=saved_workers)
+        numbers(loader)  # epoch 0
+        for _, _ in zip(range(max(1, batches_done)), loader, strict=False):
+            pass  # 0 batches done: the first has been read, but not trained on yet
+        state = dataset.state_dict(batches_done * 12, True)
+        assert (state["epoch"], state["sample_in_epoch"], state["seed"]) == (1, batches_done * 12, 3)
+
+        resumed = open_data(shards)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert resumed.state_dict(0, False) == state  # before the first batch
+        loader = build_text_loader(resumed, num_workers=resumed_workers)
+        assert numbers(loader) == expected_numbers(resumed, 1)[batches_done:]
+        assert numbers(loader) == expected_numbers(resumed, 2)
+
+
+def test_state_counts_from_where_this_launch_began_if_asked_to(shards):
+    dataset = open_data(shards)
+    dataset.load_state_dict(dataset.state_dict(36, True))
+    next(iter(build_text_loader(dataset)))
+    assert dataset.state_dict(12, from_beginning=False)["sample_in_epoch"] == 48
+    assert dataset.state_dict(48, from_beginning=True)["sample_in_epoch"] == 48
+
+
+def test_going_back_to_an_earlier_epoch_works_with_persistent_workers(shards):
+    dataset = open_data(shards)
+    loader = build_text_loader(dataset, num_workers=2, persistent_workers=True)
+    state = dataset.state_dict(60, True)
+    for _ in range(3):
+        numbers(loader)
+    dataset.load_state_dict(state)
+    assert numbers(loader) == expected_numbers(dataset, 0)[5:]
+    assert numbers(loader) == expected_numbers(dataset, 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+def test_simulated_ranks_read_their_columns_of_the_global_batches(shards, as_rank, world_size):
+    ranks = []
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        dataset = open_data(shards)
+        dataset.load_state_dict(dataset.state_dict(24, True))
+        ranks.append(numbers_of(dataset))
+    together = [[number for part in parts for number in part] for parts in zip(*ranks, strict=True)]
+    assert together == expected_numbers(dataset)[2:]
+
+
+def test_streams_are_mixed_as_their_weights_say(tmp_path):
+    streams = {
+        "small": {"local": str(write_shards(tmp_path / "a", 30)), "proportion": 0.75},
+        "large": {"local": str(write_shards(tmp_path / "b", 70, first=30)), "proportion": 0.25},
+    }
+    dataset = open_data(None, streams=streams, epoch_size=120)
+    seen = flat(numbers_of(dataset))
+    counts = np.bincount(seen, minlength=100)
+    assert counts[:30].sum() == 90 and (counts[:30] == 3).all()
+    assert counts[30:].sum() == 30 and counts[30:].max() == 1
+
+    streams = {
+        "small": {"local": str(tmp_path / "a"), "repeat": 2.5},
+        "large": {"local": str(tmp_path / "b"), "choose": 21},
+    }
+    dataset = open_data(None, streams=streams)
+    counts = np.bincount(flat(numbers_of(dataset, num_workers=2)), minlength=100)
+    assert counts[:30].sum() == 75 and set(counts[:30]) == {2, 3}
+    assert counts[30:].sum() == 21 and counts[30:].max() == 1
+
+
+def read_as_rank(folder: Path, state: dict, num_workers: int, out: Path) -> None:
+    """On a rank of its own: the rest of an epoch, the next one, and one evaluation."""
+    multiprocessing.set_start_method("fork", force=True)  # for the DataLoader's workers, as in a launched process
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    dataset = open_data(folder)
+    dataset.load_state_dict(state)
+    loader = build_text_loader(dataset, num_workers=num_workers, persistent_workers=True)
+    training = [numbers(loader), numbers(loader)]
+    evaluation = numbers_of(open_data(folder, evaluation=True), num_workers)
+    (out / f"{rank}.json").write_text(json.dumps({"training": training, "evaluation": evaluation}))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.multiprocess
+def test_two_real_ranks_with_workers_read_what_one_rank_reads(shards, tmp_path):
+    dataset = open_data(shards)
+    launch(read_as_rank, (shards, dataset.state_dict(36, True), 2, tmp_path), tmp_path, num_ranks=2).check()
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for epoch, first_batch in ((0, 3), (1, 0)):
+        together = [a + b for a, b in zip(*(rank["training"][epoch] for rank in ranks), strict=True)]
+        assert together == expected_numbers(dataset, epoch)[first_batch:]
+    together = [a + b for a, b in zip(*(rank["evaluation"] for rank in ranks), strict=True)]
+    assert flat(together) == [*range(100), *[PAD_TOKEN] * 8]
+
+
+def test_samples_are_found_in_the_shards_where_streamingdataset_finds_them():
+    sizes = np.array([3, 1, 0, 2000, 1, 1, 5])
+    ours, theirs = ShardBounds(np.cumsum(sizes)), Spanner(sizes.copy())
+    assert [ours[sample] for sample in range(2011)] == [theirs[sample] for sample in range(2011)]
+    for outside in (-1, 2011):
+        with pytest.raises(IndexError):
+            ours[outside]
+
+
+# Evaluation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_evaluation_reads_everything_once_and_pads_the_last_batch(shards, num_workers):
+    dataset = open_data(shards, evaluation=True)
+    loader = build_text_loader(dataset, num_workers=num_workers)
+    for _ in range(2):  # the same every time
+        batches = [batch["input_ids"] for batch in loader]
+        assert [tuple(batch.shape) for batch in batches] == [(12, SEQ_LEN)] * 9 and len(loader) == 9
+        rows = torch.cat(batches)
+        assert rows[:100, 0].tolist() == list(range(100))
+        assert (rows[100:] == PAD_TOKEN).all()
+
+
+def test_evaluation_of_a_part_takes_the_same_part_every_time(shards):
+    dataset = open_data(None, streams={"some": {"local": str(shards), "choose": 30}}, evaluation=True)
+    first, second = numbers_of(dataset), numbers_of(dataset)
+    assert first == second and len(set(flat(first))) == 31  # and padding
+
+
+def test_a_rank_without_any_sample_still_evaluates_as_many_batches(tmp_path, as_rank):
+    folder = write_shards(tmp_path / "mds", num_samples=13)
+    as_rank(3, 4)
+    assert numbers_of(open_data(folder, evaluation=True)) == [[9, 10, 11], [PAD_TOKEN] * 3]
+    as_rank(0, 4)
+    assert numbers_of(open_data(folder, evaluation=True)) == [[0, 1, 2], [12, PAD_TOKEN, PAD_TOKEN]]
+
+
+def test_training_without_drop_last_pads_too(shards):
+    dataset = open_data(shards, drop_last=False)
+    seen = flat(numbers_of(dataset, num_workers=2))
+    assert sorted(seen) == [*[PAD_TOKEN] * 8, *range(100)]
+
+
+# Digest -------------------------------------------------------------------------------------------------------------
+
+
+def test_digest_depends_on_the_rows_but_not_on_their_order_or_place():
+    tokens_bt = torch.randint(0, 1000, (6, 16), generator=torch.Generator().manual_seed(0))
+    digest = batch_digest(tokens_bt)
+    assert digest == batch_digest(tokens_bt.flip(0))
+    assert digest == (batch_digest(tokens_bt[:2]) + batch_digest(tokens_bt[2:])) % 2**64
+    assert digest == batch_digest(torch.cat([tokens_bt, torch.full((2, 16), PAD_TOKEN)]))
+    changed_bt = tokens_bt.clone()
+    changed_bt[3, 5] += 1
+    assert digest != batch_digest(changed_bt)
+    assert digest != batch_digest(torch.cat([tokens_bt, tokens_bt[:1]]))
+
+
+def test_digests_can_be_summed_in_int64_tensors():
+    parts = [batch_digest(torch.randint(0, 9, (3, 4))) for _ in range(8)]
+    signed = torch.tensor([part - 2**64 if part >= 2**63 else part for part in parts])
+    assert format_digest(int(signed.sum())) == format_digest(sum(parts))
+    assert format_digest(0x0123) == "0000000000000123"
+
+
+def test_the_digest_is_this_one_for_ever():
+    assert format_digest(batch_digest(torch.arange(32).reshape(4, 8))) == "b8e8119f9e2a5a04"
+
+
+# What samples look like ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["ndarray:int32", "ndarray:uint16", f"ndarray:int64:{SEQ_LEN + 2}", "bytes"])
+def test_shards_of_llm_foundry_load_unchanged_and_are_cut_to_length(tmp_path, encoding):
+    dtype = "int64" if encoding == "bytes" else encoding.split(":")[1]
+    with MDSWriter(out=str(tmp_path / "mds"), columns={"tokens": encoding}, compression="zstd") as writer:
+        for number in range(24):
+            tokens = np.arange(number, number + SEQ_LEN + 2).astype(dtype)
+            writer.write({"tokens": tokens.tobytes() if encoding == "bytes" else tokens})
+    batch = next(iter(build_text_loader(open_data(tmp_path / "mds", evaluation=True))))["input_ids"]
+    assert batch.dtype == torch.int64
+    assert batch.tolist() == [list(range(number, number + SEQ_LEN)) for number in range(12)]
+
+
+def test_bytes_of_another_type_are_read_as_token_encoding_type_says(tmp_path):
+    with MDSWriter(out=str(tmp_path), columns={"tokens": "bytes"}) as writer:
+        for _ in range(12):
+            writer.write({"tokens": np.arange(SEQ_LEN, dtype=np.uint16).tobytes()})
+    rows = next(iter(build_text_loader(open_data(tmp_path, token_encoding_type="uint16"))))["input_ids"]
+    assert rows[0].tolist() == list(range(SEQ_LEN))
+
+
+class LetterTokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in dataset]
+
+
+def test_shards_of_text_are_tokenized_cut_and_padded(tmp_path):
+    with MDSWriter(out=str(tmp_path), columns={"text": "str"}) as writer:
+        for words in ["abc", "abcdefghijkl", ""] * 4:
+            writer.write({"text": words})
+    dataset = open_data(tmp_path, tokenizer=LetterTokenizer(), evaluation=True, vocab_size=20)
+    rows = next(iter(build_text_loader(dataset)))["input_ids"][:3].tolist()
+    assert rows == [[0, 1, 2, *[PAD_TOKEN] * 5], [0, 1, 2, 3, 4, 5, 6, 7], [PAD_TOKEN] * 8]
+
+
+# Downloads ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_shard_is_downloaded_once(shards, tmp_path, downloads):
+    dataset = open_data(tmp_path / "cache", remote=str(shards))
+    for epoch in range(2):
+        assert numbers_of(dataset) == expected_numbers(dataset, epoch)
+    assert sorted(downloads) == sorted(path.name for path in shards.glob("*.mds"))
+
+
+def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downloads):
+    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
+    num_shards, limit = len(list(remote.glob("*.mds"))), 24_000
+    dataset = open_data(
+        tmp_path / "cache", remote=str(remote), cache_limit=limit, shuffle_block_size=24, global_batch_size=2
+    )
+
+    def is_cached(name: str) -> bool:
+        return (tmp_path / "cache" / name).exists()
+
+    seen, largest = [], 0
+    for batch in build_text_loader(dataset):
+        seen.append(batch["input_ids"][:, 0].tolist())
+        largest = max(largest, sum(path.stat().st_size for path in remote.iterdir() if is_cached(path.name)))
+    assert seen == expected_numbers(dataset)
+    # Files come and go while they are counted here.
+    assert largest <= limit + 2 * 2_000 < sum(path.stat().st_size for path in remote.iterdir())
+    # Two lanes, each reading shards one after another: no shard is fetched over and over.
+    assert num_shards <= len(downloads) <= num_shards + 6
+
+
+def test_a_rank_downloads_only_the_shards_of_its_lanes(tmp_path, downloads, as_rank):
+    remote = write_shards(tmp_path / "remote", num_samples=1_200)
+    num_shards, counts = len(list(remote.glob("*.mds"))), []
+    for rank in range(4):
+        as_rank(rank, 4)
+        dataset = open_data(tmp_path / f"cache-{rank}", remote=str(remote), global_batch_size=4)
+        numbers_of(dataset)
+        counts.append(len(downloads) - sum(counts))
+    assert max(counts) <= num_shards / 4 + 2
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_cache_limit_never_removes_what_no_remote_has(tmp_path, compression):
+    only, remote = write_shards(tmp_path / "a", 100, compression=compression), tmp_path / "b"
+    write_shards(remote, 600, 2_000, 100, compression=compression)
+    before = [files_of(only), files_of(remote)]
+    streams = {
+        "a": {"local": str(only), "repeat": 2},
+        "b": {"local": str(tmp_path / "cache"), "remote": str(remote)},
+    }
+    dataset = open_data(None, streams=streams, cache_limit=20_000, shuffle_block_size=24, global_batch_size=2)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert before[0].items() <= files_of(only).items() and before[1] == files_of(remote)
+    assert sum(map(len, files_of(tmp_path / "cache").values())) <= 20_000
+    assert len(list((tmp_path / "cache").glob("*.mds"))) < len(list(remote.glob("*.mds*")))
+
+
+@pytest.mark.parametrize("name", ["{}/", "{}/../mds", "file://{}", "{}-link"])
+def test_a_remote_that_is_the_folder_itself_is_none(tmp_path, name):
+    shards = write_shards(tmp_path / "mds", 300, compression="zstd")
+    (tmp_path / "mds-link").symlink_to(shards)
+    before = files_of(shards)
+    dataset = open_data(shards, remote=name.format(shards), cache_limit=5_000)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert before.items() <= files_of(shards).items()
+
+
+def test_a_folder_that_lacks_what_its_index_compressed_is_read_and_kept(tmp_path):
+    """StreamingDataset removes shards that were decompressed, and lost their compressed form, as leftovers."""
+    shards = write_shards(tmp_path / "mds", compression="zstd")
+    numbers_of(open_data(shards))
+    for path in shards.glob("*.zstd"):
+        path.unlink()
+    dataset = open_data(shards)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+
+
+def test_a_remote_given_as_a_file_url_is_downloaded(shards, tmp_path):
+    dataset = open_data(tmp_path / "cache", remote=f"file://{shards}")
+    assert numbers_of(dataset) == expected_numbers(dataset)
+
+
+def test_a_cache_of_data_that_was_prepared_again_is_refused(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
+    numbers_of(open_data(cache, remote=str(remote)))
+    shutil.rmtree(remote)
+    write_shards(remote, num_samples=110)
+    message = message_of(open_data, cache, remote=str(remote))
+    assert message.startswith(f"{cache}/index.json is not the index.json of {remote}, so old and new samples would be")
+    (cache / "index.json").unlink()
+    assert f"{cache} holds shards without the index.json" in message_of(open_data, cache, remote=str(remote))
+    assert list(cache.glob("*.part*")) == []
+    shutil.rmtree(cache)
+    assert len(flat(numbers_of(open_data(cache, remote=str(remote))))) == 108
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+
+def message_of(function, *arguments, **settings) -> str:
+    with pytest.raises(DataError) as caught:
+        function(*arguments, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_folder_and_missing_index_are_named(tmp_path):
+    assert f"there is no data folder {tmp_path / 'no'}" in message_of(open_data, tmp_path / "no")
+    assert f"{tmp_path} has no index.json" in message_of(open_data, tmp_path)
+    write_shards(tmp_path / "train")
+    write_shards(tmp_path / "val")
+    assert "set `split` to one of: train, val" in message_of(open_data, tmp_path)
+    assert "stream code: there is no data folder" in message_of(
+        open_data, None, streams={"code": {"local": str(tmp_path / "no")}}
+    )
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1, "shards": []}', '{"version": 2, "shards": []}'])
+def test_damaged_index_is_named(shards, content):
+    (shards / "index.json").write_text(content)
+    assert str(shards / "index.json") in message_of(open_data, shards)
+
+
+def test_missing_remote_is_named(tmp_path):
+    message = message_of(open_data, tmp_path / "cache", remote=str(tmp_path / "no"))
+    assert message.startswith(f"cannot get index.json of {tmp_path / 'no'}: ")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_truncated_shard_is_named(shards, num_workers):
+    path = shards / "shard.00003.mds"
+    path.write_bytes(path.read_bytes()[:-100])
+    message = message_of(numbers_of, open_data(shards), num_workers)
+    assert message.startswith(f"{path} is damaged: it has ") and message.endswith("prepare the data again")
+
+
+def test_shard_with_a_damaged_header_is_named(shards):
+    path = shards / "shard.00003.mds"
+    content = bytearray(path.read_bytes())
+    content[4:48] = b"\x7f" * 44
+    path.write_bytes(content)
+    assert message_of(numbers_of, open_data(shards)).startswith(f"{path}, sample ")
+
+
+def flip_a_bit(path: Path) -> Path:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def test_a_flipped_bit_is_found_by_its_hash_or_by_the_vocabulary(tmp_path):
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    path = flip_a_bit(shards / "shard.00003.mds")
+    message = message_of(numbers_of, open_data(shards))
+    assert message.startswith(f"{path} is damaged: its xxh64 is not the one in index.json; prepare the data again")
+    assert "leave validate_hash out" in message_of(open_data, shards, validate_hash="sha1")
+    path = flip_a_bit(write_shards(tmp_path / "unhashed") / "shard.00003.mds")
+    message = message_of(numbers_of, open_data(path.parent, vocab_size=1_000))
+    assert message.startswith(f"{path}, sample ") and "is outside the vocabulary of 1000" in message
+
+
+def test_a_flipped_bit_in_a_cache_is_found_and_mended(tmp_path, downloads):
+    remote, cache = write_shards(tmp_path / "remote", hashes=["xxh64"]), tmp_path / "cache"
+    numbers_of(open_data(cache, remote=str(remote)))
+    flip_a_bit(cache / "shard.00003.mds")
+    dataset = open_data(cache, remote=str(remote))
+    downloads.clear()
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert downloads == ["shard.00003.mds"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_truncated_zstd_download_is_asked_for_again(tmp_path, downloads, num_workers):
+    remote, cache = write_shards(tmp_path / "remote", compression="zstd", hashes=["xxh64"]), tmp_path / "cache"
+    cache.mkdir()
+    shutil.copy(remote / "index.json", cache)
+    name = "shard.00003.mds.zstd"
+    (cache / name).write_bytes((remote / name).read_bytes()[:-10])
+    dataset = open_data(cache, remote=str(remote))
+    assert numbers_of(dataset, num_workers) == expected_numbers(dataset)
+    assert num_workers or downloads.count(name) == 1
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, downloads, compression):
+    remote = write_shards(tmp_path / "remote", hashes=["xxh64"], compression=compression)
+    path = flip_a_bit(remote / ("shard.00003.mds" + (".zstd" if compression else "")))
+    dataset = open_data(tmp_path / "cache", remote=str(remote))
+    message = message_of(numbers_of, dataset)
+    assert message.startswith(f"cannot get {tmp_path / 'cache' / 'shard.00003.mds'} from {remote}: it arrives damaged")
+    assert not list((tmp_path / "cache").glob("shard.00003*")) and downloads.count(path.name) >= 2
+
+
+def test_a_shard_that_is_missing_where_there_is_no_remote_is_named(shards):
+    (shards / "shard.00003.mds").unlink()
+    message = message_of(numbers_of, open_data(shards))
+    assert f"cannot get {shards / 'shard.00003.mds'} which is not there, and no `remote` has it" in message
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_cannot_be_downloaded_ends_the_run_instead_of_the_epoch(tmp_path, num_workers):
+    remote = write_shards(tmp_path / "remote")
+    (remote / "shard.00003.mds").unlink()
+    message = message_of(numbers_of, open_data(tmp_path / "cache", remote=str(remote)), num_workers)
+    assert message.startswith(f"cannot get {tmp_path / 'cache' / 'shard.00003.mds'} from {remote}: ")
+
+
+def test_tokens_outside_the_vocabulary_are_named_with_shard_and_sample(shards):
+    message = message_of(numbers_of, open_data(shards, evaluation=True, vocab_size=70), 2)
+    assert f"{shards}/shard.0000" in message and "sample " in message
+    assert "token id 70 is outside the vocabulary of 70: the tokenizer does not match" in message
+
+
+def test_samples_shorter_than_max_seq_len_are_refused_with_both_remedies(shards):
+    message = message_of(numbers_of, open_data(shards, max_seq_len=9))
+    assert (
+        "has 8 tokens, but max_seq_len is 9; set max_seq_len=8, or prepare the data again with --max-seq-len 9"
+        in message
+    )
+
+
+def test_columns_that_cannot_be_read_are_named(tmp_path):
+    def write(name: str, columns: dict, sample: dict) -> Path:
+        with MDSWriter(out=str(tmp_path / name), columns=columns) as writer:
+            for _ in range(12):
+                writer.write(sample)
+        return tmp_path / name
+
+    other = write("other", {"prompt": "str", "label": "int"}, {"prompt": "a", "label": 1})
+    assert "has no column tokens or text, only label, prompt" in message_of(open_data, other)
+    words = write("words", {"text": "str"}, {"text": "a"})
+    assert "holds text, not tokens: name a tokenizer" in message_of(open_data, words)
+    floats = write("floats", {"tokens": "ndarray:float32"}, {"tokens": np.zeros(SEQ_LEN, np.float32)})
+    assert "not a row of whole numbers" in message_of(numbers_of, open_data(floats))
+    short = write("short", {"tokens": "bytes"}, {"tokens": b"12345678901"})
+    assert "11 bytes of tokens are not whole int64 numbers; set token_encoding_type" in message_of(
+        numbers_of, open_data(short)
+    )
+
+
+def test_folders_that_are_ambiguous_or_unnamed_are_refused(shards, tmp_path):
+    assert "neither is set" in message_of(open_data, None)
+    assert "both are set" in message_of(open_data, shards, streams={"a": {"local": "x"}})
+    assert "`local` is not set" in message_of(open_data, None, remote="s3://bucket/data")
+    twice = {"a": {"local": str(shards)}, "b": {"local": f"{shards}/"}}
+    assert "streams a and b both use the folder" in message_of(open_data, None, streams=twice)
+    weights = {"a": {"local": str(shards), "repeat": 2, "choose": 3}}
+    assert message_of(open_data, None, streams=weights).startswith("stream a: At most one of")
+    assert "stream a: " in message_of(open_data, None, streams={"a": {"local": str(shards), "propotion": 1}})
+
+
+def test_two_data_sets_of_a_run_may_not_download_into_one_folder(shards, tmp_path):
+    first = open_data(tmp_path / "cache", remote=str(shards))
+    message = message_of(open_data, tmp_path / "cache", remote=str(shards))
+    assert f"two data sets of this run download into {tmp_path / 'cache'}" in message
+    numbers_of(first)
+    assert numbers_of(open_data(tmp_path / "cache"))  # without remote, any number may read a complete folder
+
+
+def test_batches_that_cannot_be_are_refused(shards, as_rank):
+    assert "an epoch of 100 samples is smaller than one global batch of 101" in message_of(
+        open_data, shards, global_batch_size=101
+    )
+    as_rank(0, 5)
+    assert "a global batch of 12 samples cannot be split evenly over 5 ranks" in message_of(open_data, shards)
+
+
+def test_a_state_of_another_run_is_refused(shards, tmp_path):
+    dataset = open_data(shards)
+    state = dataset.state_dict(24, True)
+    assert "global_train_batch_size is 12, but the checkpoint was trained with 6" in message_of(
+        dataset.load_state_dict, state | {"global_batch_size": 6}
+    )
+    assert "set train_loader.dataset.shuffle_seed=4 to carry on" in message_of(
+        dataset.load_state_dict, state | {"seed": 4}
+    )
+    assert "is not between two global batches" in message_of(dataset.load_state_dict, state | {"sample_in_epoch": 30})
+    stock = {"epoch": 0, "sample_in_epoch": 24, "num_canonical_nodes": 1, "shuffle_seed": 3}
+    assert "lacks seed, global_batch_size, order" in message_of(dataset.load_state_dict, stock)
+    more = open_data(write_shards(tmp_path / "longer", num_samples=101))
+    message = message_of(more.load_state_dict, state)
+    assert f"not what the checkpoint was trained with: {tmp_path / 'longer'} holds sizes:" in message
+    assert "version 2 of the sample order" in message_of(dataset.load_state_dict, state | {"order_version": 2})
+    old = {key: state[key] for key in ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order")}
+    assert "would repeat and skip samples" in message_of(more.load_state_dict, old)
+
+
+def test_data_prepared_again_in_the_same_shape_is_refused_unless_the_checkpoint_is_too_old_to_tell(tmp_path):
+    def prepared(name: str, first: int) -> TextDataset:
+        return open_data(write_shards(tmp_path / name, first=first, hashes=["xxh64"]))
+
+    state = prepared("before", 0).state_dict(24, True)
+    prepared("copy", 0).load_state_dict(state)
+    again = prepared("again", 1)
+    message = message_of(again.load_state_dict, state)
+    assert f"{tmp_path / 'again'} holds xxh64:" in message and "the data in the checkpoint was xxh64:" in message
+    for key in ("content", "streams", "order_version"):
+        del state[key]
+    again.load_state_dict(state)
+    assert again.state_dict(0, False)["sample_in_epoch"] == 24
+
+
+def test_equal_streams_in_another_order_are_refused(tmp_path):
+    streams = {
+        name: {"local": str(write_shards(tmp_path / name, first=first, hashes=["xxh64"]))}
+        for name, first in (("web", 0), ("code", 100))
+    }
+    state = open_data(None, streams=streams).state_dict(24, True)
+    swapped = open_data(None, streams={name: streams[name] for name in ("code", "web")})
+    message = message_of(swapped.load_state_dict, state)
+    assert "the streams stand in another order: 'web', 'code' in the checkpoint" in message
+    renamed = {f"my {name}": stream for name, stream in streams.items()}
+    open_data(None, streams=renamed).load_state_dict(state)
+
+
+# Nodes --------------------------------------------------------------------------------------------------------------
+
+
+def read_on_node(folders: list[Path], remote: Path | None, out: Path) -> None:
+    """On each of two nodes of one rank, on this machine: an epoch, written down; exit code 2 if it is refused."""
+    multiprocessing.set_start_method("fork", force=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+
+    def read(arguments) -> None:
+        dataset = open_data(folders[rank], remote=remote and str(remote), cache_limit=30_000 if remote else None)
+        (out / f"{rank}.json").write_text(json.dumps(numbers_of(dataset, num_workers=2)))
+        torch.distributed.destroy_process_group()
+
+    run_and_exit(read)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("sharing", ["one cache", "a cache each", "one folder"])
+def test_two_nodes_on_one_machine_read_one_data_set(tmp_path, sharing):
+    remote = write_shards(tmp_path / "remote", 600, hashes=["xxh64"])
+    folders = {
+        "one cache": [tmp_path / "cache"] * 2,
+        "a cache each": [tmp_path / "cache-0", tmp_path / "cache-1"],
+        "one folder": [remote] * 2,
+    }[sharing]
+    arguments = (folders, None if sharing == "one folder" else remote, tmp_path)
+    launch(read_on_node, arguments, tmp_path, num_ranks=2, local_world_size=1).check()
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    together = [a + b for a, b in zip(*ranks, strict=True)]
+    assert together == expected_numbers(open_data(remote))
+
+
+@pytest.mark.multiprocess
+def test_nodes_whose_shards_are_cut_differently_are_refused_before_the_first_batch(tmp_path):
+    folders = [
+        write_shards(tmp_path / "a", hashes=["xxh64"]),
+        write_shards(tmp_path / "b", 100, 2_000, hashes=["xxh64"]),
+    ]
+    result = launch(read_on_node, (folders, None, tmp_path), tmp_path, num_ranks=2, local_world_size=1)
+    assert result.exit_codes == [2, 2] and not list(tmp_path.glob("*.json"))
+    host = socket.gethostname()
+    assert (
+        f"error: node 1 ({host}) reads other data than node 0 ({host}): the data: {folders[1]} on node" in result.output
+    )
+    assert "100 samples in 5 shards" in result.output and "give every node the same data" in result.output
+
+
+def test_an_error_of_one_node_is_everybodys(shards, tmp_path):
+    result = launch(read_on_node, ([shards, tmp_path / "no"], None, tmp_path), tmp_path, 2, local_world_size=1)
+    assert 2 in result.exit_codes and f"there is no data folder {tmp_path / 'no'}" in "".join(result.outputs)

@@ -1,0 +1,108 @@
+"""Text and a small tokenizer for the data tests; a reader of MDS that is not ours."""
+
+import atexit
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming import Stream
+
+from llmfoundry_lite.data.order import SampleOrder, share_of_worker
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def close_shared_memory(monkeypatch: pytest.MonkeyPatch):
+    """Streaming keeps its blocks open until the process ends, and the tests make a thousand data sets in one."""
+    from streaming.base.shared import memory
+
+    made, initialise = [], memory.SharedMemory.__init__
+
+    def remember(self, *arguments, **options):
+        initialise(self, *arguments, **options)
+        made.append(self)
+
+    monkeypatch.setattr(memory.SharedMemory, "__init__", remember)
+    yield
+    gc.collect()
+    for block in made:
+        with suppress(BufferError):  # a data set that something still holds
+            block.cleanup()
+            atexit.unregister(block.cleanup)
+
+
+def make_documents(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
+    """Documents of different lengths, some with more than ASCII, all different."""
+    generator = random.Random(seed)
+    alphabet = "etaoinshrdlucmfwypvbgkqjxzéß漢"
+    lexicon = ["".join(generator.choices(alphabet, k=generator.randint(1, 9))) for _ in range(800)]
+    documents = []
+    for index in range(count):
+        length = generator.randint(1, 2 * words)
+        documents.append(f"{index}: " + " ".join(generator.choices(lexicon, k=length)) + ".\n")
+    return documents
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(make_documents(400, seed=1), 600).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder)
+
+
+def read_samples(folder: Path) -> np.ndarray:
+    """All samples of one split, as StreamingDataset's own reader sees them."""
+    from streaming import LocalDataset
+
+    dataset = LocalDataset(local=str(folder))
+    return np.stack([dataset[index]["tokens"] for index in range(len(dataset))])
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def downloads(monkeypatch) -> list[str]:
+    """The shards that this process has downloaded so far."""
+    names = []
+    download_file = Stream._download_file
+
+    def download_and_note(self, from_basename, to_basename=None):
+        if from_basename != "index.json":
+            names.append(from_basename)
+        return download_file(self, from_basename, to_basename)
+
+    monkeypatch.setattr(Stream, "_download_file", download_and_note)
+    return names
+
+
+def slices_of_workers(
+    order: SampleOrder,
+    epoch: int,
+    rank: int,
+    world_size: int,
+    num_workers: int,
+    first_batch: int,
+    num_batches: int | None = None,
+) -> list[Iterator[np.ndarray]]:
+    """What each DataLoader worker of a simulated rank reads: the ids of its batches, or of so many that it has its
+    share of `num_batches`."""
+    slices, num_workers = [], max(1, num_workers)
+    for worker in range(num_workers):
+        lanes, steps = share_of_worker(
+            order, rank=rank, world_size=world_size, worker=worker, num_workers=num_workers, first_batch=first_batch
+        )
+        steps = steps if num_batches is None else steps[: -(-num_batches // num_workers)]
+        slices.append(iter(order.epoch(epoch).sample_ids(lanes, steps)))
+    return slices

@@ -1,0 +1,44 @@
+"""What the tests of `data prepare` share: a request, its input, and what its result has to hold."""
+
+import json
+from pathlib import Path
+
+from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.summary import Summary
+
+from .conftest import read_samples
+
+SEQ_LEN = 32
+
+
+def request(source: Path | str, tokenizer: Path | str, **options: object) -> Request:
+    return Request(**{"sources": (str(source),), "tokenizer": str(tokenizer), "max_seq_len": SEQ_LEN, **options})
+
+
+def write_jsonl(path: Path, documents: list[str], key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": 1, key: document}) + "\n" for document in documents))
+    return path
+
+
+def joined_tokens(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
+    return [token for ids in tokenizer.encode_batch(documents) for token in (*ids, tokenizer.eos_token_id)]
+
+
+def assert_holds(folder: Path, summary: Summary, tokenizer: Tokenizer, documents: list[str]) -> None:
+    """The samples of a split are exactly these documents in this order, and its counts are right."""
+    split = summary.splits[folder.name]
+    expected = joined_tokens(tokenizer, documents)
+    samples = read_samples(folder)
+    assert samples.shape == (split.samples, summary.max_seq_len)
+    assert samples.ravel().tolist() == expected[: split.tokens]
+    assert split.tokens + split.remainder_tokens == len(expected)
+    assert split.remainder_tokens < summary.max_seq_len
+    assert split.documents == len(documents)
+    assert split.text_bytes == sum(len(document.encode()) for document in documents)
+    assert split.tokens_per_byte == len(expected) / split.text_bytes
+
+
+def plain(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path

@@ -1,0 +1,361 @@
+"""Layers divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from composer.core import Callback
+from safetensors.torch import load_file
+
+from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
+from llmfoundry_lite.config.check import check_world_size
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.parallel.fsdp import build_parallel_model
+from llmfoundry_lite.parallel.mesh import build_mesh
+from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.plan.memory import estimate_memory
+from llmfoundry_lite.ranks.exchange import gather_json
+from llmfoundry_lite.training.optimizers import local
+from tests.helpers.launch import launch
+from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.tiny import tiny_config, values, write_config, write_data
+from tests.training.runs import losses, metrics, run, saves
+
+OVER_TWO: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 2}}
+OVER_FOUR: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 4}}
+SMALL = ModelConfig(
+    d_model=64, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96, attn_config=AttentionConfig(fused_qkv=False)
+)
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def divisible(data: Path, **changes: Any) -> dict[str, Any]:
+    options = {"model__attn_config__fused_qkv": False, "autoresume": True, "max_duration": "4ba"}
+    return tiny_config(data, **{**options, **changes})
+
+
+def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = 1e-4) -> None:
+    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
+    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
+        assert values(ours, key) == values(theirs, key), key
+    for key in ("loss/train/total", "eval/loss"):
+        assert values(ours, key) == pytest.approx(values(theirs, key), abs=tolerance), key
+    assert values(ours, "grad_norm") == pytest.approx(values(theirs, "grad_norm"), rel=10 * tolerance)
+
+
+# --------------------------------------------------------------------------------------------------- the same run
+
+
+@pytest.mark.multiprocess
+def test_one_device_carries_on_what_two_began_together(tmp_path, data):
+    config = divisible(data, eval_interval="2ba")
+    run(tmp_path, config, "whole")
+    run(tmp_path, config, "legs", 2, stop_after="2ba", **OVER_TWO)
+    said = run(tmp_path, config, "legs").output
+    assert "tensor parallel degree 2 -> none" in said
+    assert_same_run(tmp_path, "legs", "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_is_the_same_divided_or_not_and_changes_over_at_any_checkpoint(tmp_path, data):
+    config = divisible(data, max_duration="6ba", eval_interval="3ba")
+    run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
+    for number, changes in enumerate((OVER_TWO, {}, OVER_FOUR)):
+        found = tmp_path / f"begun/{number}"
+        said = run(tmp_path, config, "legs", 4, stop_after="2ba", callbacks=resave_into(found), **changes).output
+        if number:
+            assert_same_state(saves(tmp_path, "legs") / f"ba{2 * number}", found / f"ba{2 * number}")
+            assert f"tensor parallel degree {['2 -> none', 'none -> 4'][number - 1]}" in said
+    assert_same_run(tmp_path, "legs", "whole")
+    assert not any(d.num_different for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
+    segments = open_checkpoint(saves(tmp_path, "legs") / "ba6").manifest.segments
+    assert [segment.tensor_parallel_degree for segment in segments] == [2, None, 4]
+
+
+LLAMA = {
+    "no_bias": True,
+    "norm_type": "rmsnorm",
+    "tie_word_embeddings": False,
+    "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
+    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
+}
+FAMILY = {
+    "alibi": ({"attn_config": {"alibi": True}}, 4),
+    "alibi, reference": ({"attn_config": {"alibi": True, "attn_impl": "reference", "qk_gn": True, "clip_qkv": 2}}, 2),
+    "llama": (LLAMA, 2),
+    "window": ({"attn_config": {"alibi": True, "sliding_window_size": 9}}, 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_member_of_the_family_can_be_divided(tmp_path, data, name):
+    changes, degree = FAMILY[name]
+    config = divisible(data)
+    attention = config["model"]["attn_config"] | changes["attn_config"]
+    config["model"] |= {**changes, "attn_config": attention}
+    run(tmp_path, config, "whole")
+    run(tmp_path, config, "divided", 4, tp_config={"tensor_parallel_degree": degree})
+    assert_same_run(tmp_path, "divided", "whole")
+
+
+EAGER = {"backend": "aot_eager"}  # all of the compiler but the code it writes
+WAYS = {
+    "hybrid": (8, {"fsdp_config": HYBRID}),
+    "replicated": (4, {"fsdp_config": None}),
+    "gathered once": (4, {"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}),
+    "uneven": (6, {}),
+    "checkpointed": (4, {"fsdp_config": {"activation_checkpointing": True}}),
+    "selective": (4, {"fsdp_config": {"activation_checkpointing": "selective"}}),
+    "microbatches": (4, {"device_train_microbatch_size": 1}),
+    "microbatches, by sample": (4, {"device_train_microbatch_size": 1, "accumulate_train_batch_on_tokens": False}),
+    "summed at once": (
+        4,
+        {"device_train_microbatch_size": 1, "fsdp_config": {"reduce_every_microbatch": True}},
+    ),
+    "compiled": (2, {"compile_config": EAGER}),
+    "compiled, recomputed": (2, {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}}),
+    "lion": (4, {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3, "weight_decay": 0.1}}),
+    "clipped": (4, {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.1}}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", WAYS)
+def test_division_goes_with_every_other_way_to_compute(tmp_path, data, name):
+    num_ranks, changes = WAYS[name]
+    config = divisible(data, global_train_batch_size=12, train_loader__num_workers=2)
+    same_on_one = {key: value for key, value in changes.items() if key in ("optimizer", "algorithms")}
+    run(tmp_path, config, "whole", **same_on_one)
+    run(tmp_path, config, "divided", num_ranks, **OVER_TWO, **changes)
+    assert_same_run(tmp_path, "divided", "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("precision", "mixed_precision"),
+    [("amp_bf16", "DEFAULT"), ("amp_bf16", "PURE"), ("amp_bf16", "FULL"), ("amp_fp16", "DEFAULT")],
+)
+def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, mixed_precision):
+    config = divisible(data, max_duration="10ba")
+    run(tmp_path, config, "fp32")
+    half = {"precision": precision, "fsdp_config": {"mixed_precision": mixed_precision}}
+    run(tmp_path, config, "divided", 4, **OVER_TWO, **half)
+    assert losses(tmp_path, "divided") == pytest.approx(losses(tmp_path, "fp32"), abs=0.06)
+    assert losses(tmp_path, "divided") != losses(tmp_path, "fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_path, data):
+    train_tokenizer(["what is one and one? two"] * 9, 300).save(str(tmp_path / "tokenizer"))
+    questions = [{"context": f"what is {word}?", "answer": "two"} for word in ("one", "two", "and", "one and", "is")]
+    (tmp_path / "write.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    tasks = [
+        {"label": "text", "icl_task_type": "perplexity", "dataset_uri": str(data / "val")},
+        {
+            "label": "write",
+            "icl_task_type": "generation_task_with_answers",
+            "dataset_uri": str(tmp_path / "write.jsonl"),
+        },
+    ]
+    config = divisible(
+        data,
+        icl_tasks=tasks,
+        eval_interval="2ba",
+        tokenizer__name=str(tmp_path / "tokenizer"),
+        device_train_microbatch_size="auto",
+        export_at_end=True,
+    )
+    config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
+    run(tmp_path, config, "whole")
+    said = run(tmp_path, config, "divided", 4, **OVER_TWO)
+    assert_same_run(tmp_path, "divided", "whole")
+    for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
+        ours, theirs = (values(metrics(tmp_path, name), key) for name in ("divided", "whole"))
+        assert ours == pytest.approx(theirs, rel=1e-4), key
+        assert ours, key
+    ours, theirs = (load_file(tmp_path / f"runs/{name}/huggingface/model.safetensors") for name in ("divided", "whole"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-3, rtol=1e-3)
+    assert not [line for output in said.outputs for line in output.splitlines() if "redistribut" in line]
+
+
+# -------------------------------------------------------------------------------------------------------- dropout
+
+
+class CopiesAreEqual(Callback):
+    """What every rank of a group has whole is the same to the last bit after every batch."""
+
+    def batch_end(self, state, logger):
+        norms = [p for name, p in state.model.named_parameters() if "norm_" in name and ".blocks." in name]
+        shares = gather_json([local(p).sum(dtype=torch.float64).item() for p in norms])
+        assert (shares[0], shares[2]) == (shares[1], shares[3])
+        assert shares[0] != shares[2] or int(state.timestamp.batch) == 1  # whose learning rate is 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data):
+    config = divisible(data, model__resid_pdrop=0.2, model__emb_pdrop=0.1)
+    run(tmp_path, config, "whole")
+    run(tmp_path, config, "divided", 2, **OVER_TWO)
+    assert_same_run(tmp_path, "divided", "whole")
+    equal = {f"python:{__name__}:CopiesAreEqual": {}}
+    config["model"]["attn_config"]["attn_pdrop"] = 0.2
+    for name in ("first", "second"):
+        run(tmp_path, config, name, 4, callbacks=equal, fsdp_config={"activation_checkpointing": True}, **OVER_TWO)
+    assert losses(tmp_path, "first") == losses(tmp_path, "second")
+
+
+def compare_heads() -> None:
+    """On each rank of one group, with all heads alike: what its heads say."""
+    dist.init_process_group("gloo")
+    model = build_divided(attn_pdrop=0.5, degree=2)
+    heads: list[torch.Tensor] = []
+    attention: Any = model.transformer.blocks[0].attn
+    for linear in (attention.Wq, attention.Wk, attention.Wv):
+        linear.weight.data.fill_(0.1)
+    attention.out_proj.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0].detach()))
+    torch.manual_seed(3)
+    for training in (True, False):
+        model.train(training)(torch.arange(32)[None])
+    digests = [[float(head.double().square().sum()) for head in heads], int(torch.randint(1 << 30, ()))]
+    (dropped, whole), (other_dropped, other_whole) = (sums for sums, _ in gather_json(digests))
+    assert dropped != other_dropped
+    assert whole == other_whole
+    following = [number for _, number in gather_json(digests)]
+    assert following[0] == following[1]  # the stream's dropout, which comes after, is the same again
+
+
+def build_divided(degree: int, **attention: Any) -> Any:
+    config = replace(SMALL, attn_config=replace(SMALL.attn_config, **attention))
+    mesh = build_mesh(FSDPConfig(), "cpu", dist.get_world_size(), dist.get_world_size(), degree)
+    return build_parallel_model(config, FSDPConfig(), PRECISIONS["fp32", "DEFAULT"], mesh, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_each_rank_drops_other_scores_of_its_heads(tmp_path):
+    launch(compare_heads, (), tmp_path, 2).check()
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "model.attn_config.fused_qkv=true": (
+        "model.attn_config.fused_qkv: one matrix for q, k and v cannot be divided by heads, as tp_config asks for; set "
+        "it to false"
+    ),
+    "model.attn_config.qk_ln=true": (
+        "model.attn_config.qk_ln: a norm over all heads, which tp_config divides among devices; use qk_gn: true, a "
+        "norm over each head"
+    ),
+    "tp_config.tensor_parallel_degree=3": (
+        "tp_config.tensor_parallel_degree: 3 does not divide model.n_heads, 4; use 1, 2 or 4"
+    ),
+    "tp_config.tensor_parallel_degree=0": ("tp_config.tensor_parallel_degree: 0 given, expected a number above 0"),
+    "model.attn_config.attn_type=multiquery_attention": (
+        "tp_config.tensor_parallel_degree: 2 does not divide the heads of keys and values, 1; use 1"
+    ),
+    "model.ffn_config.ffn_hidden_size=81": (
+        "tp_config.tensor_parallel_degree: 2 does not divide the width of the feed-forward layer, 81; use 1"
+    ),
+    "compile_config={} fsdp_config.activation_checkpointing=selective": (
+        "fsdp_config.activation_checkpointing: selective cannot be compiled where tp_config divides layers; use true "
+        "or false, or no compile_config"
+    ),
+    "compile_config={} model.attn_config.attn_pdrop=0.1": (
+        "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers; set it to 0, or use no "
+        "compile_config"
+    ),
+    "train_loader.name=python:my.module:load": (
+        "train_loader.name: python:my.module:load cannot know that with tp_config neighbouring devices must read the "
+        "same samples; use text, or no tp_config"
+    ),
+}
+
+
+def load(tmp_path: Path, *arguments: str) -> Any:
+    config = divisible(tmp_path) | OVER_TWO
+    return load_train_config([write_config(tmp_path / "run.yaml", config), *arguments])
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_cannot_be_divided_is_refused_by_name(tmp_path, argument):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, *argument.split())
+    assert str(error.value).split(": ", 1)[1] == REFUSED[argument]
+
+
+def test_devices_and_batch_must_be_divisible_by_groups(tmp_path):
+    check_world_size(load(tmp_path).config, 16)
+    for world_size, batch, message in (
+        (
+            5,
+            8,
+            "tp_config.tensor_parallel_degree: 2 does not divide the 5 devices of this launch; start a multiple of 2",
+        ),
+        (6, 8, "global_train_batch_size: 8 cannot be shared evenly by 3 groups of 2 devices (tp_config)"),
+        (16, 4, "global_train_batch_size: 4 cannot be shared evenly by 8 groups of 2 devices (tp_config)"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_world_size(load(tmp_path, f"global_train_batch_size={batch}").config, world_size)
+        assert str(error.value).startswith(message)
+        assert "\n" not in str(error.value)
+
+
+def test_a_hardware_overlay_may_divide_layers_and_a_strategy_has_no_effect(tmp_path):
+    whole = write_config(tmp_path / "run.yaml", divisible(tmp_path))
+    over = {"overlay": "hardware", "tp_config": {"tensor_parallel_degree": 4, "strategy": "ffn"}}
+    found = load_train_config([whole, write_config(tmp_path / "hardware.yaml", over)])
+    assert found.config.tensor_parallel_degree == 4
+    assert found.config.num_data_ranks(8) == 2
+    (note,) = found.notes
+    assert note.endswith("tp_config.strategy has no effect: attention and feed-forward layers are both divided")
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def measure_shares() -> None:
+    dist.init_process_group("gloo")
+    for degree in (1, 2, 4):
+        model = build_divided(degree)
+        num_bytes = sum(local(p).numel() * p.element_size() for p in model.parameters())
+        estimate = estimate_memory(
+            SMALL, seq_len=32, microbatch_size=1, shard_degree=4 // degree, tensor_parallel_degree=degree
+        )
+        assert num_bytes == estimate.parameters_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_estimate_knows_what_each_device_keeps(tmp_path):
+    launch(measure_shares, (), tmp_path, 4).check()
+
+
+def test_layers_divided_take_less_on_each_device():
+    whole, half = (
+        estimate_memory(SMALL, seq_len=32, microbatch_size=1, tensor_parallel_degree=degree) for degree in (1, 2)
+    )
+    assert half.parameters_bytes < 0.6 * whole.parameters_bytes
+    assert half.activations_bytes < 0.75 * whole.activations_bytes
+    assert half.logits_bytes == whole.logits_bytes

@@ -1,0 +1,230 @@
+"""Public tasks' data: upstream rows, made by hand in the Hub's shape, become LLM Foundry's columns."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.evaluation.tasks import COLUMNS, read_rows
+from llmfoundry_lite.prepare.fetch_tasks import ORIGINS, convert_rows
+
+HERE = Path(__file__).parent
+PUBLISHED = Path(os.environ.get("LLMFOUNDRY_ICL_DATA", "data/icl"))
+"""A folder with LLM Foundry's own files (its scripts/eval/local_data), where somebody has put one."""
+
+COUNCIL = "The city councilmen refused the demonstrators a permit because they feared violence."
+JIM = "Jim signaled the barman and gestured toward his bathroom key."
+GAP = "There is a gap in the wall. You can see the garden through it ."
+
+
+def winograd(text, pronoun, options, label):
+    at = text.index(f" {pronoun} ") + 1
+    return {"text": text, "pronoun": pronoun, "pronoun_loc": at, "options": options, "label": label, "quote": ""}
+
+
+UPSTREAM = {
+    "arc_easy": {
+        "question": "Which piece of safety equipment is used to keep mold spores from entering the respiratory system?",
+        "choices": {
+            "text": ["safety goggles", "breathing mask", "rubber gloves", "lead apron"],
+            "label": ["1", "2", "3", "4"],
+        },
+        "answerKey": "2",
+    },
+    "boolq": {"question": "is it so", "passage": "It is so.", "answer": True},
+    "hellaswag": {
+        "activity_label": "Baking cookies",
+        "ctx_a": "A female chef in white uniform shows a stack of baking pans in a large kitchen presenting them.",
+        "ctx_b": "the pans",
+        "endings": [
+            "contain egg yolks and baking soda.",
+            "are then sprinkled with brown sugar.",
+            "are placed in a strainer on the counter.",
+            "are filled with pastries and loaded into the oven.",
+        ],
+        "label": "3",
+    },
+    "piqa": {
+        "goal": "dresser",
+        "sol1": "replace drawer with bobby pin",
+        "sol2": "finish, woodgrain with  bobby pin",
+        "label": 1,
+    },
+    "winograd": winograd(COUNCIL, "they", ["The city councilmen", "The demonstrators"], 0),
+    "winogrande": {
+        "sentence": "Sarah was a much better surgeon than Maria so _ always got the easier cases.",
+        "option1": "Sarah",
+        "option2": "Maria",
+        "answer": "2",
+    },
+    "lambada_openai": {
+        "text": "In my palm is a clear stone, and inside it is a small ivory statuette. A guardian angel.\n\n"
+        '"Figured if '
+        "you're going to be out at night getting hit by cars, you might as well have some backup.\"\n\nI look at him, "
+        "feeling stunned. Like this is some sort of sign. But as I stare at Harlin, his mouth curved in a confident "
+        "grin, I don't care about signs"
+    },
+    "copa": {
+        "premise": "I wanted to conserve energy.",
+        "choice1": "I swept the floor in the unoccupied room.",
+        "choice2": "I shut off the light in the unoccupied room.",
+        "question": "effect",
+        "label": 1,
+    },
+    "openbook_qa": {
+        "question_stem": "Predators eat",
+        "choices": {"text": ["lions", "humans", "bunnies", "grass"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "C",
+    },
+}
+UPSTREAM["arc_challenge"] = UPSTREAM["arc_easy"]
+
+CONVERTED = {
+    "boolq": {"query": "Passage: It is so.\nQuestion: is it so?", "choices": ["no", "yes"], "gold": 1},
+    "openbook_qa": {"query": "Predators eat", "choices": ["lions", "humans", "bunnies", "grass"], "gold": 2},
+    "winogrande": {
+        "context_options": [
+            "Sarah was a much better surgeon than Maria so Sarah",
+            "Sarah was a much better surgeon than Maria so Maria",
+        ],
+        "continuation": "always got the easier cases.",
+        "gold": 1,
+    },
+    "copa": {
+        "query": "I wanted to conserve energy, therefore",
+        "choices": ["i swept the floor in the unoccupied room.", "i shut off the light in the unoccupied room."],
+        "gold": 1,
+    },
+    "winograd": {
+        "context_options": [
+            "The city councilmen refused the demonstrators a permit because the city councilmen",
+            "The city councilmen refused the demonstrators a permit because the demonstrators",
+        ],
+        "continuation": "feared violence.",
+        "gold": 0,
+    },
+}
+
+
+def convert(name, row):
+    return next(iter(convert_rows(name, [row])))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_an_upstream_row_becomes_a_question(name: str) -> None:
+    assert convert(name, UPSTREAM[name]) == CONVERTED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("arc_easy", "arc_easy.jsonl"),
+        ("hellaswag", "hellaswag_small.jsonl"),
+        ("piqa", "piqa.jsonl"),
+        ("winograd", "winograd_wsc.jsonl"),
+        ("copa", "copa.jsonl"),
+        ("lambada_openai", "lambada_openai_first500.jsonl"),
+    ],
+)
+def test_a_converted_row_stands_in_llm_foundrys_file(name: str, file: str) -> None:
+    if not (PUBLISHED / file).is_file():
+        pytest.skip(f"no {PUBLISHED / file}")
+    with (PUBLISHED / file).open(encoding="utf-8") as lines:
+        assert convert(name, UPSTREAM[name]) in [json.loads(line) for line in lines]
+
+
+def test_a_possessive_pronoun_becomes_a_possessive_name_and_a_name_that_opens_a_sentence_keeps_its_capital() -> None:
+    assert convert("winograd", winograd(JIM, "his", ["Jim", "The barman"], 1))["context_options"] == [
+        "Jim signaled the barman and gestured toward Jim's",
+        "Jim signaled the barman and gestured toward the barman's",
+    ]
+    assert convert("winograd", winograd(GAP, "it", ["The gap", "The wall"], 0))["continuation"] == "."
+    opens = winograd("Anne saw the man. He was  glad.", "He", ["Anne", "The man"], 1)
+    assert convert("winograd", opens)["context_options"][1] == "Anne saw the man. The man"
+
+
+def test_wikihows_marks_are_taken_out_of_hellaswag() -> None:
+    row = {**UPSTREAM["hellaswag"], "ctx_a": "[header] How to bake [title] Mix. [step] Stir.", "ctx_b": ""}
+    assert convert("hellaswag", row)["query"] == "Baking cookies: How to bake. Mix. Stir."
+
+
+def test_a_row_of_another_shape_is_one_line() -> None:
+    with pytest.raises(main.UserError) as caught:
+        convert("piqa", {"goal": "x", "sol1": "a", "sol2": "b"})
+    assert str(caught.value) == (
+        "piqa: row 0 of baber/piqa is not of the expected shape (KeyError: 'label'); its columns are goal, sol1, sol2"
+    )
+    with pytest.raises(main.UserError, match="no label"):
+        convert("piqa", {**UPSTREAM["piqa"], "label": -1})
+
+
+def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_checks(tmp_path, monkeypatch) -> None:
+    tasks = load_tasks(list(ORIGINS), str(HERE.parents[1] / "evals"))
+    assert [task.label for task in tasks] == list(ORIGINS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda repository, configuration, split: [UPSTREAM[name_of(repository, configuration)]],
+    )
+    assert main.run(["data", "fetch-tasks"]) == 0
+    for task in tasks:
+        (row,) = read_rows(task)
+        assert set(row) == set(COLUMNS[task.icl_task_type])
+
+
+def name_of(repository: str, configuration: str | None) -> str:
+    found = [n for n, o in ORIGINS.items() if (o.repository, o.configuration) == (repository, configuration)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch, capsys) -> None:
+    fetched = []
+
+    def load(repository, configuration, split):
+        fetched.append(repository)
+        return [UPSTREAM["copa"]] * 100
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    command = ["data", "fetch-tasks", "copa", "--out", str(tmp_path)]
+    assert main.run(command) == main.run(command) == 0
+    assert capsys.readouterr().out == (
+        f"copa: 100 rows in {tmp_path}/copa.jsonl\ncopa: {tmp_path}/copa.jsonl is there already\n"
+    )
+    assert fetched == ["aps/super_glue"]
+    assert main.run([*command, "--force"]) == 0
+    assert len(fetched) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["copa.jsonl"]
+
+
+def test_other_rows_than_the_published_ones_are_said_to_be_so(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: [UPSTREAM["copa"]])
+    assert main.run(["data", "fetch-tasks", "copa", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "copa: published results are about 100 rows; these are not comparable with them" in said
+
+
+def test_a_hub_that_does_not_answer_is_one_line_and_leaves_nothing_half_done(tmp_path, monkeypatch, capsys) -> None:
+    def load(repository, configuration, split):
+        if repository == "allenai/openbookqa":
+            raise ConnectionError("no route\nto host")
+        return [UPSTREAM["copa"]] * 100
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert main.run(["data", "fetch-tasks", "copa", "openbook_qa", "piqa", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "error: openbook_qa: allenai/openbookqa cannot be had from the Hugging Face Hub (ConnectionError: no route to "
+        "host); tasks fetched so far are kept, and the same command carries on\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["copa.jsonl"]
+
+
+def test_a_misspelt_task_is_refused_before_anything_is_fetched(tmp_path, capsys) -> None:
+    assert main.run(["data", "fetch-tasks", "copa", "arc_esay", "--out", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err.startswith("error: arc_esay is no task that can be fetched; expected arc_challenge,")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,846 @@
+import errno
+import fcntl
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.prepare import out_folder, sources
+from llmfoundry_lite.prepare import prepare as prepare_module
+from llmfoundry_lite.prepare.documents import (
+    STDLIB_HASH_SEED,
+    Document,
+    LineRange,
+    Skipped,
+    WholeFiles,
+    lines_starting_in,
+    read_documents,
+    split_key,
+)
+from llmfoundry_lite.prepare.prepare import prepare
+from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
+from llmfoundry_lite.prepare.samples import ShardWriter, SplitWriter
+from llmfoundry_lite.prepare.summary import load_summary
+from tests.helpers.data import folder_bytes, make_documents, read_samples
+
+from .preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, write_jsonl
+
+# What is read, and that all of it arrives
+
+
+def zipped(path: Path, content: bytes) -> Path:
+    return plain(path.with_name(path.name + ".gz"), gzip.compress(content))
+
+
+def zstd(path: Path, content: bytes) -> Path:
+    half = len(content) // 2  # two frames, as `cat a.zst b.zst` and parallel compressors make them
+    frames = [zstandard.ZstdCompressor().compress(part) for part in (content[:half], content[half:])]
+    return plain(path.with_name(path.name + ".zst"), b"".join(frames))
+
+
+@pytest.mark.parametrize("store", [plain, zipped, zstd])
+@pytest.mark.parametrize("suffix", ["txt", "md", "jsonl", "json", "ndjson", "parquet"])
+def test_every_format_gives_the_same_documents(
+    suffix: str, store, tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
+) -> None:
+    documents = make_documents(12)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if suffix in ("txt", "md"):
+        for index, document in enumerate(documents):
+            store(folder / f"{index:02}.{suffix}", document.encode())
+    elif suffix == "parquet":
+        pq.write_table(pa.table({"text": documents}), tmp_path / "table", row_group_size=5)
+        store(folder / "table.parquet", (tmp_path / "table").read_bytes())
+    else:
+        write_jsonl(tmp_path / "lines", documents)
+        store(folder / f"lines.{suffix}", (tmp_path / "lines").read_bytes())
+    summary = prepare(request(folder, tokenizer_folder, val_fraction=0), tmp_path / "out", num_workers=1)
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+
+
+def test_folders_globs_and_several_paths_keep_their_order(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
+) -> None:
+    documents = make_documents(30)
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    write_jsonl(tmp_path / "b.jsonl", documents[:10])
+    write_jsonl(tmp_path / "deep" / "a.jsonl", documents[10:20])
+    (tmp_path / "deep" / "er" / "a.txt").write_text(documents[20])
+    (tmp_path / "deep" / "er" / "picture.png").write_bytes(b"\x89PNG")
+    write_jsonl(tmp_path / "deep" / ".hidden.jsonl", documents)
+    write_jsonl(tmp_path / "z1.jsonl", documents[21:25])
+    write_jsonl(tmp_path / "z2.jsonl", documents[25:])
+    given = (tmp_path / "b.jsonl", tmp_path / "deep", tmp_path / "z*.jsonl", tmp_path / "b.jsonl")
+    whole = request("", tokenizer_folder, sources=tuple(map(str, given)), val_fraction=0)
+    summary = prepare(whole, tmp_path / "out", num_workers=1)
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+    assert summary.ignored_files == 1
+
+
+def test_documents_go_to_the_splits_by_their_text_and_none_is_lost(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    documents = make_documents(300) + make_documents(20)  # some of them twice
+    source = write_jsonl(tmp_path / "in.jsonl", documents)
+    summary = prepare(request(source, tokenizer_folder, val_fraction=0.2), tmp_path / "out", num_workers=1)
+    held_out = [split_key(document.encode()) < 0.2 * 2**64 for document in documents]
+    assert 0.1 < np.mean(held_out) < 0.3
+    train = [document for document, is_val in zip(documents, held_out, strict=True) if not is_val]
+    val = [document for document, is_val in zip(documents, held_out, strict=True) if is_val]
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, train)
+    assert_holds(tmp_path / "out" / "val", summary, tokenizer, val)
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 50, 10_000])
+def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path: Path) -> None:
+    lines = [b"\n", b"ab\n", b"\n", b"c" * 60 + b"\n", b"defg\n", b"end without newline"]
+    path = plain(tmp_path / "lines.jsonl", b"".join(lines))
+    size = path.stat().st_size
+    ranges = [
+        LineRange(path=path, start=start, end=min(size, start + unit_bytes)) for start in range(0, size, unit_bytes)
+    ]
+    found = [item for part in ranges for item in lines_starting_in(part)]
+    assert [line for _, line in found] == lines
+    assert [offset for offset, _ in found] == np.cumsum([0, *map(len, lines[:-1])]).tolist()
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 50, 10_000])
+def test_pieces_of_a_compressed_file_end_where_lines_end(
+    unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmfoundry_lite.prepare.contents.READ_BYTES", 16)
+    content = "".join(make_documents(20)).encode() + b"end without newline"
+    path = zipped(tmp_path / "lines.jsonl", content)
+    pieces = list(sources.line_pieces(path, path.stat().st_size, unit_bytes))
+    assert b"".join(piece.lines for piece in pieces) == content
+    assert all(piece.lines.endswith(b"\n") for piece in pieces[:-1])
+    assert [piece.first_line for piece in pieces] == [
+        1 + b"".join(piece.lines for piece in pieces[:index]).count(b"\n") for index in range(len(pieces))
+    ]
+    assert sum(piece.num_bytes for piece in pieces) == path.stat().st_size
+
+
+def test_a_hub_data_set_is_streamed(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
+    documents = make_documents(40)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", documents[:25], key="content")
+    write_jsonl(folder / "test.jsonl", documents[25:], key="content")
+    wanted = request(f"hf:{folder}", tokenizer_folder, text_key="content", split="test", val_fraction=0)
+    summary = prepare(wanted, tmp_path / "out", num_workers=1)
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents[25:])
+
+    with pytest.raises(DataError, match=r"row 1 has no 'text'; there are: id, content \(choose one with --text-key\)"):
+        prepare(replace(wanted, text_key="text"), tmp_path / "out2", num_workers=1)
+    with pytest.raises(DataError, match=r"cannot be opened: .*nosuch.*"):
+        prepare(replace(wanted, split="nosuch"), tmp_path / "out3", num_workers=1)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_text_and_text(tmp_path: Path) -> None:
+    path = plain(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo")
+    (unit,) = sources.open_source([str(path)]).units()
+    (document,) = read_documents(unit, text_keys=("text",), on_error="stop", skipped=Skipped())
+    assert (document.text, document.num_bytes) == ("one\r\ntwo", 8)
+
+
+# The standard library
+
+
+def test_the_standard_library_holds_out_whole_modules() -> None:
+    source = sources.open_source(["python-stdlib"])
+    threshold = source.val_fraction * 2**64
+    split_of_module: dict[str, set[bool]] = {}
+    bytes_of_split = {True: 0, False: 0}
+    for unit in source.units():
+        assert isinstance(unit, WholeFiles)
+        for path, module in zip(unit.paths, unit.modules, strict=True):
+            key = split_key(module.encode(), STDLIB_HASH_SEED)
+            split_of_module.setdefault(module, set()).add(key < threshold)
+            bytes_of_split[key < threshold] += path.stat().st_size
+    assert all(len(splits) == 1 for splits in split_of_module.values())
+    assert "encodings" not in split_of_module  # tables of characters, from which nothing can be learned
+    assert 0.03 < bytes_of_split[True] / sum(bytes_of_split.values()) < 0.08
+
+
+def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_path: Path) -> None:
+    def documents(folder: Path) -> list[Document]:
+        units = sources.open_standard_library(folder).units()
+        return [
+            document
+            for unit in units
+            for document in read_documents(unit, text_keys=("text",), on_error="stop", skipped=Skipped())
+        ]
+
+    first = tmp_path / "usr" / "lib"
+    for name in ("json/__init__.py", "json/decoder.py", "abc.py", "test/bad.py", "site-packages/torch.py"):
+        (first / name).parent.mkdir(parents=True, exist_ok=True)
+        (first / name).write_text(f"# {name}\n")
+    (first / "latin.py").write_bytes(b"# caf\xe9\n")
+    second = shutil.copytree(first, tmp_path / "site-packages" / "test" / "lib")
+    assert [document.text for document in documents(first)] == [
+        "# abc.py\n",
+        "# json/__init__.py\n",
+        "# json/decoder.py\n",
+    ]
+    assert documents(first) == documents(second)
+    assert sources.open_standard_library(first).identify() == sources.open_standard_library(second).identify()
+
+
+# Workers, kills and resuming
+
+
+@pytest.fixture(scope="session")
+def large_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About a dozen units of text."""
+    return write_jsonl(tmp_path_factory.mktemp("large") / "in.jsonl", make_documents(9000, words=60))
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(large_file: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes of it at one go."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    prepare(request(large_file, tokenizer_folder, size_limit_bytes=500_000), out, num_workers=1)
+    return out
+
+
+def assert_same_result(out: Path, expected: Path) -> None:
+    times = {"seconds": 0, "documents_per_second": 0, "text_bytes_per_second": 0}
+    assert replace(load_summary(out), **times) == replace(load_summary(expected), **times)
+    for name in ("train", "val", "tokenizer"):
+        assert folder_bytes(out / name) == folder_bytes(expected / name)
+    assert sorted(path.name for path in out.iterdir()) == ["summary.json", "tokenizer", "train", "val"]
+
+
+@pytest.mark.multiprocess
+def test_two_workers_write_the_same_bytes_as_one(
+    large_file: Path, uninterrupted: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    assert load_summary(uninterrupted).splits["train"].shards > 1
+    prepare(request(large_file, tokenizer_folder, size_limit_bytes=500_000), tmp_path / "out", num_workers=2)
+    assert_same_result(tmp_path / "out", uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
+    large_file: Path, uninterrupted: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ["--source", large_file, "--out", out, "--tokenizer", tokenizer_folder, "--max-seq-len", SEQ_LEN]
+    command = [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *options, "--size-limit", 500_000]
+    process = subprocess.Popen([*map(str, command), "--num-workers", "2"], stderr=subprocess.DEVNULL)
+    units = out / ".partial" / "units"
+    wait_until(lambda: len(list(units.glob("*.npz"))) >= 3 or process.poll() is not None)
+    workers = children_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "the preparation ended before it could be killed"
+    assert workers
+    wait_until(lambda: not any(is_running(worker) for worker in workers))  # or they would hold on to memory for good
+
+    assert not (out / "summary.json").exists()
+    assert not list(out.rglob("index.json"))
+    before = {path.name: path.stat().st_mtime_ns for path in units.glob("*.npz")}
+    total = len(list(sources.open_source([str(large_file)]).units()))
+    assert 3 <= len(before) < total
+    again = Request(
+        sources=(str(large_file),), tokenizer=str(tokenizer_folder), max_seq_len=SEQ_LEN, size_limit_bytes=500_000
+    )
+    said: list[str] = []
+    kept: dict[str, int] = {}
+    publish = prepare_module.publish
+
+    def remember_then_publish(partial: Path, *rest) -> None:
+        kept.update({path.name: path.stat().st_mtime_ns for path in (partial / "units").glob("*.npz")})
+        publish(partial, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "publish", remember_then_publish)
+        prepare(again, out, num_workers=2, notify=said.append)
+    assert said == [f"carrying on in {out / '.partial'}: {len(before)} pieces of the input are tokenised already"]
+    assert len(kept) == total
+    assert {name: kept[name] for name in before} == before
+    assert_same_result(out, uninterrupted)
+
+
+def wait_until(condition, timeout_seconds: float = 60) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.002)
+
+
+def children_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in children for child in file.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("step", ["pack", "publish", "rename", "summary"])
+def test_an_end_at_any_late_moment_is_made_good(
+    step: str, large_file: Path, uninterrupted: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    out = tmp_path / "out"
+    small = request(write_jsonl(tmp_path / "in.jsonl", make_documents(200)), tokenizer_folder, val_fraction=0.1)
+    prepare(small, tmp_path / "expected", num_workers=1)
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if step == "pack":
+            patch.setattr(SplitWriter, "finish", stop)
+        elif step == "publish":
+            patch.setattr(prepare_module, "publish", stop)
+        elif step == "rename":
+            rename = Path.rename
+            patch.setattr(Path, "rename", lambda path, to: stop() if to == out / "val" else rename(path, to))
+        else:
+            write = out_folder.write_atomically
+            patch.setattr(
+                out_folder,
+                "write_atomically",
+                lambda path, content: stop() if path.name == "summary.json" else write(path, content),
+            )
+        with pytest.raises(KeyboardInterrupt):
+            prepare(small, out, num_workers=1)
+    assert not (out / "summary.json").exists()
+    prepare(small, out, num_workers=1)
+    assert_same_result(out, tmp_path / "expected")
+
+
+# The output folder
+
+
+@pytest.fixture
+def small_request(tmp_path: Path, tokenizer_folder: Path) -> Request:
+    return request(write_jsonl(tmp_path / "in.jsonl", make_documents(60)), tokenizer_folder)
+
+
+def test_the_same_request_again_is_no_work(small_request: Request, tmp_path: Path) -> None:
+    first = prepare(small_request, tmp_path / "out", num_workers=1)
+    before = folder_bytes(tmp_path / "out")
+    said: list[str] = []
+    assert prepare(small_request, tmp_path / "out", num_workers=2, notify=said.append) == first
+    assert said == [f"{tmp_path / 'out'} is complete: the same preparation finished there before"]
+    assert folder_bytes(tmp_path / "out") == before
+
+
+def test_another_request_is_refused_by_naming_the_difference(small_request: Request, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(small_request, out, num_workers=1)
+    with pytest.raises(DataError, match=r"max_seq_len was 32 and is 64 now; choose another --out, or pass --overwrite"):
+        prepare(replace(small_request, max_seq_len=64), out)
+    write_jsonl(tmp_path / "in.jsonl", make_documents(61))
+    with pytest.raises(DataError, match=r"the input has changed \(files 1, bytes \d+, digest \w+ then, files 1,"):
+        prepare(small_request, out)
+    assert prepare(small_request, out, num_workers=1, overwrite=True).splits != load_summary(out).request
+    assert load_summary(out).splits["train"].documents + load_summary(out).splits["val"].documents == 61
+
+
+def test_unfinished_work_for_another_request_is_refused(small_request: Request, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(prepare_module, "pack", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+    with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
+        prepare(replace(small_request, text_key="body"), tmp_path / "out")
+
+
+def stop_before_packing(wanted: Request, out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(prepare_module, "pack", lambda *args: 1 / 0)
+        prepare(wanted, out, num_workers=1)
+
+
+def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: Request, tmp_path: Path) -> None:
+    prepare(small_request, tmp_path / "expected", num_workers=1)
+    for unit_bytes in (4000, 2500, 8000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "SMALLEST_UNIT_BYTES", unit_bytes)
+            stop_before_packing(small_request, tmp_path / "out")
+    prepare(small_request, tmp_path / "out", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
+def test_unfinished_work_of_another_release_is_refused(small_request: Request, tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(out_folder, "LAYOUT", 1)
+        stop_before_packing(small_request, tmp_path / "out")
+    with pytest.raises(DataError, match=r"it was begun by another release, which keeps unfinished work in another way"):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "of another unit"])
+def test_a_damaged_token_file_is_made_again(
+    damage: str, small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    prepare(small_request, tmp_path / "expected", num_workers=1)
+    stop_before_packing(small_request, tmp_path / "out")
+    first, second = sorted((tmp_path / "out" / ".partial" / "units").iterdir())[:2]
+    content = first.read_bytes()
+    second.write_bytes({"cut short": content[: len(content) // 2], "empty": b"", "of another unit": content}[damage])
+    prepare(small_request, tmp_path / "out", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
+def test_a_tokenizer_that_changes_between_two_launches_is_noticed(
+    small_request: Request, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(tokenizer_folder, tmp_path / "own")
+    wanted, config = replace(small_request, tokenizer=str(own)), own / "tokenizer_config.json"
+    prepare(wanted, tmp_path / "expected", num_workers=1)
+    stop_before_packing(wanted, tmp_path / "out")
+    train_tokenizer(make_documents(9), 300).save(tmp_path / "out" / ".partial" / "tokenizer")  # somebody's mistake
+    prepare(wanted, tmp_path / "out", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+    stop_before_packing(wanted, tmp_path / "out2")
+    config.write_text(config.read_text().replace("<|endoftext|>", "a"))
+    for out in ("out", "out2"):
+        with pytest.raises(
+            DataError, match=r"preparation.*: eos_token was '<\|endoftext\|>' and is 'a' now; choose an"
+        ):
+            prepare(wanted, tmp_path / out, num_workers=1)
+    train_tokenizer(make_documents(9), 300).save(own)
+    with pytest.raises(DataError, match=r"tokenizer_fingerprint was 'sha256:\w+' and is 'sha256:\w+' now"):
+        prepare(wanted, tmp_path / "out2", num_workers=1)
+
+
+def test_a_mistake_in_the_first_piece_does_not_spoil_the_folder(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
+) -> None:
+    documents = make_documents(30)
+    path = write_jsonl(tmp_path / "in.jsonl", documents, key="body")
+    wrong = request(path, tokenizer_folder, val_fraction=0)
+    with pytest.raises(DataError, match="choose one with --text-key"):
+        prepare(wrong, tmp_path / "out", num_workers=1)
+    said: list[str] = []
+    summary = prepare(replace(wrong, text_key="body"), tmp_path / "out", num_workers=1, notify=said.append)
+    assert said[0].startswith(f"beginning anew in {tmp_path / 'out' / '.partial'}: text_key was 'text' and is 'body' n")
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+
+
+def test_on_error_skip_carries_on_where_stop_stopped(
+    small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match="--on-error skip"):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+    units = tmp_path / "out" / ".partial" / "units"
+    kept = len(list(units.iterdir()))
+    assert kept > 1
+    said: list[str] = []
+    skipping = replace(small_request, on_error="skip")
+    summary = prepare(skipping, tmp_path / "out", num_workers=1, notify=said.append)
+    assert said == [f"carrying on in {units.parent}: {kept} pieces of the input are tokenised already"]
+    assert summary.skipped["invalid_json"] == 1 and summary.request["on_error"] == "skip"
+    prepare(skipping, tmp_path / "expected", num_workers=1)
+    assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
+def test_folders_that_are_not_ours_are_left_alone(small_request: Request, tmp_path: Path) -> None:
+    precious = tmp_path / "out" / "train" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="already contains train, not written by this command; choose another --o"):
+            prepare(small_request, tmp_path / "out", overwrite=overwrite)
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"), [("/proc/x/y", "No such file"), ("file/out", "Not a directory"), ("file", "File exists")]
+)
+def test_a_folder_that_cannot_be_made_is_named(out: str, reason: str, small_request: Request, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=rf"--out {tmp_path / out} is no folder and cannot become one: {reason}.*; cho"):
+        prepare(small_request, tmp_path / out)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_made_is_named(
+    number: int, small_request: Request, tmp_path: Path, monkeypatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(DataError, match=rf"cannot become one: {os.strerror(number)}; choose another"):
+        prepare(small_request, tmp_path / "out")
+
+
+def test_two_preparations_do_not_share_a_folder(small_request: Request, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another preparation is running in"):
+        prepare(small_request, tmp_path / "out")
+    os.close(descriptor)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_that_looks_whole(
+    large_file: Path, uninterrupted: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    wanted = request(large_file, tokenizer_folder, size_limit_bytes=500_000)
+    out = tmp_path / "out"
+    out.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", out], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine does not let root mount a file system")
+    try:
+        for size, num_workers in (("1m", 2), ("5m", 1)):  # full while tokenising, full while writing shards
+            subprocess.run(["mount", "-o", f"remount,size={size}", out], check=True)
+            with pytest.raises(DataError, match=r"no space left for .*same command again to carry on, or remove"):
+                prepare(wanted, out, num_workers=num_workers)
+            assert sorted(path.name for path in out.iterdir()) == [".partial"]
+            assert not list(out.rglob("*.mds")) and not list(out.rglob("*.unfinished"))
+        subprocess.run(["mount", "-o", "remount,size=50m", out], check=True)
+        prepare(wanted, out, num_workers=1)
+        assert_same_result(out, uninterrupted)
+    finally:
+        subprocess.run(["umount", out], check=True)
+
+
+# The validation split, the type of the tokens, a tokenizer of one's own
+
+
+def test_one_validation_sample_is_held_out_if_the_data_allow(
+    small_request: Request, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    documents = make_documents(60)
+    summary = prepare(replace(small_request, val_fraction=1e-9), tmp_path / "out", num_workers=1)
+    val = summary.splits["val"]
+    by_key = sorted(documents, key=lambda document: split_key(document.encode()))
+    assert val.samples >= 1
+    assert_holds(tmp_path / "out" / "val", summary, tokenizer, [d for d in documents if d in by_key[: val.documents]])
+    assert len(joined_tokens(tokenizer, by_key[: val.documents - 1])) < SEQ_LEN
+
+
+def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
+    documents = ["word " * 200]
+    wanted = request(write_jsonl(tmp_path / "in.jsonl", documents), tokenizer_folder)
+    summary = prepare(wanted, tmp_path / "out", num_workers=1)
+    assert list(summary.splits) == ["train"]
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
+    words = {f"w{index}": index for index in range(70_000)}
+    content = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
+    source = write_jsonl(tmp_path / "in.jsonl", ["w69999 w5 w7"])
+    summary = prepare(request(source, folder, max_seq_len=4), tmp_path / "out", num_workers=1)
+    assert summary.token_dtype == "uint32"
+    assert read_samples(tmp_path / "out" / "train").tolist() == [[69999, 5, 7, 1]]
+    index = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"][0]
+    assert (index["column_encodings"], index["column_sizes"]) == (["ndarray:uint32:4"], [16])
+    assert set(index["raw_data"]["hashes"]) == {"xxh3_64"}
+
+
+def test_a_tokenizer_is_trained_on_the_training_documents_alone(small_request: Request, tmp_path: Path) -> None:
+    trained = replace(small_request, tokenizer="train:400", val_fraction=0.3)
+    seen = prepare_module.sample_for_training(sources.open_source(trained.sources), trained)
+    held_out = [d for d in make_documents(60) if split_key(d.encode()) < 0.3 * 2**64]
+    assert sorted(seen + held_out) == sorted(make_documents(60))
+
+    summary = prepare(trained, tmp_path / "out", num_workers=1)
+    assert (summary.tokenizer.name, summary.tokenizer.vocab_size) == ("train:400", 400)
+    assert load_tokenizer(tmp_path / "out" / "tokenizer").fingerprint == summary.tokenizer.fingerprint
+
+
+def test_what_becomes_validation_to_make_up_a_sample_was_not_trained_on_either(
+    small_request: Request, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    trained = replace(small_request, tokenizer="train:400", val_fraction=1e-9)
+    seen = prepare_module.sample_for_training(sources.open_source(trained.sources), trained)
+    summary = prepare(trained, tmp_path / "out", num_workers=1)
+    by_key = sorted(make_documents(60), key=lambda document: split_key(document.encode()))
+    assert not set(seen) & set(by_key[: summary.splits["val"].documents])
+
+
+def test_a_large_source_is_sampled_evenly(small_request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 1000)
+    monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 4000)
+    wanted = replace(small_request, val_fraction=0.0)
+    seen = prepare_module.sample_for_training(sources.open_source(wanted.sources), wanted)
+    numbers = [int(document.split(":")[0]) for document in seen]
+    assert sum(map(len, seen)) < 6000
+    assert max(numbers) > 40
+
+
+# Bad input
+
+GOOD_LINE = b'{"text": "good"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            GOOD_LINE + b'{"text": "half\n',
+            r"a.jsonl, line 2 does not parse as JSON \(.*\); .*--on-error skip",
+        ),
+        (
+            "a.jsonl",
+            GOOD_LINE * 2 + b'{"text": "\xff"}\n',
+            r"a.jsonl, line 3 is not valid UTF-8 \(byte 10 of the line\)",
+        ),
+        ("a.jsonl", b'\n{"text": "\\ud800"}\n', "a.jsonl, line 2: its text contains half of a surrogate pair"),
+        ("a.jsonl", GOOD_LINE + b'"text"\n', "a.jsonl, line 2 holds a JSON str, expected an object"),
+        (
+            "a.jsonl",
+            b'{"body": "x", "id": 1}\n',
+            r"line 1 has no 'text'; there are: body, id \(choose one with --text-k",
+        ),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: text is null, expected a string"),
+        ("a.jsonl", b'{"text": ["x"]}\n', "a.jsonl, line 1: text is a list, expected a string"),
+        ("a.txt", b"caf\xe9", r"a.txt is not valid UTF-8 \(byte 3\)"),
+        ("a.jsonl.gz", gzip.compress(GOOD_LINE + b"{\n"), "a.jsonl.gz, line 2 does not parse as JSON"),
+        ("a.jsonl.gz", gzip.compress(GOOD_LINE * 99)[:-12], "a.jsonl.gz is cut short"),
+        ("a.jsonl.zst", zstandard.compress(GOOD_LINE * 99)[:-4], "a.jsonl.zst is cut short"),
+        ("a.txt.gz", b"not gzip", "a.txt.gz is damaged: it does not decompress"),
+        ("a.txt.zst", b"not zstd", "a.txt.zst is damaged: it does not decompress"),
+        ("a.parquet", b"not parquet", "a.parquet is not a parquet file"),
+        ("a.pdf", b"%PDF", r"a.pdf: nothing here can be read; expected \{.txt, .md"),
+        ("a.txt", b"", r"0 documents for training, 0 tokens in all.*less than one sample.*\(skipped: 1 empty\)"),
+    ],
+)
+def test_bad_input_is_named(name: str, content: bytes, message: str, tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = plain(tmp_path / name, content)
+    with pytest.raises(DataError, match=message) as raised:
+        prepare(request(path, tokenizer_folder), tmp_path / "out", num_workers=1)
+    assert "\n" not in str(raised.value)
+    assert not list((tmp_path / "out").rglob("index.json"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", "nowhere: no such file or folder"),
+        ("no*.jsonl", r"no\*.jsonl: no file matches"),
+        ("empty", "empty is an empty folder; expected files: .*parquet"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named(source: str, message: str, tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        prepare(request(tmp_path / source, tokenizer_folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_documents_are_counted_by_reason_when_skipped(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
+) -> None:
+    documents = make_documents(10)
+    bad = [b"{", b"[1]", b'{"text": "\xff"}', b'{"body": "x"}', b'{"text": 3}', b'{"text": ""}', b"", b" \r"]
+    good = [json.dumps({"text": document}).encode() for document in documents]
+    path = plain(tmp_path / "a.jsonl", b"\n".join(good[:5] + bad + good[5:]))
+    wanted = request(path, tokenizer_folder, on_error="skip", val_fraction=0)
+    summary = prepare(wanted, tmp_path / "out", num_workers=1)
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+    assert summary.skipped == {
+        "empty": 1,
+        "invalid_utf8": 1,
+        "invalid_json": 2,
+        "missing_text_key": 1,
+        "not_text": 1,
+        "invalid_csv": 0,
+        "too_large": 0,
+    }
+    assert [sentence.removeprefix(f"{path}, ") for sentence in summary.skipped_examples] == [
+        "line 6 does not parse as JSON (Expecting property name enclosed in double quotes, column 1); expected one "
+        "object per line",
+        "line 7 holds a JSON list, expected an object",
+        "line 8 is not valid UTF-8 (byte 10 of the line); --encoding names another encoding",
+        "line 9 has no 'text'; there are: body (choose one with --text-key)",
+        "line 10: text is a int, expected a string",
+    ]
+
+
+def test_a_parquet_column_that_is_absent_or_no_text_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    for key, message in (
+        ("text", r"a.parquet has no 'text'; there are: body, id \(choose one with --text-key\)"),
+        ("id", "a.parquet: column id holds int64, expected strings"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(request(tmp_path / "a.parquet", tokenizer_folder, text_key=key), tmp_path / key, num_workers=1)
+
+
+def test_a_bad_row_of_a_parquet_file_is_named_or_skipped(tmp_path: Path, tokenizer_folder: Path) -> None:
+    texts = pa.array([b"good" * 100, b"\xff", b"good" * 100, None]).cast(pa.binary())
+    unchecked = pa.StringArray.from_buffers(len(texts), *texts.buffers()[1:], texts.buffers()[0])
+    pq.write_table(pa.table({"text": unchecked}), tmp_path / "a.parquet", row_group_size=1)
+    wanted = request(tmp_path / "a.parquet", tokenizer_folder)
+    with pytest.raises(DataError, match=r"a.parquet, row 2 is not valid UTF-8"):
+        prepare(wanted, tmp_path / "out", num_workers=1)
+    summary = prepare(replace(wanted, on_error="skip"), tmp_path / "out2", num_workers=1)
+    assert (summary.skipped["invalid_utf8"], summary.skipped["not_text"]) == (1, 1)
+    assert summary.splits["train"].documents == 2
+
+
+@pytest.mark.multiprocess
+def test_with_several_workers_the_first_bad_document_is_the_one_named(
+    large_file: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    lines = large_file.read_bytes().splitlines(keepends=True)
+    for number in (2000, 5000, 8000):
+        lines[number] = b"{\n"
+    path = plain(tmp_path / "in.jsonl", b"".join(lines))
+    with pytest.raises(DataError, match=r"in.jsonl, line 2001 does not parse as JSON"):
+        prepare(request(path, tokenizer_folder), tmp_path / "out", num_workers=2)
+
+
+def test_the_compressions_are_those_of_the_library(small_request: Request) -> None:
+    from streaming.base.compression import get_compressions
+
+    for name in get_compressions():
+        assert replace(small_request, compression=name).compression == name
+    ours = {f"{name}:{level}" for name, levels in COMPRESSION_LEVELS.items() for level in levels}
+    assert ours | set(COMPRESSION_LEVELS) == get_compressions()
+
+
+@pytest.mark.parametrize("compression", [None, "br:5", "bz2", "snappy", "zstd", "zstd:9"])
+def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str | None, tmp_path: Path) -> None:
+    from streaming import MDSWriter
+
+    samples = np.random.default_rng(3).integers(0, 50_000, (700, SEQ_LEN)).astype(np.uint16)
+    wanted = request("", "", size_limit_bytes=10_000, compression=compression)
+    options = {"compression": compression, "hashes": ["xxh3_64"], "size_limit": wanted.size_limit_bytes}
+    with MDSWriter(columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}, out=str(tmp_path / "theirs"), **options) as theirs:
+        for sample in samples:
+            theirs.write({"tokens": sample})
+    ours = ShardWriter(tmp_path / "ours", wanted, samples.dtype)
+    for part in np.split(samples, [0, 1, 5, 300, 301]):
+        ours.write(part)
+    assert ours.finish() == len(theirs.shards) > 3
+    assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
+
+
+def test_a_preparation_imports_neither_torch_nor_streaming(small_request: Request, tmp_path: Path) -> None:
+    options = ["--out", tmp_path / "out", "--tokenizer", small_request.tokenizer, "--max-seq-len", SEQ_LEN]
+    program = (
+        "import sys; from llmfoundry_lite import cli\n"
+        "code = cli.run(sys.argv[1:])\n"
+        "print(code, set(sys.modules) & {'torch', 'streaming', 'transformers', 'pyarrow'})"
+    )
+    command = [sys.executable, "-c", program, "data", "prepare", *small_request.sources, *options, "--num-workers", 1]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_compressed_shards_hold_the_same_samples(small_request: Request, tmp_path: Path) -> None:
+    prepare(small_request, tmp_path / "plain", num_workers=1)
+    prepare(replace(small_request, compression="zstd:9"), tmp_path / "zstd", num_workers=1)
+    shard = tmp_path / "zstd" / "train" / "shard.00000.mds"
+    compressed = shard.with_name(shard.name + ".zstd").read_bytes()
+    shard.write_bytes(zstandard.ZstdDecompressor().decompressobj().decompress(compressed))
+    assert np.array_equal(read_samples(shard.parent), read_samples(tmp_path / "plain" / "train"))
+
+
+# The command
+
+
+def run_cli(*arguments: object) -> int:
+    return main.run(["data", "prepare", *map(str, arguments)])
+
+
+def test_the_command_takes_several_sources_and_ends_with_a_table(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", make_documents(30), key="body")
+    second = write_jsonl(tmp_path / "b.jsonl", make_documents(30, seed=2), key="body")
+    options = ["--tokenizer", tokenizer_folder, "--max-seq-len", SEQ_LEN, "--text-key", "body", "--num-workers", 1]
+    assert run_cli(first, second, "--out", tmp_path / "out", *options) == 0
+    summary = load_summary(tmp_path / "out")
+    assert sum(split.documents for split in summary.splits.values()) == 60
+    printed = capsys.readouterr().out
+    assert summary.tokenizer.fingerprint in printed
+    assert f"{summary.splits['train'].tokens:,}" in printed
+    assert run_cli("--source", first, second, "--out", tmp_path / "out", *options) == 0
+    assert "is complete: the same preparation finished there before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--source", "nowhere.txt", "--tokenizer", "train:300", "--max-seq-len", 8],
+            "error: nowhere.txt: no such file",
+        ),
+        (["--source", "python-stdlib", "--tokenizer", "train:x", "--max-seq-len", 8], "expected train:VOCAB_SIZE, for"),
+        (
+            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 0],
+            "--max-seq-len 0: expected a nu",
+        ),
+        (
+            ["--source", "python-stdlib", "more.txt", "--tokenizer", "train:300", "--max-seq-len", 8],
+            "cannot be prepared",
+        ),
+        (
+            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--compression", "zstd:23"],
+            "error: --compression zstd:23: expected one of br, br:0 to br:11, bz2, bz2:1 to bz2:9, gz, gz:0 to gz:9, s",
+        ),
+        (
+            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--size-limit", 100],
+            "error: --size-limit 100 bytes: expected at least 4160 (one sample",
+        ),
+        (
+            ["--tokenizer", "train:300", "--max-seq-len", 8],
+            "error: no source given; expected python-stdlib, hf:NAME, or",
+        ),
+        (
+            ["python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 100_000_000_000],
+            "error: --max-seq-len 100000000000: expected a number of tokens, at least 1 and at most 536870399 (one sam",
+        ),
+        (
+            ["x", "--tokenizer", "train:300", "--max-seq-len", 8, "--encoding", "klingon"],
+            "error: --encoding klingon: Python knows no text encoding of this name; expected utf-8, utf-16, latin-1",
+        ),
+        (["--source", "python-stdlib", "--tokenizer", "train:300"], "error: Missing option '--max-seq-len'"),
+        (["--sauce", "python-stdlib"], "error: No such option: --sauce"),
+        (
+            ["--source", "x", "--tokenizer", "train:300", "--max-seq-len", 8, "--on-error", "panic"],
+            "error: Invalid value",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("--out", tmp_path / "out", *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and message in printed.err
+    assert printed.err.count("\n") == 1 and printed.out == ""

@@ -1,0 +1,394 @@
+"""Kinds of input, fields, encodings; links, folders and files that cannot be read."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.prepare import contents, listing, sources
+from llmfoundry_lite.prepare import prepare as prepare_module
+from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.prepare import prepare
+from llmfoundry_lite.prepare.sources import open_source
+from llmfoundry_lite.prepare.summary import print_summary
+from tests.helpers.data import make_documents
+
+from .preparing import plain, request, write_jsonl
+
+
+def texts_of(
+    *paths: Path | str, text_keys: tuple[str, ...] = ("text",), on_error: str = "stop", **options
+) -> list[str]:
+    return [text for texts, _ in units_of(*paths, text_keys=text_keys, on_error=on_error, **options) for text in texts]
+
+
+def units_of(*paths: Path | str, text_keys=("text",), on_error="stop", encoding=None, split="train"):
+    """The texts of each unit, and what was skipped there."""
+    options = {"text_keys": text_keys, "encoding": encoding, "on_error": on_error}
+    found = []
+    for unit in open_source([str(path) for path in paths], split=split, **options).units():
+        skipped = Skipped()
+        found.append(([document.text for document in read_documents(unit, skipped=skipped, **options)], skipped))
+    return found
+
+
+# Fields
+
+ROWS = [{"title": "a", "meta": {"text": "b", "n": 1}}, {"title": "c", "meta": {"text": "d", "n": 2}}]
+
+
+def as_lines(path: Path) -> Path:
+    return plain(path / "a.jsonl", "\n".join(map(json.dumps, ROWS)).encode())
+
+
+def as_parquet(path: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(ROWS), path / "a.parquet")
+    return path / "a.parquet"
+
+
+def as_arrow(path: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    return path / "saved"
+
+
+def as_hub(path: Path) -> str:
+    as_lines(path)
+    return f"hf:{path}"
+
+
+@pytest.mark.parametrize("store", [as_lines, as_parquet, as_arrow, as_hub])
+def test_a_text_key_may_be_a_field_within_a_field_and_several_are_joined(store, tmp_path: Path) -> None:
+    source = store(tmp_path)
+    assert texts_of(source, text_keys=("meta.text",)) == ["b", "d"]
+    assert texts_of(source, text_keys=("title", "meta.text")) == ["a\n\nb", "c\n\nd"]
+    with pytest.raises(DataError, match=r"has no 'meta.body'; there are: title, meta.text, meta.n \(choose one with"):
+        texts_of(source, text_keys=("title", "meta.body"))
+    with pytest.raises(DataError, match=r"meta.n (is a int, expected a string|holds int64, expected strings)"):
+        texts_of(source, text_keys=("meta.n",))
+
+
+def test_a_key_with_a_dot_is_first_of_all_a_name(tmp_path: Path) -> None:
+    row = {"meta.text": "a", "meta": {"text": "b"}}
+    assert texts_of(plain(tmp_path / "a.jsonl", json.dumps(row).encode()), text_keys=("meta.text",)) == ["a"]
+    pq.write_table(pa.table({"meta.text": ["a"]}), tmp_path / "a.parquet")
+    assert texts_of(tmp_path / "a.parquet", text_keys=("meta.text",)) == ["a"]
+
+
+def test_a_parquet_file_without_the_column_is_counted_row_by_row_when_skipped(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    good = "word " * 99
+    pq.write_table(pa.table({"text": [good]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"body": ["x"] * 5}), tmp_path / "b.parquet", row_group_size=3)
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "c.parquet")
+    wanted = request(tmp_path, tokenizer_folder, on_error="skip")
+    summary = prepare(wanted, tmp_path / "out", num_workers=1)
+    assert (summary.skipped["missing_text_key"], summary.skipped["not_text"]) == (5, 2)
+    assert summary.splits["train"].documents == 1
+    assert f"{tmp_path}/b.parquet has no 'text'; there are: body (choose one with --text-key)" in (
+        summary.skipped_examples
+    )
+    printed = io.StringIO()
+    print_summary(summary, "out", prepare_console(printed))
+    assert "documents skipped: 5 missing_text_key, 2 not_text" in printed.getvalue()
+    assert "b.parquet has no 'text'" in printed.getvalue()
+
+
+def prepare_console(file: io.StringIO):
+    from rich.console import Console
+
+    return Console(file=file, width=400)
+
+
+# CSV
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t"), ("csv.gz", ",")])
+def test_rows_of_csv_may_hold_anything_that_quotes_protect(suffix: str, delimiter: str, tmp_path: Path) -> None:
+    documents = ['two\nlines, "quoted"\ttab', "plain", "漢 and \r\n windows"]
+    written = io.StringIO()
+    csv.writer(written, delimiter=delimiter).writerows(
+        [["id", "text"], *([str(i), d] for i, d in enumerate(documents))]
+    )
+    content = ("\ufeff" + written.getvalue() + "\n").encode()
+    path = plain(tmp_path / f"a.{suffix}", gzip.compress(content) if suffix.endswith("gz") else content)
+    assert texts_of(path) == documents
+    assert sum(unit.num_bytes for unit in open_source([str(path)]).units()) == path.stat().st_size
+
+
+def test_bad_rows_of_csv_are_named_or_counted(tmp_path: Path) -> None:
+    path = plain(tmp_path / "a.csv", b'id,text\n1,one\n2,"a"b\n3,two,three\n4,\xff\n5,five\n')
+    with pytest.raises(DataError, match=r"a.csv, row 2 \(line 3\) does not parse as CSV \(.*\); repair it"):
+        texts_of(path)
+    ((texts, skipped),) = units_of(path, on_error="skip")
+    assert texts == ["one", "five"]
+    assert skipped.counts == {"invalid_csv": 2, "invalid_utf8": 1}
+    assert skipped.named[1] == f"{path}, row 3 has 3 fields, expected the 2 of the header"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"id,body\n1,x\n", r"a.csv, row 1 has no 'text'; there are: id, body \(choose one with --text-key\)"),
+        (b"text,text\n1,x\n", "a.csv has 2 columns named 'text'; rename all but one"),
+        (b'text\none\n"two\nthree\n', r"a.csv: a quote that opens in line 3 or after is never closed \(.*\); repair"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_csv_whose_rows_cannot_be_told_apart_is_refused(
+    content: bytes, message: str, on_error: str, tmp_path: Path
+) -> None:
+    path = plain(tmp_path / "a.csv", content)
+    if on_error == "skip" and "--text-key" in message:
+        return
+    with pytest.raises(DataError, match=message):
+        texts_of(path, on_error=on_error)
+
+
+# Encodings
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-be", "cp1252", "utf-8-sig"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "jsonl.gz"])
+def test_text_in_other_encodings_arrives_as_utf8(encoding: str, suffix: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 40)
+    monkeypatch.setattr(contents, "BLOCK_BYTES", 7)
+    documents = ["première", "deuxième ü", "Ä"] * 5
+    text = {
+        "txt": documents[0],
+        "jsonl": "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents),
+        "csv": "text\n" + "\n".join(documents),
+    }[suffix.removesuffix(".gz")]
+    content = text.encode(encoding)
+    path = plain(tmp_path / f"a.{suffix}", gzip.compress(content) if suffix.endswith("gz") else content)
+    assert texts_of(path, encoding=encoding) == (documents[:1] if suffix == "txt" else documents)
+
+
+def test_bytes_that_an_encoding_does_not_know_are_named(tmp_path: Path) -> None:
+    path = plain(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xc3\xa9"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl, line 2 is not valid UTF-8"):
+        texts_of(path, encoding="ascii")
+    ((texts, skipped),) = units_of(path, encoding="ascii", on_error="skip")
+    assert texts == ["a"] and skipped.counts == {"invalid_utf8": 1}
+    with pytest.raises(DataError, match=r"b.txt is not valid UTF-8 \(byte 0\); --encoding names another encoding"):
+        texts_of(plain(tmp_path / "b.txt", "text".encode("utf-16")))
+
+
+# Compression
+
+
+@pytest.mark.parametrize("padding", [b"\0" * 3, b"\0" * 2_000_000])
+def test_gzip_padded_with_zeros_is_whole(padding: bytes, tmp_path: Path) -> None:
+    member = gzip.compress(b'{"text": "good"}\n')
+    assert texts_of(plain(tmp_path / "a.jsonl.gz", member + padding + member + padding)) == ["good", "good"]
+    with pytest.raises(DataError, match=r"b.txt.gz is damaged: it does not decompress"):
+        texts_of(plain(tmp_path / "b.txt.gz", member + b"\0garbage"))
+
+
+BOMB = """
+import sys
+from llmfoundry_lite.data.documents import Skipped, read_documents
+from llmfoundry_lite.data.sources import open_source
+skipped = Skipped()
+source = open_source([sys.argv[1]], on_error="skip")
+texts = [d.text for u in source.units()
+         for d in read_documents(u, text_keys=("text",), on_error="skip", skipped=skipped)]
+peak_kib = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(texts, skipped.counts["too_large"], int(peak_kib) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.txt.zst", "a.jsonl.zst", "a.jsonl.gz"])
+def test_a_small_file_that_decompresses_to_gigabytes_takes_bounded_memory(name: str, tmp_path: Path) -> None:
+    compressor = zstandard.ZstdCompressor().compressobj() if name.endswith("zst") else gzip_compressor()
+    pieces = [compressor.compress(b'{"text": "')] + [compressor.compress(b"a" * 2**24) for _ in range(48)]
+    end = compressor.compress(b'"}\n{"text": "good"}\n') + compressor.flush()
+    path = plain(tmp_path / name, b"".join([*pieces, end]))
+    ended = subprocess.run([sys.executable, "-c", BOMB, path], capture_output=True, text=True, check=True)
+    texts, num_large, peak_mib = ended.stdout.rsplit(maxsplit=2)
+    assert texts == ("[]" if name == "a.txt.zst" else "['good']") and num_large == "1"
+    assert int(peak_mib) < 700
+
+
+def test_no_space_to_decompress_a_table_is_said(tmp_path: Path, monkeypatch) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    path = plain(tmp_path / "a.parquet.gz", gzip.compress((tmp_path / "a.parquet").read_bytes()))
+    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - closed by what it is given to
+    monkeypatch.setattr(contents.tempfile, "TemporaryFile", lambda: full)
+    with pytest.raises(
+        DataError, match=r"a.parquet.gz: no space left in /.* to decompress it; free some, or set TMPDI"
+    ):
+        texts_of(path)
+
+
+def gzip_compressor():
+    import zlib
+
+    return zlib.compressobj(1, wbits=31)
+
+
+# Data sets that `datasets` saved
+
+
+def test_a_saved_data_set_is_read_in_its_order(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 4000)
+    documents = make_documents(3000, words=3)
+    saved = datasets.Dataset.from_dict({"text": documents, "n": range(3000)})
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    plain(tmp_path / "one" / "cache-0123.arrow", b"left by map")
+    found = units_of(tmp_path / "one")
+    assert [text for texts, _ in found for text in texts] == documents
+    assert len(found) > 3
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(5))}).save_to_disk(tmp_path / "two")
+    assert texts_of(tmp_path / "two", split="test") == documents[:5]
+    with pytest.raises(DataError, match=r"two has no split 'val'; there are: train, test \(choose one with --split\)"):
+        texts_of(tmp_path / "two", split="val")
+
+
+def test_an_arrow_file_is_named_when_damaged_and_read_in_the_file_format(tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array(["a", None, "b"]).dictionary_encode()})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match=r"a.arrow, row 2: text is null, expected a string"):
+        texts_of(tmp_path / "a.arrow")
+    assert texts_of(tmp_path / "a.arrow", on_error="skip") == ["a", "b"]
+    for content in (b"no arrow", (tmp_path / "a.arrow").read_bytes()[:-90]):
+        with pytest.raises(DataError, match=r"b.arrow is damaged: "):
+            texts_of(plain(tmp_path / "b.arrow", content))
+
+
+# Folders
+
+
+def test_links_to_folders_are_followed_once_and_circles_end(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "real").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    plain(tree / "real" / "a.txt", b"a")
+    plain(tmp_path / "elsewhere" / "b.txt", b"b")
+    (tree / "0-link").symlink_to(tree / "real")
+    (tree / "far").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tree)
+    found = listing.list_files([str(tree)], split="train", on_error="stop")
+    assert [str(path.relative_to(tree)) for path in found.files] == ["far/b.txt", "real/a.txt"]
+    assert sorted(found.repeated) == [
+        f"{tree}/0-link is the same folder as {tree}/real",
+        f"{tree}/far/back is the same folder as {tree}",
+    ]
+
+
+def test_a_file_under_two_names_is_read_once_and_said(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "b.jsonl", make_documents(30))
+    (folder / "a.jsonl").symlink_to(folder / "b.jsonl")
+    (folder / "c.jsonl").hardlink_to(folder / "b.jsonl")
+    said: list[str] = []
+    wanted = request(folder, tokenizer_folder, sources=(str(folder), str(folder / "a.jsonl")), val_fraction=0)
+    summary = prepare(wanted, tmp_path / "out", num_workers=1, notify=said.append)
+    assert summary.splits["train"].documents == 30
+    assert said == [
+        f"{folder}/c.jsonl is the same file as {folder}/b.jsonl, so it is read once",
+        f"{folder}/a.jsonl is the same file as {folder}/b.jsonl, so it is read once",
+        f"{folder}/a.jsonl is the same file as {folder}/b.jsonl, so it is read once",
+    ]
+
+
+def test_links_that_lead_nowhere_stop_or_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "b.jsonl", make_documents(30))
+    (folder / "a.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    (folder / "circle").symlink_to(folder / "circle")
+    os.mkfifo(folder / "pipe.txt")
+    wanted = request(folder, tokenizer_folder)
+    reason = f"{folder}/a.jsonl cannot be read: it is a link to {tmp_path}/gone.jsonl, which does not exist or cannot"
+    with pytest.raises(DataError, match=reason + r" be reached; repair it, or leave such places out with --on-error"):
+        prepare(wanted, tmp_path / "out", num_workers=1)
+    summary = prepare(replace(wanted, on_error="skip"), tmp_path / "out", num_workers=1)
+    assert [sentence.partition(": ")[0] for sentence in summary.unreadable] == [f"{folder}/a.jsonl", f"{folder}/circle"]
+    assert summary.ignored_files == 1
+    with pytest.raises(DataError, match=r"a.jsonl is a link to .*gone.jsonl, which does not exist"):
+        open_source([str(folder / "a.jsonl")])
+
+
+UNREADABLE = """
+import os, sys
+from llmfoundry_lite.data.listing import list_files
+os.setuid(65534)
+found = list_files([sys.argv[1]], split="train", on_error="skip")
+print([path.name for path in found.files], found.unreadable)
+try:
+    list_files([sys.argv[1]], split="train", on_error="stop")
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+def test_folders_and_files_without_permission_stop_or_are_named(tmp_path: Path) -> None:
+    for place in (tmp_path, *tmp_path.parents):
+        if place.owner() == "root" and place.stat().st_mode & 0o005 != 0o005 and "pytest" in str(place):
+            place.chmod(0o755)
+    (tmp_path / "in" / "closed").mkdir(parents=True)
+    plain(tmp_path / "in" / "closed" / "a.txt", b"a").parent.chmod(0)
+    plain(tmp_path / "in" / "b.txt", b"b").chmod(0)
+    plain(tmp_path / "in" / "c.txt", b"c")
+    command = [sys.executable, "-c", UNREADABLE, tmp_path / "in"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == [
+        f"['c.txt'] ['{tmp_path}/in/closed: Permission denied', '{tmp_path}/in/b.txt: Permission denied']",
+        f"{tmp_path}/in/closed cannot be read: Permission denied; repair it, or leave such places out with --on-error "
+        "skip",
+    ]
+
+
+def test_a_name_that_is_no_utf8_is_read(tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = write_jsonl(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl")), make_documents(30))
+    summary = prepare(request(path, tokenizer_folder, val_fraction=0), tmp_path / "out", num_workers=1)
+    assert summary.splits["train"].documents == 30
+
+
+# An input that changes meanwhile
+
+
+@pytest.mark.parametrize("change", ["rewrite", "remove"])
+def test_an_input_that_is_written_to_meanwhile_is_not_published(
+    change: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
+    wanted = request(path, tokenizer_folder)
+    tokenize = prepare_module.tokenize
+
+    def tokenize_then_change(*arguments):
+        work = tokenize(*arguments)
+        path.unlink() if change == "remove" else path.write_bytes(path.read_bytes())
+        return work
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            DataError,
+            match=r"the input has changed .*: it was written to while|was there when the preparation began and is",
+        ),
+    ):
+        patch.setattr(prepare_module, "tokenize", tokenize_then_change)
+        prepare(wanted, tmp_path / "out", num_workers=1)
+    assert not (tmp_path / "out" / "summary.json").exists() and not (tmp_path / "out" / "train").exists()
+    if change == "rewrite":
+        with pytest.raises(DataError, match="unfinished preparation of something else: the input has changed"):
+            prepare(wanted, tmp_path / "out", num_workers=1)
+        assert prepare(wanted, tmp_path / "out", num_workers=1, overwrite=True).splits["train"].documents

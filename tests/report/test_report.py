@@ -1,0 +1,488 @@
+"""`llmfoundry-lite report` on run directories written by hand; one real run in legs is at the end."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.report.failures import suggest_save_interval
+from llmfoundry_lite.report.report import report
+from tests.helpers.launch import train
+from tests.helpers.tiny import tiny_config, write_config, write_data
+
+TOKENS = 1000
+H100 = "NVIDIA H100 80GB HBM3"
+FLOPS_PER_TOKEN = 1e9
+
+
+def record(batch, loss=2.0, launch=1, *, seconds=2.0, device=None, num_devices=1, **more):
+    rate = TOKENS / seconds
+    line = {
+        "batch": batch,
+        "launch": launch,
+        "loss/train/total": loss,
+        "data/digest": f"{batch:016x}",
+        "throughput/tokens_per_sec": rate,
+        "throughput/device/tokens_per_sec": rate / num_devices,
+        "throughput/device/flops_per_sec": rate / num_devices * FLOPS_PER_TOKEN,
+        "time/token": batch * TOKENS,
+        "time/batch_seconds": seconds,
+        "time/elapsed_seconds": batch * seconds,
+    }
+    if device == H100:
+        line["throughput/device/mfu"] = line["throughput/device/flops_per_sec"] / 989.5e12
+    return line | {key.replace("__", "/"): value for key, value in more.items()}
+
+
+def write_run(folder, records, segments=(), **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"run_name": folder.name, "save_folder": None, "train_loader": {"dataset": {"local": "nowhere"}}}
+    write_config(folder / "config.yaml", settings | config)
+    if segments:
+        save(config.get("save_folder") or folder / "checkpoints", segments)
+    return str(folder)
+
+
+def save(url, segments, log=None):
+    """A checkpoint without tensors, and the log that travels with it."""
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    batch = segments[-1].last_batch
+    save_id = store.new_save_id(lease, batch)
+    manifest = Manifest(
+        save_id=save_id, lease_epoch=lease.epoch, timestamp=Timestamp(batch=batch), segments=tuple(segments)
+    )
+    store.open_draft(save_id)
+    if log is not None:
+        content = "".join(json.dumps(line) + "\n" for line in log).encode()
+        manifest = replace(manifest, log=write_log(store, save_id, content, ()))
+    store.publish(manifest, lease)
+
+
+def on_gpu(first, last, num_devices=2, device=H100):
+    return Segment(
+        first_batch=first,
+        last_batch=last,
+        vendor="nvidia",
+        device=device,
+        num_devices=num_devices,
+        sharding="HYBRID_SHARD",
+        shard_degree=2,
+        precision="amp_bf16 PURE",
+        runtime="13.0",
+        environment={"NCCL_ALGO": "Tree"},
+    )
+
+
+def on_cpu(first, last):
+    words = {"vendor": "cpu", "device": "AMD EPYC", "num_devices": 4, "sharding": "FULL_SHARD"}
+    return Segment(first_batch=first, last_batch=last, precision="fp32 DEFAULT", **words)
+
+
+def switching(folder):
+    """Batches 1-10 on two H100, 11-20 on four CPU processes, 21-22 since the last save."""
+    records = [record(b, device=H100, num_devices=2) for b in range(1, 11)]
+    records += [record(b, launch=2, seconds=36.0, num_devices=4) | elapsed(b - 10, 36.0) for b in range(11, 23)]
+    return write_run(folder, records, [on_gpu(1, 10), on_cpu(11, 20)])
+
+
+def elapsed(batch, seconds):
+    return {"time/elapsed_seconds": batch * seconds}
+
+
+# ------------------------------------------------------------------------------------------------- one run
+
+
+def test_each_segment_has_its_speed_mfu_energy_and_cost(tmp_path):
+    facts = report([switching(tmp_path / "run")], prices=[f"{H100}=2.5", "cpu=0.05"])["runs"][0]
+    gpu, cpu, unsaved = facts["segments"]
+    assert (gpu["tokens"], gpu["tokens_per_second_per_device"]) == (10 * TOKENS, 250)
+    assert gpu["mfu"] == pytest.approx(250 * FLOPS_PER_TOKEN / 989.5e12)
+    assert gpu["hours"] == pytest.approx(20 / 3600)
+    assert gpu["energy_kwh"] == pytest.approx(0.7 * 2 * 20 / 3600)
+    assert gpu["cost"] == pytest.approx(2.5 * 2 * 20 / 3600)
+    assert (cpu["mfu"], cpu["energy_kwh"]) == (None, None)
+    assert cpu["hours"] == pytest.approx(0.1)
+    assert cpu["cost"] == pytest.approx(0.05 * 4 * 0.1)
+    assert (unsaved["first_batch"], unsaved["last_batch"], unsaved["device"]) == (21, 22, None)
+    assert facts["total"]["tokens"] == 22 * TOKENS
+    assert facts["total"]["cost"] is None, "a part of it is not known"
+
+
+def test_a_slice_of_a_device_has_neither_mfu_nor_energy(tmp_path):
+    """It bears the name of the whole, but the run, which counted its compute units, reckoned no MFU."""
+    where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)], [on_gpu(1, 4)])
+    (segment,) = report([where])["runs"][0]["segments"]
+    assert (segment["mfu"], segment["energy_kwh"]) == (None, None)
+    assert segment["tokens_per_second_per_device"] == 250
+
+
+def test_two_devices_of_one_name_are_told_apart_by_the_peak_of_the_run(tmp_path):
+    name = "AMD Instinct MI250X / MI250"
+    records = [record(b) for b in range(1, 5)]
+    for line in records:
+        line["throughput/device/mfu"] = line["throughput/device/flops_per_sec"] / 191.5e12
+    facts = report([write_run(tmp_path / "run", records, [on_gpu(1, 4, 8, name)])], prices=["MI250X=1"])["runs"][0]
+    assert facts["segments"][0]["energy_kwh"] == pytest.approx(0.28 * 8 * 8 / 3600)
+    assert facts["segments"][0]["cost"] == pytest.approx(8 * 8 / 3600)
+
+
+def test_console_markdown_and_json_say_the_same(tmp_path, capsys):
+    report([switching(tmp_path / "run")], prices=["cpu=0.05"])
+    printed, page = capsys.readouterr().out, (tmp_path / "run/report.md").read_text()
+    facts = json.loads((tmp_path / "run/report.json").read_text())
+    assert facts["runs"][0]["segments"][0]["device"] == H100
+    said = (H100, "1-10", "250", "0:00:20", "0.00778", "0:06:00", "since the last save", "rated power", "0.02")
+    said = (*said, "HYBRID_SHARD of 2", "1-10: CUDA 13.0, NCCL_ALGO=Tree")
+    for words in said:
+        assert words in printed and words in page, words
+    assert "| 11-20 | 4 x AMD EPYC | FULL_SHARD fp32 |" in page
+    assert "![loss](loss.png)" in page
+    assert (tmp_path / "run/loss.png").stat().st_size > 10_000
+
+
+def test_a_narrow_terminal_cuts_off_no_digit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("llmfoundry_lite.report.report.PIPE_WIDTH", 40)
+    report([switching(tmp_path / "run")], prices=["cpu=0.05", f"{H100}=2.5"])
+    printed = capsys.readouterr().out
+    for words in ("0.00778", "0.0278", "10,000", "0:06:00"):
+        assert words in printed
+
+
+def test_a_run_without_checkpoints_has_its_report_and_says_so(tmp_path, capsys):
+    facts = report([write_run(tmp_path / "run", [record(1), record(2)])], out=tmp_path / "out")
+    assert facts["runs"][0]["segments"] == []
+    note = f"where it ran is not known: no checkpoint in {tmp_path / 'run/checkpoints'}"
+    assert facts["runs"][0]["notes"] == [note]
+    assert note in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"loss.png", "report.md", "report.json"}
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
+    where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)], [on_cpu(1, 2)])
+    save(tmp_path / "run/checkpoints", [on_cpu(1, 4)])
+    (tmp_path / "run/checkpoints/ba4/manifest.json").write_text("{")
+    facts = report([where])["runs"][0]
+    assert [(s["first_batch"], s["device"]) for s in facts["segments"]] == [(1, "AMD EPYC"), (3, None)]
+    assert "passed over damaged checkpoint" in facts["notes"][0]
+
+
+def test_a_batch_trained_twice_counts_once_and_the_last_time(tmp_path):
+    records = [record(1), record(2), record(3, 9.0), {**record(2, launch=2), "time/elapsed_seconds": 2.0}]
+    records += [record(3, 1.0, launch=2) | elapsed(2, 2.0), record(3, 1.0, launch=2, checkpoint__bytes=5)]
+    records[-1]["time/elapsed_seconds"] = 4.0
+    facts = report([write_run(tmp_path / "run", records)])["runs"][0]
+    assert (facts["num_batches"], facts["training_loss"], facts["num_launches"]) == (3, pytest.approx(5 / 3), 2)
+    assert facts["dead_branches"] == [{"launch": 1, "first_batch": 2, "last_batch": 3, "seconds": 4.0}]
+    assert "batches 2 to 3 of launch 1: a dead branch" in " ".join(facts["notes"])
+
+
+def test_what_was_lost_does_not_stand_in_until_it_is_trained_again(tmp_path):
+    """Saved after batch 4, killed after 8; the launch that carries on is at 6."""
+    records = [record(b, 9.0 if b > 4 else 2.0) for b in range(1, 9)]
+    records += [record(b, 1.0, launch=2) | elapsed(b - 4, 2.0) for b in (5, 6)]
+    facts = report([write_run(tmp_path / "run", records)])["runs"][0]
+    assert (facts["last_batch"], facts["training_loss"]) == (6, pytest.approx(10 / 6))
+    assert [(d["first_batch"], d["last_batch"]) for d in facts["dead_branches"]] == [(5, 8)]
+
+
+@pytest.mark.parametrize("carries", ["all", "its own"])
+@pytest.mark.parametrize("saved_at", [300, 150])
+@pytest.mark.parametrize("launch", [1, 2])
+def test_the_log_that_travelled_with_the_newest_checkpoint_wins(tmp_path, carries, saved_at, launch):
+    """A trains 1-200 and saves at 100 alone; B carries on from there on a slower machine, and A's folder is asked.
+
+    B knows A's log or not, and so may count its launch as A does.
+    """
+    a_lines = [record(b, 9.0 if b > 100 else 2.0, launch=1, num_devices=1, seconds=2.5) for b in range(1, 201)]
+    b_lines = [record(b, 1.0, launch=launch, seconds=4.0) | elapsed(b - 100, 4.0) for b in range(101, saved_at + 1)]
+    carried = b_lines if carries == "its own" else a_lines[:100] + b_lines
+    segments = [on_gpu(1, 100, 1), on_gpu(101, saved_at, 1)]
+    where = write_run(tmp_path / "a", a_lines, save_folder=str(tmp_path / "saves"))
+    save(str(tmp_path / "saves"), segments, log=carried)
+    run = report([where])["runs"][0]
+    first, second = run["segments"]
+    assert (first["tokens_per_second_per_device"], second["tokens_per_second_per_device"]) == (400, 250)
+    assert (first["hours"], second["hours"]) == (pytest.approx(250 / 3600), pytest.approx(4 * (saved_at - 100) / 3600))
+    assert (run["last_batch"], run["training_loss"], run["num_launches"]) == (saved_at, 1.0, 2)
+    assert [(d["launch"], d["first_batch"], d["last_batch"]) for d in run["dead_branches"]] == [(1, 101, 200)]
+    assert f"batches 101 to {saved_at}: from the log that came with ba{saved_at}" in run["notes"]
+
+
+def test_what_was_trained_here_since_the_newest_checkpoint_is_no_dead_branch(tmp_path):
+    """A line that a crash of the machine made unreadable comes back from the checkpoint, and voids nothing."""
+    lines = [record(b) for b in range(1, 21)]
+    where = write_run(tmp_path / "run", lines, save_folder=str(tmp_path / "saves"))
+    save(str(tmp_path / "saves"), [on_gpu(1, 10)], log=lines[:10])
+    log = tmp_path / "run/metrics.jsonl"
+    log.write_text(log.read_text().replace('"batch": 5,', '"batch": 5;'))
+    run = report([where])["runs"][0]
+    assert (run["num_batches"], run["num_launches"], run["dead_branches"]) == (20, 1, [])
+
+
+def test_half_written_lines_and_losses_that_are_not_finite(tmp_path):
+    where = write_run(tmp_path / "run", [record(b, None if b == 3 else 2.0) for b in range(1, 6)])
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"batch": 6, "launch": 1, "loss/tr')
+    facts = report([where])["runs"][0]
+    assert (facts["last_batch"], facts["not_finite"], facts["training_loss"]) == (5, [3], 2.0)
+    assert "1 half-written line passed over" in facts["notes"]
+
+
+def test_a_log_of_nothing_but_an_evaluation_before_the_first_batch(tmp_path):
+    first = {"batch": 0, "launch": 1, "eval/loss": 4.5, "time/token": 0}
+    facts = report([write_run(tmp_path / "run", [first])])["runs"][0]
+    assert (facts["num_batches"], facts["training_loss"], facts["validation_loss"]) == (0, None, 4.5)
+
+
+def test_without_a_configuration_the_newest_checkpoint_has_it(tmp_path):
+    where = write_run(tmp_path / "run", [record(1)], [on_cpu(1, 1)])
+    (tmp_path / "run/config.yaml").unlink()
+    facts = report([where])["runs"][0]
+    assert facts["name"] == "run" and len(facts["segments"]) == 1
+    assert "no config.yaml here" in facts["notes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "no metrics.jsonl here; expected a run directory"), ("", "has no batch in it yet")]
+)
+def test_what_is_no_run_is_refused(tmp_path, content, words):
+    if content is not None:
+        write_run(tmp_path, [])
+    with pytest.raises(DataError, match=words):
+        report([str(tmp_path)])
+
+
+@pytest.mark.parametrize("price", ["H100", "H100=", "=2", "H100=cheap", "H100=-1", "H100=inf"])
+def test_a_price_that_cannot_be_read_is_refused(tmp_path, price):
+    with pytest.raises(ConfigError, match="expected DEVICE=PRICE per device-hour"):
+        report([str(tmp_path)], prices=[price])
+
+
+def test_a_price_for_a_device_that_is_not_there_is_named(tmp_path):
+    facts = report([switching(tmp_path / "run")], prices=["H100=2.5"])
+    assert "the price of 'H100' was not used" in facts["runs"][0]["notes"][-1]
+
+
+def test_a_run_behind_a_url_goes_where_the_user_says(tmp_path):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    filesystem = MemoryFileSystem()
+    switching(tmp_path / "run")
+    filesystem.put(str(tmp_path / "run"), "/runs/far", recursive=True)
+    with pytest.raises(ConfigError, match="not on this disk; say with --out DIR"):
+        report(["memory://runs/far"])
+    facts = report(["memory://runs/far"], out=tmp_path / "out")
+    assert len(facts["runs"][0]["segments"]) == 3
+    assert (tmp_path / "out/report.md").is_file()
+
+
+def test_of_a_hundred_thousand_batches_the_one_that_differs_is_found(tmp_path):
+    """Statistics are of all batches, however few are drawn."""
+    records = [record(b, 2 + math.sin(b)) for b in range(1, 100_001)]
+    one = write_run(tmp_path / "one", records)
+    records[77_776] = record(77_777, 5.5)
+    two = write_run(tmp_path / "two", records)
+    (pair,) = report([one, two])["comparisons"]
+    assert (pair["num_common"], pair["num_equal"], pair["max_absolute_batch"]) == (100_000, 99_999, 77_777)
+
+
+def test_the_csv_has_a_row_for_each_batch_and_run_and_no_repeats(tmp_path):
+    lost = [record(b, 9.0) for b in range(1, 5)]
+    again = [record(b, 1.0, launch=2) | elapsed(b - 2, 2.0) for b in (3, 4)]
+    again.append({**again[-1], "checkpoint/bytes": 5})
+    one = write_run(tmp_path / "one", lost + again)
+    two = write_run(tmp_path / "two", [record(1, 4.0, eval__loss=3.5)])
+    report([one, two], out=tmp_path / "out", with_csv=True)
+    with (tmp_path / "out/report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["run"], r["batch"], r["launch"], r["loss/train/total"]) for r in rows] == [
+        *(("one", "1", "1", "9.0"), ("one", "2", "1", "9.0"), ("one", "3", "2", "1.0"), ("one", "4", "2", "1.0")),
+        ("two", "1", "1", "4.0"),
+    ]
+    assert (rows[3]["checkpoint/bytes"], rows[4]["eval/loss"], rows[0]["eval/loss"]) == ("5", "3.5", "")
+
+
+def test_figures_come_in_the_format_and_along_the_axis_asked_for(tmp_path, capsys):
+    where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)])
+    assert main.run(["report", where, "--format", "svg", "--x", "flops", "--smooth", "3", "--csv"]) == 0
+    drawn = (tmp_path / "run/loss.svg").read_text()
+    assert ">training FLOPs of the model<" in drawn and ">training (mean of 3 batches)<" in drawn and ">4T<" in drawn
+    assert "![loss](loss.svg)" in (tmp_path / "run/report.md").read_text()
+    assert (tmp_path / "run/report.csv").is_file()
+    assert main.run(["report", where, "--format", "bmp"]) == 2
+    plain = write_run(tmp_path / "plain", [{"batch": 1, "loss/train/total": 1.0}])
+    assert main.run(["report", plain, "--x", "tokens"]) == 2
+    assert "--x tokens: the log of " in (error := capsys.readouterr().err) and "has no time/token" in error
+
+
+def test_the_training_loss_is_also_in_bits_per_byte(tmp_path):
+    """Of its own split: another text takes other tokens."""
+    splits = {
+        "train": {"tokens": 10**9, "remainder_tokens": 0, "text_bytes": 4 * 10**9},
+        "val": {"tokens": 90, "remainder_tokens": 10, "text_bytes": 500},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/summary.json").write_text(json.dumps({"splits": splits}))
+    loaders = {
+        key: {"dataset": {"local": str(tmp_path / "data"), "split": split}}
+        for key, split in (("train_loader", "train"), ("eval_loader", "val"))
+    }
+    report([write_run(tmp_path / "run", [record(1, 4 * math.log(2), eval__loss=5 * math.log(2))], **loaders)])
+    page = (tmp_path / "run/report.md").read_text()
+    assert "| training loss, last 1 batches | 2.7726 | 1.000 |" in page
+    assert "| validation loss | 3.4657 | 1.000 |" in page
+
+
+# ------------------------------------------------------------------------------------------ launches and failures
+
+
+def event(status, batch, reason=None, has_begun=True):
+    return {"time": 0.0, "status": status, "batch": batch, "reason": reason, "has_begun": has_begun, "host": "a"}
+
+
+def failing(folder, events):
+    """Saves after 10 and 20 that hold up for 1 s. Killed at 14, failed at 26, preempted after 24, done at 30: batches
+    of 10 s, on two devices."""
+    lines = []
+    for launch, (first, last) in enumerate([(1, 14), (11, 26), (21, 24), (25, 30)], start=1):
+        for b in range(first, last + 1):
+            stall = {"checkpoint__stall_seconds": 1.0} if b % 10 == 0 else {}
+            line = record(b, launch=launch, seconds=10.0, num_devices=2, **stall)
+            lines.append(line | elapsed(b - first + 1, 10.0))
+    where = write_run(folder, lines, save_interval="10ba")
+    (folder / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    return where
+
+
+def test_failures_are_counted_with_what_they_cost_and_how_often_to_save(tmp_path):
+    events = [event("running", 0), event("running", 10), event("failed", 26, "cuda:1 is gone")]
+    events += [
+        event("failed", 26, "disk full", has_begun=False),
+        event("running", 20),
+        event("preempted", 24, "SIGTERM"),
+    ]
+    events += [event("running", 24), event("done", 30)]
+    facts = report([failing(tmp_path / "run", events)])["runs"][0]["failures"]
+    assert [(x["first_batch"], x["last_batch"], x["ended"], x["batches_lost"]) for x in facts["launches"]] == [
+        (1, 14, "killed without a word", 4),
+        (11, 26, "failed", 6),
+        (None, None, "never began", 0),
+        (21, 24, "preempted", 0),
+        (25, 30, "done", 0),
+    ]
+    assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+    assert facts["device_hours_lost"] == pytest.approx(10 * 10 * 2 / 3600)
+    assert facts["hours_between_failures"] == pytest.approx(400 / 2 / 3600)
+    assert facts["save_every_seconds"] == pytest.approx(19.34, abs=0.01)
+    assert facts["save_every_batches"] == 2
+    page = (tmp_path / "run/report.md").read_text()
+    assert "| 2 | 11-26 | 0:02:40 | failed: cuda:1 is gone | 6 | 0.0333 |" in page
+    assert "5 launches: 1 killed without a word, 1 failed, 1 never began, 1 preempted, 1 done; 10 batches and" in page
+    assert "mean time between failures 0:03:20: 2 failures in 0:06:40; fewer than 5 make a rough mean" in page
+    assert "save every 0:00:19, 2 batches (Daly 2006); save_interval is 10ba" in page
+
+
+def test_launches_that_ran_elsewhere_failed_where_they_lost_batches(tmp_path):
+    facts = report([failing(tmp_path / "run", [])])["runs"][0]["failures"]
+    assert facts["causes"] == {"not known here": 4}
+    assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+
+
+def test_a_run_without_failures_has_no_mean_time_between_them(tmp_path):
+    lines = [record(1), record(2, launch=2) | elapsed(1, 2.0)]
+    facts = report([write_run(tmp_path / "run", lines)])["runs"][0]["failures"]
+    assert (facts["num_failures"], facts["hours_between_failures"], facts["save_every_seconds"]) == (0, None, None)
+    assert "no failure in 0:00:04 of training" in (tmp_path / "run/report.md").read_text()
+
+
+def test_the_save_interval_is_that_which_loses_least():
+    """Against the exact cost of exponential failures (Daly 2006, equation 13), searched."""
+    for save, between in ((1.0, 100.0), (5.0, 3600.0), (30.0, 86400.0)):
+        grid = np.geomspace(save / 10, 10 * between, 200_001)
+        cost = (np.exp((grid + save) / between) - 1) / grid
+        assert suggest_save_interval(save, between) == pytest.approx(grid[cost.argmin()], rel=0.01)
+    assert suggest_save_interval(10.0, 4.0) == 4.0
+
+
+# ----------------------------------------------------------------------------------------------- several runs
+
+
+def test_runs_are_compared_batch_by_batch(tmp_path, capsys):
+    one = write_run(tmp_path / "one", [record(b, 2.0, **({"eval__loss": 3.0} if b == 4 else {})) for b in range(1, 6)])
+    two = [record(b, 2.0 + (0.5 if b == 3 else 0), **({"eval__loss": 2.5} if b == 4 else {})) for b in range(2, 9)]
+    two[2]["data/digest"] = "other"
+    facts = report([one, write_run(tmp_path / "two", two)], out=tmp_path / "out")
+    (pair,) = facts["comparisons"]
+    assert (pair["num_common"], pair["num_equal"], pair["num_digests"]) == (4, 3, 4)
+    assert (pair["max_absolute"], pair["max_absolute_batch"], pair["mean_absolute"]) == (0.5, 3, 0.125)
+    assert (pair["final_batch"], pair["final_difference"]) == (5, 0.0)
+    assert (pair["validation_batch"], pair["validation_difference"]) == (4, -0.5)
+    assert pair["digests_part_at"] == 4
+    printed, page = capsys.readouterr().out, (tmp_path / "out/report.md").read_text()
+    for words in ("5.000e-01 at 3", "1.250e-01", "-5.000e-01 at 4", "part at batch 4"):
+        assert words in printed and words in page
+    assert (tmp_path / "out/report.png").stat().st_size > 10_000
+
+
+def test_equal_runs_runs_apart_and_runs_without_digests_are_said_so(tmp_path, capsys):
+    one = write_run(tmp_path / "one", [record(b, 2.0 / b) for b in range(1, 6)])
+    same = write_run(tmp_path / "same", [record(b, 2.0 / b) for b in range(1, 6)])
+    apart = write_run(tmp_path / "apart", [record(b) for b in range(10, 12)])
+    plain = [record(b, None if b == 2 else 2.0 / b) for b in range(1, 6)]
+    for line in plain:
+        del line["data/digest"]
+    facts = report([one, same, apart, write_run(tmp_path / "plain", plain)], out=tmp_path / "out")
+    equal, none, no_digest = facts["comparisons"]
+    assert (equal["digests_part_at"], equal["num_equal"], equal["max_absolute"]) == (None, 5, 0.0)
+    assert (none["num_common"], none["max_absolute"], none["final_difference"]) == (0, None, None)
+    assert (no_digest["num_digests"], no_digest["not_finite_in_one"], no_digest["num_compared"]) == (0, [2], 4)
+    printed = capsys.readouterr().out
+    for words in (
+        "same: every loss equals that of one to the last bit",
+        "equal in all 5",
+        "apart and one have no batch in common",
+        "none to compare",
+        "plain: loss not finite in one of the two alone: batch 2",
+    ):
+        assert words in printed
+
+
+def test_runs_of_one_name_go_by_their_places(tmp_path):
+    places = [write_run(tmp_path / folder / "run", [record(1)]) for folder in "ab"]
+    facts = report(places, out=tmp_path)
+    assert [run["name"] for run in facts["runs"]] == places
+
+
+# ------------------------------------------------------------------------------------------------- real runs
+
+
+@pytest.mark.multiprocess
+def test_a_real_run_in_legs_and_what_travelled_with_its_checkpoints(tmp_path, capsys):
+    """The second cluster's run directory is gone: its folder of checkpoints alone has all of it."""
+    folder = tmp_path / "saves"
+    config = tiny_config(write_data(tmp_path / "data"), max_duration="4ba", autoresume=True, save_folder=str(folder))
+    path = write_config(tmp_path / "tiny.yaml", config)
+    train([path, "stop_after=2ba"], tmp_path, 2).check()
+    train([path, "run_folder=elsewhere"], tmp_path).check()
+    assert main.run(["report", str(folder), "--out", str(tmp_path / "out"), "--price", "cpu=0.05"]) == 0
+    whole = json.loads((tmp_path / "out/report.json").read_text())["runs"][0]
+    assert [(s["first_batch"], s["last_batch"], s["num_devices"]) for s in whole["segments"]] == [(1, 2, 2), (3, 4, 1)]
+    assert all(s["tokens"] == 2 * 8 * 32 and s["hours"] > 0 and s["cost"] > 0 for s in whole["segments"])
+    assert whole["num_launches"] == 2
+
+    assert main.run(["report", "runs/none"]) == 2
+    assert main.run(["report", str(tmp_path / "runs/tiny")]) == 0
+    first = json.loads((tmp_path / "runs/tiny/report.json").read_text())["runs"][0]
+    assert first["num_batches"] == 4, "what the other cluster trained is in the newest checkpoint"
+    assert "batches 3 to 4: from the log that came with ba4" in capsys.readouterr().out
+    assert [launch["ended"] for launch in first["failures"]["launches"]] == ["stopped", "not known here"]
