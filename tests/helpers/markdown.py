@@ -24,8 +24,8 @@ def anchors(page: str) -> set[str]:
 
 def commands(page: str) -> list[str]:
     """The lines of fenced blocks without a language, comments and continuations taken care of."""
-    blocks = re.findall(r"^```\n(.*?)^```", page, re.M | re.S)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page, re.M | re.S)
+    lines = [line for language, block in blocks if not language for line in block.replace("\\\n", " ").splitlines()]
     return [command for line in lines if (command := " ".join(re.sub(r"(^|\s)#\s.*", "", line).split()))]
 
 
