@@ -13,7 +13,7 @@ GAP = "\0"
 
 
 def texts_of(node: ast.AST):
-    """Every text in the code but comments, with a gap where a value is put in. Texts that stand side by side are one."""
+    """Every text but comments, with a gap where a value is put in. Texts that stand side by side are one."""
     comments = {id(child.value) for child in ast.walk(node) if isinstance(child, ast.Expr)}
     for child in ast.walk(node):
         if id(child) in comments:
