@@ -78,4 +78,4 @@ requirements: install
 	$(EXPORT) --prune torch --prune torchvision -o requirements-without-torch.txt
 
 clean:
-	rm -rf $(VENV) .tools data runs results site
+	rm -rf $(VENV) .tools data runs results site .cache

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import typer
@@ -40,7 +41,7 @@ def launches(kind: str) -> list[list[str]]:
 @pytest.mark.parametrize("command", OURS)
 def test_a_command_is_there_and_has_these_options(command):
     words = shlex.split(command.split("llmfoundry-lite ", 1)[1])
-    found = PROGRAM
+    found: Any = PROGRAM
     while hasattr(found, "commands") and words and words[0] != "…":
         found = found.commands[words.pop(0)]
         if words[:1] == ["|"]:

@@ -19,7 +19,7 @@ def texts_of(node: ast.AST):
         if id(child) in comments:
             continue
         if isinstance(child, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in child.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else GAP for part in child.values)
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
             yield child.value
 
