@@ -113,7 +113,7 @@ def test_files_are_dropped_from_the_page_cache_and_this_is_seen(tmp_path: Path, 
 
 
 MEMORY = """
-from llmfoundry_lite.bench.checkpoint_meters import Memory
+from llmfoundry_lite.bench.checkpoint.meters import Memory
 memory, kept = Memory(0), []
 for _ in range(2):
     with memory.watched():

@@ -17,8 +17,8 @@ from tests.checkpoint.saves import flip, save, write_draft
 TORCHLESS = """
 import json, sys, time
 started = time.monotonic()
-from llmfoundry_lite import cli
-code = cli.run(sys.argv[1:])
+from llmfoundry_lite.cli import main
+code = main.run(sys.argv[1:])
 print(json.dumps([code, "torch" in sys.modules, time.monotonic() - started]))
 """
 
