@@ -25,6 +25,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.status import STATUS, write_ended_early
@@ -261,9 +262,26 @@ def describe(config: TrainConfig, world_size: int, found: Preflight, local_world
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
     at = " (microbatches of 1 sample)" if is_auto else ""
     lines.append(f"memory         {estimate_training_memory(config, world_size, local_world_size)}{at}")
+    lines += [f"warning        {text}" for text in _describe_network(config, world_size, local_world_size)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     lines += [f"not checked    {note}" for note in found.not_checked]
     return "\n".join(lines)
+
+
+def _describe_network(config: TrainConfig, world_size: int, local_world_size: int | None) -> list[str]:
+    """The cost of tensor parallelism across nodes: four sums in each layer (Shoeybi et al. 2019, "Megatron-LM")."""
+    degree, in_node = config.tensor_parallel_degree, local_world_size or world_size
+    if in_node >= world_size or in_node % degree == 0:
+        return []
+    samples = config.global_train_batch_size // config.num_data_ranks(world_size)
+    num_bytes = config.max_seq_len * config.model.d_model * (4 if config.precision in ("fp32", "tf32") else 2)
+    num_sums = 4 * config.model.n_layers
+    return [
+        f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
+        f"{num_sums} sums of {num_bytes / MIB:.2f} MiB over the network, "
+        f"{num_sums * num_bytes * samples / GIB:.2f} GiB for each device and batch; a degree that divides {in_node} "
+        "stays within a node"
+    ]
 
 
 def _describe_variable(name: str, value: str) -> str:
