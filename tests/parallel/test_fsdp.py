@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import _compiled_visibly
 from llmfoundry_lite.models.mpt import MPT
@@ -161,6 +161,17 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.__name__ == self.name
         return func(*args, **kwargs or {})
+
+
+def test_alibi_s_slopes_reach_the_device_once_and_are_not_saved():
+    model = MPT(replace(SMALL, attn_config=AttentionConfig(alibi=True)))
+    counts = []
+    for _ in range(2):
+        with Calls("lift_fresh.default") as calls, torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.int64))
+        counts.append(calls.count)
+    assert counts == [1, 0]
+    assert not any("slopes" in name for name in model.state_dict())
 
 
 @pytest.mark.parametrize(("mode", "times"), [(False, 1), ("selective", 1), (True, 2)])
