@@ -25,6 +25,7 @@ install: $(READY)
 $(READY): pyproject.toml | $(UV)
 	$(UV) sync --quiet
 	@touch $@
+	@echo "installed into $(VENV); activate it with: source $(BIN)/activate"
 
 quickstart: install
 	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:4096 --max-seq-len 256
@@ -61,10 +62,10 @@ format: install
 	ruff check --fix $(SOURCES)
 
 # For pip and containers: with torch, and without it for images that bring their own (the only way on ROCm).
-EXPORT = $(UV) export --quiet --no-dev --no-emit-project --no-hashes --no-annotate --no-header
+EXPORT = $(UV) export --quiet --no-default-groups --group composer --extra train --no-emit-project --no-hashes --no-annotate --no-header
 # Lint asks whether the committed versions still answer pyproject.toml, not whether they are today's newest: an index
 # that has caught up is no reason to fail. Names and versions alone: how conditions are spelled changes with uv's version.
-RESOLVE = $(UV) pip compile --quiet --universal --no-annotate --no-header --constraint requirements.txt pyproject.toml
+RESOLVE = $(UV) pip compile --quiet --universal --no-annotate --no-header --constraint requirements.txt --extra train --group composer pyproject.toml
 PINS = sed 's/ *;.*//'
 
 requirements: install

@@ -66,6 +66,20 @@ def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Prefligh
     return found
 
 
+SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
+"""Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
+
+
+def check_installed(*packages: str) -> None:
+    """Raises ConfigError for Composer or mosaicml-streaming, which a plain installation leaves out."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed, which training needs; `pip install 'llmfoundry-lite[train]'`, "
+            f"then `{SECOND_STEP}`"
+        )
+
+
 def record_refusal(arguments: Sequence[str], reason: str) -> None:
     """Where an earlier launch of the run has left a status, that is now `failed`. Nothing is made that is not there."""
     folder = find_run_folder(arguments)

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite`: everything that needs no launcher.
+"""`llmfoundry-lite`: every command, each group in a file of its own.
 
     llmfoundry-lite data prepare --source python-stdlib --out data/stdlib --tokenizer train:4096 --max-seq-len 256
 
@@ -7,7 +7,9 @@ Owns the commands, their options, and what a failure looks like: one line on sta
 answers at once.
 """
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,21 +18,32 @@ from llmfoundry_lite.cli.checkpoint import checkpoint
 from llmfoundry_lite.cli.data import data
 from llmfoundry_lite.cli.doctor import doctor_command
 from llmfoundry_lite.cli.results import compare_results, report_runs
+from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError, printable
 
 app = typer.Typer(
-    help="Data, checkpoints and results of MPT training runs.",
+    help="Train MPT models, move their runs between machines, evaluate and compare them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("init")(init)
+app.command("train", context_settings=PASSED_ON)(train)
+app.command("eval", context_settings=PASSED_ON)(evaluate)
+app.command("generate")(generate)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
 app.command("report")(report_runs)
 app.command("compare")(compare_results)
 app.command("doctor")(doctor_command)
+
+
+@app.callback(invoke_without_command=True)
+def about(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(f"llmfoundry-lite {importlib.metadata.version('llmfoundry-lite')}")
+        raise typer.Exit
 
 
 def main() -> None:

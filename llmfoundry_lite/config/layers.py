@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from llmfoundry_lite.config.shipped import find_yaml, near_names
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -37,7 +38,7 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         else:
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{_spell(argument)}")
     if needs_file and not layers:
-        raise ConfigError("command line: no YAML file given; try yamls/pretrain/mpt-quickstart.yaml")
+        raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
     for layer in layers if check_overlays else ():
         _check_overlay(layer, is_first=layer is layers[0])
     for argument in dotlist:
@@ -58,7 +59,8 @@ def is_key_value(argument: str) -> bool:
 
 
 def is_yaml(argument: str) -> bool:
-    return argument.endswith((".yaml", ".yml"))
+    """Whether it names a file, or a YAML that comes with the package: `mpt-1b`, `h100-8`."""
+    return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
 
 
 def _quote_run_name(argument: str) -> str:
@@ -68,7 +70,9 @@ def _quote_run_name(argument: str) -> str:
 
 
 def _spell(argument: str) -> str:
-    """How to write a callback of one's own, whose name has dots in it that separate nothing."""
+    """What was probably meant: a YAML of ours, or a callback whose name has dots in it that separate nothing."""
+    if near := near_names(argument):
+        return f"; did you mean {near[0]}?"
     match = re.fullmatch(r"callbacks\.(python:\w+(?:\.\w+)*:\w+)(?:\.(\w+)=(.*)|=.*)", argument)
     if match is None:
         return ""
@@ -101,14 +105,15 @@ def _near_variable(name: str, layers: Sequence[Layer]) -> str:
 
 
 def _read_file(name: str) -> Layer:
-    if not Path(name).is_file():
-        names = [path.name for path in Path(name).parent.glob("*.y*ml")]
+    path = find_yaml(name)
+    if path is None:
+        names = [other.name for other in Path(name).parent.glob("*.y*ml")]
         near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
         raise ConfigError(
             f"{name}: no such file" + (f"; did you mean {Path(name).with_name(near[0])}?" if near else "")
         )
     try:
-        values = OmegaConf.to_container(OmegaConf.load(name))
+        values = OmegaConf.to_container(OmegaConf.load(path))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {one_line(error)}") from None
     if not values:

@@ -9,6 +9,7 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import EvalConfig, TaskConfig
+from llmfoundry_lite.config.shipped import find_task_folder
 from llmfoundry_lite.errors import ConfigError
 
 EVAL_CHOICES = {
@@ -65,7 +66,7 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
     if not values.get("models") and has_file:
         raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
     if not values.get("models"):
-        raise ConfigError("command line: no YAML file given; try yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b")
+        raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
     if not has_file:
         layers.insert(0, _tasks_at_hand(values))
         values = {**layers[0].values, **values}
@@ -120,7 +121,7 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
         return Layer(folder, {})
     names = [
         path.stem
-        for path in sorted(Path(folder).glob("*.yaml"))
+        for path in sorted(find_task_folder(folder).glob("*.yaml"))
         if all(Path(task.dataset_uri).exists() for task in load_tasks([str(path)], folder))
     ]
     if not names:
@@ -170,7 +171,8 @@ def _load_entries(entries: Sequence[Any], task_folder: str, layers: Sequence[Lay
 
 
 def _read_task_file(name: str, task_folder: str) -> Layer:
-    return read_layers([name if name.endswith((".yaml", ".yml")) else f"{task_folder}/{name}.yaml"])[0]
+    is_file = name.endswith((".yaml", ".yml"))
+    return read_layers([name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml"])[0]
 
 
 def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:

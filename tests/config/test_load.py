@@ -350,7 +350,7 @@ def test_a_missing_file_names_its_neighbour():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no YAML file given; try yamls/pretrain/mpt-quickstart.yaml"),
+        ([], "no YAML file given; try mpt-quickstart"),
         (["run.yaml", "seed"], "'seed' is neither a .yaml file nor key=value"),
         (["run.yaml", "model..d_model=3"], "'model..d_model=3' is neither a .yaml file nor key=value"),
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import scripts.eval
+import llmfoundry_lite.eval
 from llmfoundry_lite import suite
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
@@ -209,30 +209,30 @@ def test_a_finished_task_is_replaced_only_when_that_is_said(here, change, reason
 
 def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loaded(here, monkeypatch):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
-    scripts.eval.main(["icl.yaml"])
+    llmfoundry_lite.eval.main(["icl.yaml"])
     monkeypatch.setattr(models, "import_model", lambda folder: pytest.fail("weights are read"))
     with pytest.raises(DataError, match=r"icl/ours.json holds choice/0-shot with limit None, not 3 as asked for now"):
-        scripts.eval.main(["icl.yaml", "models.another=model", "limit=3"])
+        llmfoundry_lite.eval.main(["icl.yaml", "models.another=model", "limit=3"])
     with pytest.raises(DataError, match=r"icl/ours.json holds 2 finished tasks of model with precision fp32, not bf16"):
-        scripts.eval.main(["icl.yaml", "precision=bf16"])
+        llmfoundry_lite.eval.main(["icl.yaml", "precision=bf16"])
     (here / "model/README.md").write_text("other files")
     with pytest.raises(DataError, match=r"icl/ours.json holds 2 .* of model with save files:\w+, not files:\w+ as now"):
-        scripts.eval.main(["icl.yaml"])
+        llmfoundry_lite.eval.main(["icl.yaml"])
 
 
 def test_a_limit_beyond_the_data_limits_nothing(here):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}, "limit": 99}))
-    scripts.eval.main(["icl.yaml"])
+    llmfoundry_lite.eval.main(["icl.yaml"])
     assert "a try" not in (here / "results/icl/table.md").read_text()
     with pytest.raises(DataError, match="with limit 99, not 3 as asked for now"):
-        scripts.eval.main(["icl.yaml", "limit=3"])
+        llmfoundry_lite.eval.main(["icl.yaml", "limit=3"])
 
 
 def test_a_try_of_a_few_items_gives_way(here):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
     found = []
     for options in (["limit=3"], ["limit=4"], ["limit=4", "precision=bf16"], []):
-        scripts.eval.main(["icl.yaml", *options])
+        llmfoundry_lite.eval.main(["icl.yaml", *options])
         known = json.loads((here / "results/icl/ours.json").read_text())
         found.append((known["precision"], known["tasks"]["choice/0-shot"]["settings"]["limit"]))
     assert found == [("fp32", 3), ("fp32", 4), ("bf16", 4), ("fp32", None)]
@@ -295,7 +295,7 @@ def evaluate_suite(arguments):
     from llmfoundry_lite.ranks.ending import run_and_exit
 
     sys.argv = ["scripts/eval.py", *arguments]
-    run_and_exit(scripts.eval.main)
+    run_and_exit(llmfoundry_lite.eval.main)
 
 
 def items_of(folder):
@@ -383,7 +383,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         assert {**same.tasks[name], "seconds": 0} == {**record, "seconds": 0}
 
     (here / "icl.yaml").write_text("icl_tasks: [choice]\nmodels: {tiny: runs/tiny}\nsuite: curve\n")
-    scripts.eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
+    llmfoundry_lite.eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
     names = ["tiny-ba2.items.jsonl", "tiny-ba2.json", "tiny-ba4.items.jsonl", "tiny-ba4.json"]
     assert [path.name for path in sorted((here / "results/curve").glob("tiny*"))] == names
     learnt = [json.loads((here / f"results/curve/tiny-ba{n}.json").read_text())["average"] for n in (2, 4)]
@@ -405,7 +405,9 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
 
         with monkeypatch.context() as patch:
             patch.setattr(suite, name, prune_first)
-            scripts.eval.main(["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"])
+            llmfoundry_lite.eval.main(
+                ["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"]
+            )
         assert "models.live-ba2: passed over runs/live/checkpoints/ba2, which was removed" in capsys.readouterr().err
         rows = (here / "results/curve/table.md").read_text().splitlines()
         assert [row.split()[1] for row in rows if "-ba" in row] == ["live-ba4", "tiny-ba2", "tiny-ba4"]
@@ -424,7 +426,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     with pytest.raises(CheckpointError, match=r"ba4/shard-00000.safetensors") as error:
         load_subject("runs/tiny", device=CPU)
     assert "\n" not in str(error.value)
-    scripts.eval.main(["--all-checkpoints", "runs/tiny", "icl_tasks=[choice]", "suite=damaged"])
+    llmfoundry_lite.eval.main(["--all-checkpoints", "runs/tiny", "icl_tasks=[choice]", "suite=damaged"])
     assert "models.tiny-ba4: passed over damaged checkpoint: " in capsys.readouterr().err
     assert [path.stem for path in (here / "results/damaged").glob("*.json")] == ["tiny-ba2"]
     shard.unlink()
@@ -457,7 +459,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
             load_subject(where, device=CPU)
         assert str(error.value) == message
     with pytest.raises(DataError, match="models: nowhere does not exist; expected a run or a folder of checkpoints"):
-        scripts.eval.main(["--all-checkpoints", "nowhere"])
+        llmfoundry_lite.eval.main(["--all-checkpoints", "nowhere"])
     train_tokenizer(["something else"] * 3, 280).save("other")
     with pytest.raises(DataError, match=r"models: model has another tokenizer of its own \(sha256:\w+\) than other \("):
         load_subject("model", tokenizer="other", device=CPU)
@@ -502,7 +504,7 @@ def test_all_checkpoints_needs_a_run_and_nothing_else(here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no YAML file given; try yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt-1b"),
+        ([], "no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b"),
         (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
         (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
         (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
@@ -525,7 +527,7 @@ def ask_for_tasks_that_are_not_everywhere(folder):
     with pytest.raises(
         UserError, match=r"rank 1 has the tasks next/0-shot, next/2-shot, rank 0 choice/0-shot, choice/2"
     ):
-        scripts.eval.main([f"models.a={folder}/model"])
+        llmfoundry_lite.eval.main([f"models.a={folder}/model"])
 
 
 @pytest.mark.multiprocess
@@ -695,7 +697,7 @@ def test_bad_input_is_one_line_before_anything_is_computed(here, rows, changes, 
     (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [{**TASK, **changes}]}))
     with pytest.raises(UserError) as error:
-        scripts.eval.main(["icl.yaml"])
+        llmfoundry_lite.eval.main(["icl.yaml"])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (here / "results").exists()
@@ -705,14 +707,14 @@ def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, 
     rows = [GOOD, {**GOOD, "choices": ["sat", ""]}, {**GOOD, "query": TEXT * 9}]
     (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [TASK]}))
-    scripts.eval.main(["icl.yaml"])
+    llmfoundry_lite.eval.main(["icl.yaml"])
     told = capsys.readouterr().out
     assert "1 skipped (an answer without tokens); 2 asked" in told
     assert "1 with a context cut to fit the model, of 2 items" in told
     write = {"label": "w", "icl_task_type": "generation_task_with_answers", "dataset_uri": "w.jsonl"}
     (here / "w.jsonl").write_text(json.dumps({"context": TEXT * 9, "answer": "a cat"}))
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [write]}))
-    scripts.eval.main(["icl.yaml"])
+    llmfoundry_lite.eval.main(["icl.yaml"])
     assert "w/0-shot: 1 with a context cut to fit the model, of 1 items" in " ".join(capsys.readouterr().out.split())
 
 

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["llmfoundry_lite.training.train", "scripts.train", "tests.helpers.launch"])
+_server.set_forkserver_preload(["llmfoundry_lite.training.train", "tests.helpers.launch"])
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _rank(
 
 def _train(arguments: list[str]) -> None:
     from llmfoundry_lite.ranks.ending import run_and_exit
-    from scripts.train import main
+    from llmfoundry_lite.train import main
 
     sys.argv = ["scripts/train.py", *arguments]
     run_and_exit(main)

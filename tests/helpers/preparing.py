@@ -6,8 +6,7 @@ from pathlib import Path
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.summary import Summary
-
-from .conftest import read_samples
+from tests.helpers.data import read_samples
 
 SEQ_LEN = 32
 

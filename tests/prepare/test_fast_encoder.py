@@ -14,8 +14,7 @@ from llmfoundry_lite.prepare.documents import Document, split_key
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal
 from llmfoundry_lite.prepare.prepare import prepare
 from tests.helpers.data import folder_bytes, make_documents
-
-from .preparing import request, write_jsonl
+from tests.helpers.preparing import request, write_jsonl
 
 needs_gigatoken = pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="gigatoken is not installed")
 

@@ -37,8 +37,7 @@ from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
 from llmfoundry_lite.prepare.samples import ShardWriter, SplitWriter
 from llmfoundry_lite.prepare.summary import load_summary
 from tests.helpers.data import folder_bytes, make_documents, read_samples
-
-from .preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, write_jsonl
+from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, write_jsonl
 
 # What is read, and that all of it arrives
 

@@ -24,8 +24,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import print_summary
 from tests.helpers.data import make_documents
-
-from .preparing import plain, request, write_jsonl
+from tests.helpers.preparing import plain, request, write_jsonl
 
 
 def texts_of(

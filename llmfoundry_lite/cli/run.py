@@ -1,0 +1,105 @@
+"""`llmfoundry-lite train`, `eval`, `generate` and `init`: from a data folder to a model that writes."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmfoundry_lite.errors import UserError
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""The rest of the line is the program's own, `--help` and `--dry-run` included."""
+
+Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Processes on this machine.")]
+
+
+def train(context: typer.Context, num_ranks: Ranks = 1) -> None:
+    """Train a model: YAML files or names, then key=value; --help has more."""
+    from llmfoundry_lite.train import main
+
+    _run("llmfoundry_lite.train", main, context.args, num_ranks)
+
+
+def evaluate(context: typer.Context, num_ranks: Ranks = 1) -> None:
+    """Evaluate models in context: models.NAME=WHERE; --help has more."""
+    from llmfoundry_lite.eval import main
+
+    _run("llmfoundry_lite.eval", main, context.args, num_ranks)
+
+
+def _run(module: str, main: Callable[[Sequence[str]], None], arguments: list[str], num_ranks: int) -> None:
+    """One rank in this process; several by Composer's launcher, which hands their exit codes on."""
+    if num_ranks == 1:
+        from llmfoundry_lite.ranks.ending import run_and_exit
+
+        sys.argv = [module, *arguments]
+        run_and_exit(main)
+    from llmfoundry_lite.preflight import check_installed
+
+    check_installed("composer")
+    launcher = Path(sys.executable).with_name("composer")
+    os.execv(launcher, [str(launcher), "-n", str(num_ranks), "-m", module, *arguments])
+
+
+def generate(
+    where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Also hf:NAME.")],
+    prompt: Annotated[str | None, typer.Option(help="What the text starts with [asked for, again and again].")] = None,
+    num_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Among the k likeliest.")] = 50,
+    top_p: Annotated[float | None, typer.Option(min=1e-9, max=1, help="Among the likeliest with this sum.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or Hub name [the model's own].")] = None,
+) -> None:
+    """Write text with a model, token by token."""
+    import torch
+
+    from llmfoundry_lite.devices import device_type
+    from llmfoundry_lite.evaluation.models import load_subject
+    from llmfoundry_lite.evaluation.samples import model_of, write_text
+
+    device = torch.device(device_type())
+    subject = load_subject(where, tokenizer=tokenizer, device=device)
+    for note in subject.notes:
+        print(note, file=sys.stderr)
+    model = model_of(subject)
+
+    def answer(text: str) -> None:
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        print(text, end="", flush=True)
+        for piece in write_text(model, subject.tokenizer, text, num_tokens, device=device, **sampling):
+            print(piece, end="", flush=True)
+        print(flush=True)
+
+    if prompt is not None:
+        answer(prompt)
+        return
+    if sys.stdin.isatty():
+        print("a prompt a line; an empty one or Ctrl-D ends", file=sys.stderr)
+    while line := _next_line():
+        answer(line)
+
+
+def _next_line() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return ""
+
+
+def init(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made.")],
+    size: Annotated[str, typer.Option(help="125m, 350m, 1b, …: the shape of mpt-SIZE.")] = "125m",
+    out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml].")] = None,
+) -> None:
+    """Write a commented YAML for a data folder and a model's size."""
+    from llmfoundry_lite.config.starter import write_starter
+
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
+    path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
+    write_starter(data, size, path)
+    print(f"wrote {path}; next: llmfoundry-lite train {path} --dry-run")

@@ -1,0 +1,41 @@
+"""YAML files and tasks that come with the package, found by name from any folder.
+
+`mpt-1b` is `yamls/pretrain/mpt-1b.yaml`, `h100-8` is `yamls/hardware/h100-8.yaml`, `arc_easy` is `evals/arc_easy.yaml`.
+They lie inside an installed package, and at the top of a clone. A file of the user's own always goes first. No torch.
+"""
+
+import difflib
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_folder(kind: str) -> Path:
+    """`kind` is yamls or evals."""
+    inside = PACKAGE / kind
+    return inside if inside.is_dir() else PACKAGE.parent / kind
+
+
+def shipped_yamls() -> dict[str, Path]:
+    """Name -> file, of training runs, hardware overlays and evaluations."""
+    return {path.stem: path for path in sorted(shipped_folder("yamls").glob("*/*.yaml"))}
+
+
+def find_yaml(argument: str) -> Path | None:
+    """The file that `argument` means: one that exists, or one of ours by its name or by its path in a clone."""
+    given = Path(argument)
+    if given.suffix in (".yaml", ".yml"):
+        if given.is_file():
+            return given
+        ours = shipped_folder("yamls").parent / given
+        return ours if given.parts[:1] == ("yamls",) and ours.is_file() else None
+    return shipped_yamls().get(argument)
+
+
+def find_task_folder(folder: str) -> Path:
+    """`folder`, or the tasks that come with the package where it is `evals` and there is none here."""
+    return Path(folder) if folder != "evals" or Path(folder).is_dir() else shipped_folder("evals")
+
+
+def near_names(argument: str) -> list[str]:
+    return difflib.get_close_matches(argument, shipped_yamls(), n=1, cutoff=0.6)

@@ -1,0 +1,152 @@
+"""`llmfoundry-lite init`: a commented YAML for a prepared data folder and a size. No torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmfoundry_lite.config.shipped import shipped_yamls
+from llmfoundry_lite.errors import ConfigError, DataError
+
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
+
+TEMPLATE = """\
+# MPT-{size} on {data}. Train it, here on 8 devices:
+#   composer -n 8 -m llmfoundry_lite.train {out}
+# Everything can be changed on the command line too: optimizer.lr=3e-4
+
+variables:
+  data: {data}
+
+run_name: {run_name}
+# Tokens of a sample. The data was prepared with {prepared_length}.
+max_seq_len: {max_seq_len}
+# Initial weights and the order of the data are functions of this number.
+seed: 17
+
+model:
+  name: mpt_causal_lm
+  d_model: {d_model}
+  n_heads: {n_heads}
+  n_layers: {n_layers}
+  max_seq_len: ${{max_seq_len}}
+  # At least the tokenizer's {tokenizer_size}; a multiple of 128 is faster.
+  vocab_size: {vocab_size}
+  no_bias: true
+
+tokenizer:
+  name: ${{variables.data}}/tokenizer
+
+train_loader:
+  name: text
+  dataset:
+    local: ${{variables.data}}
+    # remote: s3://bucket/data      # where `local` is filled from
+    split: train
+    shuffle: true
+    shuffle_seed: ${{seed}}
+  num_workers: 2
+
+{eval_loader}optimizer:
+  name: decoupled_adamw
+  lr: {lr}
+  betas: [0.9, 0.95]
+  weight_decay: 0.0
+
+scheduler:
+  name: cosine_with_warmup
+  t_warmup: {warmup}ba
+  alpha_f: 0.1
+
+algorithms:
+  gradient_clipping:
+    clipping_type: norm
+    clipping_threshold: 1.0
+
+# {duration_note}
+max_duration: {num_batches}ba
+# Samples, over all devices. How many a device takes at a time changes no digit of the mathematics:
+global_train_batch_size: {batch_size}
+device_train_microbatch_size: auto
+precision: amp_bf16
+
+# Carry on from the newest checkpoint whenever this file is launched again, on any number of devices.
+autoresume: true
+# save_folder: s3://bucket/{{run_name}}
+save_interval: {save_interval}ba
+"""
+
+EVAL_LOADER = """\
+eval_loader:
+  name: text
+  dataset:
+    local: ${{variables.data}}
+    split: val
+  num_workers: 2
+eval_interval: {eval_interval}ba
+device_eval_batch_size: 8
+
+"""
+
+
+def sizes() -> list[str]:
+    return [
+        name.removeprefix("mpt-") for name in shipped_yamls() if name.startswith("mpt-") and name != "mpt-quickstart"
+    ]
+
+
+def write_starter(data: Path, size: str, out: Path) -> str:
+    """Write `out` and return its text. Raises ConfigError for a size we have no YAML of, DataError without the data."""
+    if size not in sizes():
+        raise ConfigError(f"--size: {size!r} given, expected one of {', '.join(sizes())}")
+    if out.exists():
+        raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
+    summary_file = data / "summary.json"
+    if not summary_file.is_file():
+        raise DataError(
+            f"{summary_file} does not exist; make the data with `llmfoundry-lite data prepare --out {data}`"
+        )
+    text = starter(data, size, out, json.loads(summary_file.read_text()))
+    out.write_text(text)
+    return text
+
+
+def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> str:
+    shape = yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
+    model, batch_size = shape["model"], shape["global_train_batch_size"]
+    length = summary["max_seq_len"]
+    vocab_size = -(-summary["tokenizer"]["vocab_size"] // 128) * 128
+    samples = summary["splits"]["train"]["samples"]
+    batch_size = max(1, min(batch_size, samples))
+    parameters = vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
+    wanted = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
+    epoch = samples // batch_size
+    epochs = wanted / epoch
+    note = (
+        f"{TOKENS_PER_PARAMETER} tokens for each of about {parameters / 1e6:,.0f} M parameters; one epoch of this data "
+        f"is {epoch:,} batches" + (f", so this is {epochs:,.1f} epochs" if epochs > 1 else "")
+    )
+    interval = max(1, wanted // 20)
+    has_val = summary["splits"].get("val", {}).get("samples", 0) > 0
+    return TEMPLATE.format(
+        size=size,
+        data=data,
+        out=out,
+        run_name=out.stem,
+        prepared_length=length,
+        max_seq_len=length,
+        d_model=model["d_model"],
+        n_heads=model["n_heads"],
+        n_layers=model["n_layers"],
+        tokenizer_size=summary["tokenizer"]["vocab_size"],
+        vocab_size=vocab_size,
+        eval_loader=EVAL_LOADER.format(eval_interval=interval) if has_val else "",
+        lr=shape["optimizer"]["lr"],
+        warmup=max(1, min(100, wanted // 10)),
+        duration_note=note,
+        num_batches=wanted,
+        batch_size=batch_size,
+        save_interval=interval,
+    )

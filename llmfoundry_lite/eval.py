@@ -1,0 +1,40 @@
+"""Evaluate models in context, as one rank of a launch.
+
+llmfoundry-lite eval icl-zero-shot models.ours=runs/mpt-1b models.base=runs/other/checkpoints/ba400
+composer -n 8 -m llmfoundry_lite.eval icl-zero-shot models.ours=runs/mpt-1b
+python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks whose data are here
+"""
+
+import os
+from collections.abc import Sequence
+
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.rank import this_rank
+
+HELP = """\
+usage: composer -n RANKS -m llmfoundry_lite.eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
+       llmfoundry-lite eval [-n RANKS] [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
+
+YAML                a file, or one that comes with the package, by name; none: all tasks whose data are here
+models.NAME=WHERE   a run, a checkpoint, a folder of a Hugging Face model, or hf:NAME
+--all-checkpoints   every checkpoint of the runs that follow: a learning curve
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        if this_rank().rank == 0:
+            print(HELP, end="")
+        return
+    config, tasks = load_eval_config(arguments)
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)  # before torch looks
+
+    from llmfoundry_lite.suite import run_suite  # imports torch
+
+    run_suite(config, tasks)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

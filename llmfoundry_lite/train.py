@@ -1,0 +1,63 @@
+"""Train a model, as one rank of a launch.
+
+    composer -n 8 -m llmfoundry_lite.train mpt-1b h100-8 variables.data=data/c4      # installed
+    composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml                # in a clone
+    llmfoundry-lite train mpt-125m --dry-run
+
+Owns the order of a launch: configuration, preflight, environment, then the heavy imports. No torch before those.
+"""
+
+import os
+from collections.abc import Sequence
+
+from llmfoundry_lite import preflight
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.errors import UserError, printable
+from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.rank import this_rank
+
+HELP = """\
+usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run]
+       llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run]
+
+YAML        a file, or one that comes with the package, by name: mpt-1b, h100-8. Later ones are laid over earlier ones.
+key=value   laid over all files: max_duration=1000ba model.d_model=256
+--dry-run   print the resolved configuration, its arithmetic and a memory estimate, and exit
+
+Exit codes: 0 done, 2 the configuration or the data is wrong, 75 preempted (run the same command again), 1 a bug.
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    here = this_rank()
+    if {"-h", "--help"} & set(arguments):
+        if here.rank == 0:
+            print(HELP, end="")
+        return
+    try:
+        invocation = load_train_config(arguments)
+        config = invocation.config
+        if not invocation.dry_run:
+            preflight.check_installed("composer", "streaming")
+        found = preflight.check(config, here.world_size, must_exist=not invocation.dry_run)
+    except UserError as error:
+        if here.local_rank == 0 and "--dry-run" not in arguments:
+            preflight.record_refusal(arguments, str(error))
+        raise
+    if here.rank == 0:
+        for note in invocation.notes:
+            print(printable(note))
+    if invocation.dry_run:
+        if here.rank == 0:
+            print(preflight.describe(config, here.world_size, found, here.local_world_size))
+        return
+
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)  # before torch looks
+    from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
+
+    train(config)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,36 @@
+"""The tour leads where it says."""
+
+import ast
+import re
+
+import pytest
+
+from tests.helpers.launch import ROOT
+
+TOUR = (ROOT / "docs/tour.md").read_text()
+BEHAVIOURS = re.findall(r"^\| (.+?) \| `([\w/]+\.py)` \| `(\w+)` \|$", TOUR, re.M)
+
+
+def names_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize(("behaviour", "file", "name"), BEHAVIOURS)
+def test_a_behaviour_is_where_the_tour_says(behaviour, file, name):
+    assert name in names_of(ROOT / "llmfoundry_lite" / file), behaviour
+
+
+def test_the_tour_has_twenty_behaviours_and_every_room():
+    assert len(BEHAVIOURS) == 20
+    rooms = {path.name for path in (ROOT / "llmfoundry_lite").iterdir() if (path / "__init__.py").is_file()}
+    missing = {room for room in rooms if f"  {room}/" not in TOUR}
+    assert not missing
+
+
+def test_files_that_the_tour_names_exist():
+    for file in re.findall(r"`([\w/]+\.py)`", TOUR):
+        assert (ROOT / "llmfoundry_lite" / file).is_file(), file

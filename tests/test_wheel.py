@@ -1,0 +1,126 @@
+"""What `pip install` brings is all that is needed: a wheel, in environments of its own and an empty folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llmfoundry_lite.preflight import SECOND_STEP
+from tests.helpers.launch import ROOT
+
+pytestmark = pytest.mark.multiprocess
+
+DAY = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-newer"]
+
+
+@pytest.fixture(scope="module")
+def uv():
+    found = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
+    if not os.access(found, os.X_OK):
+        pytest.skip("uv is neither on the PATH nor in .tools")
+    return found
+
+
+def call(*command, cwd, code=0, **options):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        **options,
+    )
+    assert result.returncode == code, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(uv, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    call(uv, "build", "--quiet", "--wheel", "--out-dir", folder, ROOT, cwd=folder)
+    return next(folder.glob("*.whl"))
+
+
+def install(uv, wheel, folder, version):
+    """The releases of `requirements.txt`, hard-linked from uv's cache where they are there. Returns its bin folder."""
+    environment = folder / "environment"
+    call(uv, "venv", "--quiet", "--python", version, environment, cwd=folder)
+    pip = (uv, "pip", "install", "--quiet", "--python", environment / "bin/python", "--exclude-newer", DAY)
+    call(*pip, "--constraint", ROOT / "requirements.txt", f"{wheel}[train]", cwd=folder)
+    return environment / "bin", (*pip, *SECOND_STEP.split()[2:])
+
+
+def check_whole_path(programs, second_step, folder):
+    """Data, training, evaluation and text, as somebody does who has never seen the repository."""
+    work = folder / "work"
+    work.mkdir()
+    ours = programs / "llmfoundry-lite"
+    (work / "text").mkdir()
+    for number, path in enumerate(sorted((ROOT / "llmfoundry_lite/checkpoint").glob("*.py"))):
+        (work / "text" / f"{number}.txt").write_text(path.read_text())
+    refused = call(ours, "train", "mpt-quickstart", cwd=work, code=2)
+    assert "composer and streaming not installed" in refused and SECOND_STEP in refused
+
+    call(*second_step, cwd=folder)
+    prepare = ("--out", "data/mine", "--tokenizer", "train:512", "--max-seq-len", "64", "--val-fraction", "0.1")
+    call(ours, "data", "prepare", "--source", "text", *prepare, cwd=work)
+    call(ours, "init", "data/mine", "--size", "125m", "--out", "mine.yaml", cwd=work)
+    small = ("model.d_model=32", "model.n_heads=2", "model.n_layers=2", "precision=fp32", "max_duration=4ba")
+    small = (*small, "global_train_batch_size=8", "train_loader.num_workers=0", "eval_loader.num_workers=0")
+    plan = call(ours, "train", "mine.yaml", *small, "--dry-run", cwd=work)
+    assert "parameters" in plan and "memory" in plan
+    launch = (programs / "composer", "-n", "2", "-m", "llmfoundry_lite.train")
+    call(*launch, "mine.yaml", "cpu", *small, "eval_interval=0", "device_train_microbatch_size=2", cwd=work)
+    assert json.loads((work / "runs/mine/status.json").read_text())["status"] == "done"
+
+    task = {"label": "text", "icl_task_type": "perplexity", "dataset_uri": "text/0.txt"}
+    (work / "task.yaml").write_text(json.dumps({"icl_tasks": [task]}))
+    table = call(ours, "eval", "task.yaml", "models.mine=runs/mine", cwd=work)
+    assert "text" in table and (work / "results/task/mine.json").is_file()
+    written = call(ours, "generate", "runs/mine", "--prompt", "def ", "--num-tokens", "8", cwd=work)
+    assert written.startswith("def ")
+    assert "arc_easy" in call(programs / "python", "-c", LIST_TASKS, cwd=work)
+
+
+LIST_TASKS = "from llmfoundry_lite.config.shipped import find_task_folder; print(*find_task_folder('evals').iterdir())"
+
+
+@pytest.mark.slow
+def test_a_wheel_prepares_trains_evaluates_and_writes_from_an_empty_folder(uv, wheel, tmp_path):
+    try:
+        programs, second_step = install(uv, wheel, tmp_path, sys.executable)
+        check_whole_path(programs, second_step, tmp_path)
+    finally:
+        shutil.rmtree(tmp_path / "environment", ignore_errors=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_other_pythons_install_and_run_it_too(uv, wheel, tmp_path, version):
+    found = subprocess.run([uv, "python", "find", "--no-python-downloads", version], capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"Python {version} is not on this machine")
+    try:
+        programs, second_step = install(uv, wheel, tmp_path, found.stdout.strip())
+        check_whole_path(programs, second_step, tmp_path)
+    finally:
+        shutil.rmtree(tmp_path / "environment", ignore_errors=True)
+
+
+@pytest.mark.long
+def test_plain_pip_resolves_it(wheel, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "environment"], check=True)
+    resolve = ("-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", f"{wheel}[train]")
+    report = call(tmp_path / "environment/bin/python", *resolve, cwd=Path(tmp_path))
+    names = {item["metadata"]["name"].lower() for item in json.loads(report[report.index("{") :])["install"]}
+    assert {"torch", "wandb", "omegaconf", "llmfoundry-lite"} <= names
+    assert "mosaicml" not in names
