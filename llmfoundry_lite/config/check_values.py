@@ -51,7 +51,7 @@ CHOICES = {
     "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
     "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
     "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
-    "precision": ("fp32", "amp_bf16", "amp_fp16"),
+    "precision": ("fp32", "tf32", "amp_bf16", "amp_fp16"),
     "on_non_finite": ("stop", "skip"),
     "python_log_level": ("debug", "info", "warning", "error", "critical"),
 }
@@ -111,7 +111,7 @@ ALTERNATIVES = {
     "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
     "train_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
     "eval_loader.name": "fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`",
-    "precision": "expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+    "precision": "expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
 }
 """Said when one of these has a value outside its list."""
 

@@ -131,7 +131,7 @@ WRONG = {
     "eval_subset_num_batches=0": "0 given, expected -1 (all) or a count",
     # names of kinds
     "precision=bf16": "'bf16' is not known; did you mean amp_bf16?",
-    "precision=amp_fp8": "'amp_fp8' is not known; expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+    "precision=amp_fp8": "'amp_fp8' is not known; expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
     "fsdp_config.sharding_strategy=full_shard": (
         "'full_shard' is not known; did you mean FULL_SHARD? (expected FULL_SHARD, SHARD_GRAD_OP, "
         "HYBRID_SHARD or NO_SHARD)"
