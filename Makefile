@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
-#   make quickstart   text -> shards -> a small MPT on 2 ranks -> a table, a sample, a plot, an evaluation (6 minutes, no GPU)
+#   make quickstart   text -> shards -> a small MPT on 1 rank, then on 2 -> tables, samples, a plot, an evaluation (6 minutes, no GPU)
 #   make test         the tests (11 minutes on 2 cores)
 
 SHELL := bash
@@ -29,6 +29,8 @@ $(READY): pyproject.toml | $(UV)
 
 quickstart: install
 	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:4096 --max-seq-len 256
+	composer -n 1 scripts/train.py yamls/pretrain/mpt-quickstart.yaml stop_after=150ba \
+	    fsdp_config.sharding_strategy=NO_SHARD
 	composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
 	llmfoundry-lite report runs/mpt-quickstart
 	llmfoundry-lite data make-tasks

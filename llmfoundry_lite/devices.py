@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from llmfoundry_lite.hardware import Accelerator, find_accelerator
+from llmfoundry_lite.hardware import Accelerator, Device, find_accelerator
 
 
 def device_type() -> str:
@@ -106,6 +106,16 @@ def driver() -> str | None:
     # NVIDIA's is a sentence: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar …"
     found = re.search(r"\b\d+\.\d[\d.]*", path.read_text()) if path.is_file() else None
     return found[0] if found else None
+
+
+def local_devices() -> list[Device]:
+    """The accelerators of this machine; its RAM where it has none."""
+    if not torch.cuda.is_available():
+        return [Device("this machine's RAM", available_memory_bytes(), True)]
+    indices = range(torch.cuda.device_count())
+    return [
+        Device(f"cuda:{i} ({torch.cuda.get_device_name(i)})", torch.cuda.mem_get_info(i)[0], False) for i in indices
+    ]
 
 
 def available_memory_bytes() -> int:

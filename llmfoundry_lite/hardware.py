@@ -8,6 +8,7 @@ the table, or a slice of one that is, has no peak: nothing is guessed.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -36,6 +37,15 @@ class Accelerator:
         """Dense FLOP/s in fp32, tf32, bf16, fp16 or fp8; None where none is published."""
         teraflops = self.peak_teraflops.get(dtype)
         return None if teraflops is None else teraflops * 1e12
+
+
+class Device(NamedTuple):
+    """What a rank of this machine computes on."""
+
+    name: str
+    free_bytes: int
+    is_shared: bool
+    """By all ranks of this machine, as its RAM is."""
 
 
 def find_accelerator(device_name: str, num_compute_units: int | None = None) -> Accelerator | None:

@@ -1,4 +1,5 @@
-"""The lines of metrics.jsonl, which are only ever appended: which of them are whole, and what a carried log adds.
+"""The lines of metrics.jsonl, which are only ever appended: which of them are whole, what a carried log adds,
+and how one reads on a console.
 
 A launch that carries on from batch 100 writes batch 101 behind all that stands in the file. The lines of batches above
 100 that stand before it are a dead branch: no later state comes from them. So the order of the lines decides what
@@ -8,6 +9,8 @@ counts, and whoever adds lines from elsewhere must keep that order.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from llmfoundry_lite.config.schema import Duration
 
 Record = dict[str, Any]
 
@@ -45,3 +48,31 @@ def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
         return ours
     end = next((i for i in range(len(ours), 0, -1) if ours[i - 1] == theirs[-1]), len(ours))
     return [*ours[:end], *missing, *ours[end:]]
+
+
+def console_line(record: Record, max_duration: Duration) -> str:
+    """`batch 20/800 · loss 4.1234 · …`"""
+    total = f"/{int(max_duration.value)}" if max_duration.unit == "ba" else ""
+    parts = [f"batch {record['batch']}{total}"]
+    if max_duration.unit != "ba":
+        key = {"ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}[max_duration.unit]
+        parts.append(f"{record[key]}/{max_duration}")
+    for key, form in (
+        ("loss/train/total", "loss {:.4f}"),
+        ("eval/loss", "validation {:.4f}"),
+        ("lr", "lr {:.2e}"),
+        ("grad_norm", "grad {:.2f}"),
+        ("throughput/tokens_per_sec", "{:,.0f} tokens/s"),
+        ("throughput/device/mfu", "MFU {:.1%}"),
+    ):
+        if record.get(key) is not None:
+            parts.append(form.format(record[key]))
+    if "time/remaining_seconds" in record:
+        parts.append("ETA " + duration_text(record["time/remaining_seconds"]))
+    return " · ".join(parts)
+
+
+def duration_text(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

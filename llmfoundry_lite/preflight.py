@@ -25,6 +25,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.status import STATUS, write_ended_early
@@ -77,6 +78,33 @@ def check_installed(*packages: str) -> None:
         raise ConfigError(
             f"{' and '.join(missing)} not installed, which training needs; `pip install 'llmfoundry-lite[train]'`, "
             f"then `{SECOND_STEP}`"
+        )
+
+
+def check_here(config: TrainConfig, world_size: int, local_world_size: int, devices: Sequence[Device]) -> None:
+    """What a launch on this machine would stumble over that `check` leaves to it: tokenizer and memory.
+
+    `devices`: those of this machine, in order; ranks take one each, or share the one there is. Raises ConfigError.
+    """
+    name = config.tokenizer.name
+    if not is_local_or_cached(name):
+        raise ConfigError(
+            f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache; fetch it first "
+            f"(`hf download {name}`) or name a local folder"
+        )
+    needed = estimate_training_memory(config, world_size, local_world_size).total_bytes
+    asking = "each rank needs"
+    if devices[0].is_shared:
+        needed *= local_world_size
+        asking = "one rank needs" if local_world_size == 1 else f"{local_world_size} ranks need"
+    elif len(devices) < local_world_size:
+        raise ConfigError(f"{local_world_size} ranks given, and this machine has {len(devices)} devices; start as many")
+    least = min(devices[:local_world_size], key=lambda device: device.free_bytes)
+    if needed > least.free_bytes:
+        raise ConfigError(
+            f"memory: {asking} about {needed / GIB:,.1f} GiB by the estimate, and {least.name} has "
+            f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or model, "
+            "or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
 
 
@@ -243,16 +271,24 @@ def _round_up(vocab_size: int) -> int:
 # ------------------------------------------------------------------------------------------------ dry run
 
 
-def describe(config: TrainConfig, world_size: int, found: Preflight, local_world_size: int | None = None) -> str:
+def describe(
+    config: TrainConfig,
+    world_size: int,
+    found: Preflight,
+    local_world_size: int | None = None,
+    *,
+    is_for_here: bool = False,
+) -> str:
     """The resolved configuration as YAML; then parameters, batch arithmetic and memory, as lines for people.
 
-    `local_world_size`: devices in each node, default all of them; HYBRID_SHARD shards within a node.
+    `local_world_size`: devices in each node, default all of them; HYBRID_SHARD shards within a node. `is_for_here`:
+    this machine has been looked at too.
     """
     batch, length = config.global_train_batch_size, config.max_seq_len
     num_ranks, degree = config.num_data_ranks(world_size), config.tensor_parallel_degree
     device_batch = batch // num_ranks
     groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{world_size} device(s)"
-    microbatch = config.microbatch_size or device_batch
+    microbatch = config.first_microbatch_size(device_batch)
     is_auto = config.device_train_microbatch_size == "auto"
     division = (
         "microbatches as large as fit"
@@ -278,6 +314,10 @@ def describe(config: TrainConfig, world_size: int, found: Preflight, local_world
     lines += [f"warning        {text}" for text in _describe_network(config, world_size, local_world_size)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     lines += [f"not checked    {note}" for note in found.not_checked]
+    if not is_for_here:
+        lines.append(
+            "not checked    the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer"
+        )
     return "\n".join(lines)
 
 

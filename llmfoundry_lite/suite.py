@@ -41,11 +41,12 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
     found = find_models(config, tasks, device, shard)
-    all_results = []
+    all_results, said = [], []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
             all_results.append(evaluate_one(config, tasks, device, subject, results, files))
+            said += [(str(files.path), note) for note in note_kept(tasks, results)]
         except CheckpointError as error:
             if not config.all_checkpoints:
                 raise
@@ -55,6 +56,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
                 tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
             else:
                 raise
+    tell(say_once(said))
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
@@ -80,7 +82,7 @@ def find_models(
     if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
         error = DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     agree(error)
-    models = {}
+    models, said = {}, []
     try:
         models = expand_models(config)
     except UserError as caught:
@@ -94,7 +96,7 @@ def find_models(
             )
             like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
             subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
-            tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
+            said += [(f"models.{name}", f"{note}; {subject.source} is evaluated") for note in subject.notes]
             results = Results(
                 model=name,
                 suite=config.suite,
@@ -116,6 +118,7 @@ def find_models(
                 raise
             found = [model for model in found if model[1].model != name]
             tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
+    tell(say_once(said))
     return found
 
 
@@ -157,10 +160,24 @@ def evaluate_one(
         on_progress=progress,
     )
     progress.close()
-    asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
-    if kept := [name for name in results.tasks if name not in asked]:
-        tell([f"{files.path} keeps what it has of the same model besides: {', '.join(kept)}"])
     return results
+
+
+def note_kept(tasks: Sequence[TaskConfig], results: Results) -> list[str]:
+    asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
+    kept = [name for name in results.tasks if name not in asked]
+    return [f"keeps what it has of the same model besides: {', '.join(kept)}"] if kept else []
+
+
+def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
+    """(whose, note) -> a line for each note, with how many others have the same one."""
+    subjects: dict[str, list[str]] = {}
+    for whose, note in said:
+        subjects.setdefault(note, []).append(whose)
+    return [
+        f"{first}{f' and {len(others)} others' if len(others) > 1 else f' and {others[0]}' if others else ''}: {note}"
+        for note, (first, *others) in subjects.items()
+    ]
 
 
 def write_suite(all_results: Sequence[Results], folder: Path) -> list[Path]:

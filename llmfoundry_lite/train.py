@@ -11,18 +11,20 @@ import os
 from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
-from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.load_train import DRY_RUNS, load_train_config
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 
 HELP = """\
-usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run]
-       llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run]
+usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here]]
+       llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run[=here]]
 
 YAML        a file, or one that comes with the package, by name: mpt-1b, h100-8. Later ones are laid over earlier ones.
 key=value   laid over all files: max_duration=1000ba model.d_model=256
---dry-run   print the resolved configuration, its arithmetic and a memory estimate, and exit
+--dry-run   print the resolved configuration, its arithmetic, a memory estimate and what was not checked, and exit
+--dry-run=here   the same, and exit code 2 where data, tokenizer or memory of this machine's devices do not suffice
 
 Exit codes: 0 done, 2 the configuration or the data is wrong, 75 preempted (run the same command again), 1 a bug.
 """
@@ -37,11 +39,13 @@ def main(arguments: Sequence[str]) -> None:
     try:
         invocation = load_train_config(arguments)
         config = invocation.config
-        if not invocation.dry_run:
+        if invocation.dry_run != "plan":
             preflight.check_installed("composer", "streaming")
-        found = preflight.check(config, here.world_size, must_exist=not invocation.dry_run)
+        found = preflight.check(config, here.world_size, must_exist=invocation.dry_run != "plan")
+        if invocation.dry_run == "here":
+            check_this_machine(config)
     except UserError as error:
-        if here.local_rank == 0 and "--dry-run" not in arguments:
+        if here.local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
             preflight.record_refusal(arguments, str(error))
         raise
     if here.rank == 0:
@@ -49,7 +53,11 @@ def main(arguments: Sequence[str]) -> None:
             print(printable(note))
     if invocation.dry_run:
         if here.rank == 0:
-            print(preflight.describe(config, here.world_size, found, here.local_world_size))
+            print(
+                preflight.describe(
+                    config, here.world_size, found, here.local_world_size, is_for_here=invocation.dry_run == "here"
+                )
+            )
         return
 
     for name, value in config.environment.items():
@@ -57,6 +65,14 @@ def main(arguments: Sequence[str]) -> None:
     from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
 
     train(config)
+
+
+def check_this_machine(config: TrainConfig) -> None:
+    """Raises ConfigError for a tokenizer or for memory that is not here."""
+    from llmfoundry_lite.devices import local_devices  # imports torch
+
+    here = this_rank()
+    preflight.check_here(config, here.world_size, here.local_world_size, local_devices())
 
 
 if __name__ == "__main__":

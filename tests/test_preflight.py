@@ -9,6 +9,8 @@ from llmfoundry_lite import preflight
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.hardware import GIB, Device
+from llmfoundry_lite.train import main as train_main
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -96,6 +98,43 @@ def test_missing_data_stops_a_launch_and_is_noted_by_a_dry_run(tmp_path):
         check(tmp_path, config)
     _, found = check(tmp_path, config, must_exist=False)
     assert len([note for note in found.not_checked if "is not there" in note]) == 2
+
+
+ROOM = Device("this machine's RAM", 8 * GIB, True)
+
+
+def test_a_dry_run_for_this_machine_refuses_what_a_launch_here_would_stumble_over(tmp_path, data, monkeypatch):
+    config, _ = check(tmp_path, tiny_config(data))
+    with pytest.raises(ConfigError, match=r"^tokenizer.name: tests/not-on-this-disk is neither a local folder nor in"):
+        preflight.check_here(config, 1, 1, [ROOM])
+    monkeypatch.setattr(preflight, "is_local_or_cached", lambda name: True)
+    preflight.check_here(config, 2, 2, [ROOM])
+    need = preflight.estimate_training_memory(config, 2).total_bytes
+    with pytest.raises(
+        ConfigError, match=r"^memory: 2 ranks need about .* GiB by the estimate, and this machine's RAM"
+    ):
+        preflight.check_here(config, 2, 2, [ROOM._replace(free_bytes=2 * need - 1)])
+    gpus = [Device("cuda:0", need, False), Device("cuda:1", need - 1, False)]
+    with pytest.raises(ConfigError, match="^memory: each rank needs about .* and cuda:1 has .* free"):
+        preflight.check_here(config, 2, 2, gpus)
+    with pytest.raises(ConfigError, match="4 ranks given, and this machine has 2 devices"):
+        preflight.check_here(config, 4, 4, gpus)
+
+
+def test_a_dry_run_lists_what_it_has_not_checked(tmp_path, data):
+    config, found = check(tmp_path, tiny_config(data), must_exist=False)
+    memory = "not checked    the memory of this machine's devices; --dry-run=here also checks"
+    assert memory in preflight.describe(config, 1, found)
+    assert memory not in preflight.describe(config, 1, found, is_for_here=True)
+
+
+def test_a_dry_run_for_this_machine_ends_with_2_where_data_are_missing(tmp_path, data, monkeypatch, capsys):
+    path = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "nowhere"))
+    monkeypatch.setattr(sys, "argv", ["train.py", path, "--dry-run=here"])
+    with pytest.raises(DataError, match=r"index.json does not exist"):
+        train_main(sys.argv[1:])
+    train_main([path, "--dry-run"])
+    assert "is not there" in capsys.readouterr().out
 
 
 def test_too_few_samples_for_one_batch(tmp_path, data):

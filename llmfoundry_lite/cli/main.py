@@ -17,7 +17,7 @@ from llmfoundry_lite.cli.bench import bench
 from llmfoundry_lite.cli.checkpoint import checkpoint
 from llmfoundry_lite.cli.data import data
 from llmfoundry_lite.cli.doctor import doctor_command
-from llmfoundry_lite.cli.results import compare_results, report_runs
+from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
 from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError, printable
 
@@ -34,6 +34,7 @@ app.command("generate")(generate)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
+app.command("watch")(watch_run)
 app.command("report")(report_runs)
 app.command("compare")(compare_results)
 app.command("doctor")(doctor_command)

@@ -1,5 +1,6 @@
-"""`llmfoundry-lite report` and `compare`: what runs and evaluations came to."""
+"""`llmfoundry-lite watch`, `report` and `compare`: where a run is, what runs and evaluations came to."""
 
+import contextlib
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,14 @@ class FigureAxis(StrEnum):
     flops = "flops"
 
 
+def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
+    """Show a run live, until it ends: batch, loss, rate, remaining time, last checkpoint. Ctrl-C leaves it alone."""
+    from llmfoundry_lite.report.watch import watch
+
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(run)
+
+
 def report_runs(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or URLs of such.")],
     out: Annotated[
@@ -33,7 +42,11 @@ def report_runs(
     price: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
     ] = None,
-    prompt: Annotated[str, typer.Option(help="What the sample of generated text starts with.")] = "def ",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="What a sample of generated text starts with; repeat for others [of code].")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the samples; 0 takes the likeliest token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=1, help="Samples are drawn among the k likeliest tokens.")] = 40,
     form: Annotated[FigureFormat, typer.Option("--format", help="Of the figure.")] = FigureFormat.png,
     x: Annotated[FigureAxis, typer.Option("--x", help="What stands along the figure.")] = FigureAxis.batch,
     smooth: Annotated[
@@ -45,10 +58,11 @@ def report_runs(
 ) -> None:
     """Show a run: losses beside baselines, how launches ended, where it ran and what that took, a sample, a plot.
     Several: how far they are apart, batch by batch."""
-    from llmfoundry_lite.report.report import report
+    from llmfoundry_lite.report.report import PROMPTS, report
 
+    sampling = {"prompts": prompt or PROMPTS, "temperature": temperature, "top_k": top_k}
     options = {"form": form.value, "x": x.value, "smooth_batches": smooth, "with_csv": with_csv}
-    report(runs, out=out, prices=price or (), prompt=prompt, **options)
+    report(runs, out=out, prices=price or (), **sampling, **options)
 
 
 def compare_results(

@@ -9,7 +9,7 @@ import difflib
 import itertools
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.check_values import DURATIONS
@@ -20,13 +20,51 @@ from llmfoundry_lite.errors import ConfigError
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
     """Fill the dataclass `cls` from a mapping that stands at `path`; `layers` say where. Raises ConfigError."""
+    refuse_unknown_keys(cls, values, path, layers)
+    return _fill(cls, values, path, layers)
+
+
+def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
+    """Raises ConfigError that names every key, at any depth, that `cls` does not have."""
+    unknown = list(_find_unknown_keys(cls, values, path))
+    if len(unknown) == 1:
+        (key, hint) = unknown[0]
+        raise ConfigError(f"{source_of(key, layers)}: {key}: unknown key; {hint}")
+    if unknown:
+        raise ConfigError(name_all(unknown, layers, "unknown keys"))
+
+
+def name_all(found: Sequence[tuple[str, str]], layers: Sequence[Layer], what: str) -> str:
+    """`run.yaml: 2 unknown keys: a (…), b (…)`, for (key, what to do instead) of each, file by file."""
+    by_source: dict[str, list[str]] = {}
+    for key, hint in found:
+        by_source.setdefault(source_of(key, layers), []).append(f"{key} ({hint})")
+    parts = [f"{source}: {', '.join(keys)}" for source, keys in by_source.items()]
+    return f"{len(found)} {what}: {'; '.join(parts)}"
+
+
+def _find_unknown_keys(cls: type, values: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(key, what was probably meant). A block of a wrong type is for `_fill` to refuse."""
+    if not isinstance(values, dict):
+        return
+    hints = typing.get_type_hints(cls)
+    for key, value in values.items():
+        full = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            yield full, _suggest(str(key), path, hints)
+            continue
+        for option in (hints[key], *typing.get_args(hints[key])):
+            if dataclasses.is_dataclass(option):
+                inside = value.items() if typing.get_origin(hints[key]) is dict and isinstance(value, dict) else None
+                for name, block in inside if inside is not None else [("", value)]:
+                    yield from _find_unknown_keys(typing.cast(type, option), block, f"{full}.{name}" if name else full)
+
+
+def _fill(cls: type, values: Any, path: str, layers: Sequence[Layer]) -> Any:
     if not isinstance(values, dict):
         raise _wrong_type(path, values, "a block of `key: value` lines", layers)
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in values:
-        if key not in fields:
-            raise _unknown_key(key, path, fields, layers)
     arguments = {}
     for name, field in fields.items():
         key = f"{path}.{name}" if path else name
@@ -61,7 +99,7 @@ def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
                     raise
         raise _wrong_type(key, value, _expected(key, hint), layers)
     if dataclasses.is_dataclass(hint):
-        return build_block(typing.cast(type, hint), value, key, layers)
+        return _fill(typing.cast(type, hint), value, key, layers)
     if origin is dict:
         if not isinstance(value, dict):
             raise _wrong_type(key, value, "a block of `key: value` lines", layers)
@@ -115,7 +153,7 @@ NICKNAMES = {
 """Other libraries' words, too far from ours for spelling to find."""
 
 
-def _unknown_key(key: str, path: str, fields: Mapping[str, Any], layers: Sequence[Layer]) -> ConfigError:
+def _suggest(key: str, path: str, fields: Mapping[str, Any]) -> str:
     full = f"{path}.{key}" if path else key
     word = NICKNAMES.get(key, key)
     everywhere = [other for other in _schema_keys(TrainConfig) if other != full]  # a training's word in an evaluation
@@ -123,18 +161,16 @@ def _unknown_key(key: str, path: str, fields: Mapping[str, Any], layers: Sequenc
     near = difflib.get_close_matches(word, fields, n=1, cutoff=0.6)
     far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)
     if near and (near[0] == word or not elsewhere):
-        hint = f"did you mean {path + '.' if path else ''}{near[0]}?"
-    elif path == "callbacks":
-        hint = "one of your own is named by its import path, python:package.module:Class"
-    elif path == "loggers":
-        hint = f"valid keys here: {', '.join(fields)}; metrics.jsonl is always written"
-    elif elsewhere:
-        hint = f"did you mean {max(elsewhere, key=lambda other: _num_shared_parts(other, full))}?"
-    elif far:
-        hint = f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
-    else:
-        hint = f"valid keys here: {', '.join(fields) or 'none'}"
-    return ConfigError(f"{source_of(full, layers)}: {full}: unknown key; {hint}")
+        return f"did you mean {path + '.' if path else ''}{near[0]}?"
+    if path == "callbacks":
+        return "one of your own is named by its import path, python:package.module:Class"
+    if path == "loggers":
+        return f"valid keys here: {', '.join(fields)}; metrics.jsonl is always written"
+    if elsewhere:
+        return f"did you mean {max(elsewhere, key=lambda other: _num_shared_parts(other, full))}?"
+    if far:
+        return f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
+    return f"valid keys here: {', '.join(fields) or 'none'}"
 
 
 def _last(key: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmfoundry_lite.config.build import name_all
 from llmfoundry_lite.config.layers import Layer, get, pop, source_of
 from llmfoundry_lite.errors import ConfigError
 
@@ -91,7 +92,7 @@ LEFT_OUT = {
     "callbacks.nan_monitor": "use on_non_finite",
     "callbacks.system_metrics_monitor": "memory and throughput are always logged; remove it",
     "callbacks.optimizer_monitor": "the gradient norm is always logged; remove it",
-    "train_loader.dataset.packing_ratio": "fine-tuning loaders are left out; pack with `llmfoundry-lite data prepare`",
+    "train_loader.dataset.packing_ratio": "fine-tuning is absent here; pack text with `llmfoundry-lite data prepare`",
 }
 """Refused by name, with what to use instead, unless the value says what we do anyway."""
 
@@ -130,6 +131,20 @@ HARMLESS_VALUES = {
 }
 
 
+def refuse_fine_tuning(values: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """Before anything else of such a file is found to be wrong: no other change would make it run."""
+    for key in ("train_loader.name", "eval_loader.name"):
+        if get(values, key)[1] in FINE_TUNING_LOADERS:
+            raise ConfigError(
+                f"{source_of(key, layers)}: {key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of prompts "
+                "and responses, no loss on responses alone, no Hugging Face model or adapter to be trained. Export a "
+                "checkpoint (`llmfoundry-lite checkpoint export`) and fine-tune that with LLM Foundry or TRL"
+            )
+
+
+FINE_TUNING_LOADERS = ("finetuning", "fine_tuning")
+
+
 def drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     notes = []
     for pattern, reason in WITHOUT_EFFECT.items():
@@ -144,6 +159,8 @@ def drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) ->
 def refuse_left_out_keys(
     values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:
+    """Raises ConfigError that names every key of LLM Foundry's that is left out here."""
+    refused = []
     for key, instead in left_out.items():
         found, value = get(values, key)
         if not found:
@@ -151,7 +168,12 @@ def refuse_left_out_keys(
         if value is None or value in HARMLESS_VALUES.get(key, ()):
             pop(values, key)
             continue
+        refused.append((key, instead))
+    if len(refused) == 1:
+        (key, instead) = refused[0]
         raise ConfigError(f"{source_of(key, layers)}: {key}: LLM Foundry's option is left out here; {instead}")
+    if refused:
+        raise ConfigError(name_all(refused, layers, "options of LLM Foundry are left out here"))
     if values.get("device_eval_batch_size") == "auto":
         key = "device_eval_batch_size"
         raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")

@@ -41,17 +41,28 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
     for layer in layers if check_overlays else ():
         _check_overlay(layer, is_first=layer is layers[0])
-    for argument in dotlist:
-        try:
-            OmegaConf.from_dotlist([argument])
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"command line: cannot read {argument}: {one_line(error)}") from None
     if dotlist:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist(dotlist))
-        layers.append(Layer("command line", typing.cast(dict[str, Any], values)))
+        layers.append(Layer("command line", _read_dotlist(dotlist)))
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
     return layers
+
+
+def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
+    for argument in arguments:
+        try:
+            OmegaConf.from_dotlist([argument])
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"command line: {argument} has bytes that are not UTF-8, which no configuration can hold; rename the file"
+            ) from None
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"command line: cannot read {argument}: {one_line(error)}") from None
+    try:
+        return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments))))
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        key = getattr(error, "full_key", None) or "a key"
+        raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
 
 
 def is_key_value(argument: str) -> bool:
@@ -82,8 +93,12 @@ def _spell(argument: str) -> str:
 
 def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
     """Lay later layers over earlier ones and resolve `${…}`."""
+    given = [layer.values for layer in layers]
+    for number in range(len(given)):
+        for later in given[number + 1 :]:
+            given[number] = _without_other_kinds(given[number], later)
     try:
-        merged = OmegaConf.merge(*(OmegaConf.create(layer.values) for layer in layers))
+        merged = OmegaConf.merge(*map(OmegaConf.create, given))
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
@@ -96,6 +111,19 @@ def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
             raise ConfigError(f"{where}: the environment variable {unset[1]} is not set; export it") from None
         raise ConfigError(f"{where}: {one_line(error)}") from None
     return typing.cast(dict[str, Any], values)
+
+
+def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """`values` without the blocks for which `later` has a list, and the other way round: OmegaConf cannot merge them."""
+    kept = {}
+    for key, value in values.items():
+        other = later.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            value = _without_other_kinds(value, other)
+        elif isinstance(value, dict | list) and isinstance(other, dict | list) and type(value) is not type(other):
+            continue
+        kept[key] = value
+    return kept
 
 
 def _near_variable(name: str, layers: Sequence[Layer]) -> str:

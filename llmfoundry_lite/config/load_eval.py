@@ -1,11 +1,12 @@
 """YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import EvalConfig, TaskConfig
@@ -53,6 +54,7 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers) if layers else {}
     refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
+    refuse_unknown_keys(EvalConfig, values, "", layers)
     if isinstance(values.get("models"), list):
         raise ConfigError(
             f"{source_of('models', layers)}: models: a list given, as in LLM Foundry; expected a name for each, "
@@ -135,8 +137,9 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
 def load_tasks(entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
     """Tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
 
-    A file holds one task, or a list of them under `icl_tasks`. What says a label but neither its type nor its data,
-    such as `{label: arc_easy, num_fewshot: [5]}`, is laid over the task that the label names. Raises ConfigError.
+    A file holds one task, or a list of them under `icl_tasks`. What says a label but no type, such as
+    `{label: arc_easy, num_fewshot: [5], dataset_uri: my.jsonl}`, is laid over the task that the label names. Raises
+    ConfigError.
     """
     tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers)
     asked: set[str] = set()
@@ -159,8 +162,8 @@ def _load_entries(entries: Sequence[Any], task_folder: str, layers: Sequence[Lay
             if not isinstance(values, list):
                 raise ConfigError(f"{layer.source}: icl_tasks: {values!r} given, expected a list of tasks")
             tasks += _load_entries(values, task_folder, [layer])
-        elif isinstance(entry, dict) and "label" in entry and not entry.keys() & {"icl_task_type", "dataset_uri"}:
-            layer = _read_task_file(str(entry["label"]), task_folder)
+        elif isinstance(entry, dict) and "label" in entry and "icl_task_type" not in entry:
+            layer = _read_named_task(entry, path, task_folder, layers)
             if "icl_tasks" in layer.values:
                 raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
             changes = {key: value for key, value in entry.items() if key != "label"}
@@ -173,6 +176,22 @@ def _load_entries(entries: Sequence[Any], task_folder: str, layers: Sequence[Lay
 def _read_task_file(name: str, task_folder: str) -> Layer:
     is_file = name.endswith((".yaml", ".yml"))
     return read_layers([name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml"])[0]
+
+
+def _read_named_task(entry: dict[str, Any], path: str, task_folder: str, layers: Sequence[Layer]) -> Layer:
+    """The task that the label of `entry` names. Raises ConfigError with what was probably meant."""
+    label = str(entry["label"])
+    names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
+    if label.endswith((".yaml", ".yml")) or label in names:
+        return _read_task_file(label, task_folder)
+    near = difflib.get_close_matches(label, names, n=1, cutoff=0.6)
+    if near:
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = "one of your own says icl_task_type and dataset_uri" + (
+            f"; there are: {', '.join(names)}" if names else ""
+        )
+    raise ConfigError(f"{source_of(path, layers)}: {path}.label: {task_folder} has no task {label!r}; {hint}")
 
 
 def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:

@@ -14,30 +14,37 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_config, find_surprises
 from llmfoundry_lite.config.check_values import check_kinds
-from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_left_out_keys
+from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_fine_tuning, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
 
+DRY_RUNS = {"--dry-run": "plan", "--dry-run=here": "here"}
+
+
 class Invocation(NamedTuple):
     config: TrainConfig
-    dry_run: bool
+    dry_run: str
+    """Empty for a launch; `plan` checks what the configuration tells, `here` also this machine."""
     notes: list[str]
     """One line for each key that was accepted without effect, or that may not mean what it seems to."""
 
 
 def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Invocation:
-    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, `--dry-run`.
+    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, `--dry-run`, `--dry-run=here`.
 
     Raises ConfigError, in one line: the file, the key, what was given, what was expected, the nearest valid key.
     """
     flags = [argument for argument in arguments if argument.startswith("-")]
     for flag in flags:
-        if flag != "--dry-run":
-            raise ConfigError(f"command line: unknown option {flag}; expected YAML files, key=value pairs or --dry-run")
+        if flag not in DRY_RUNS:
+            raise ConfigError(
+                f"command line: unknown option {flag}; expected YAML files, key=value pairs, {' or '.join(DRY_RUNS)}"
+            )
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
+    refuse_fine_tuning(values, layers)
     notes = drop_keys_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
@@ -47,7 +54,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
     under_srun = "WORLD_SIZE" in environ and environ["WORLD_SIZE"] == environ.get("SLURM_STEP_NUM_TASKS")
     notes += find_surprises(config, layers, under_srun=under_srun)
-    return Invocation(config, dry_run=bool(flags), notes=notes)
+    return Invocation(config, dry_run=DRY_RUNS[flags[-1]] if flags else "", notes=notes)
 
 
 def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -85,7 +92,7 @@ def _gather_extras(values: dict[str, Any]) -> dict[str, Any]:
             section["kwargs"] = {**section.get("kwargs", {}), **extra}
     callbacks = values.get("callbacks")
     if isinstance(callbacks, dict):
-        extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if key.startswith("python:")}
+        extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if str(key).startswith("python:")}
         if extra:
             callbacks["extra"] = {**callbacks.get("extra", {}), **extra}
     return values

@@ -401,6 +401,10 @@ class LoggersConfig:
     tensorboard: TensorboardConfig | None = None
 
 
+DEFAULT_EVAL_TOKENS = 8192
+"""Of a device in one forward pass of an evaluation, which keeps no activations."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainConfig:
     """A training run. Precedence: these defaults < YAML files, in order < key=value arguments."""
@@ -431,7 +435,9 @@ class TrainConfig:
     eval_first: bool = False
     eval_subset_num_batches: int = -1
     """Global batches of device_eval_batch_size times the devices (groups of them with tp_config); -1 for all."""
-    device_eval_batch_size: int = 1
+    device_eval_batch_size: int | None = None
+    """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
+    8,192 tokens hold; 1 with eval_subset_num_batches, which counts such batches. The loss does not depend on it."""
     icl_tasks: list[Any] | str = field(default_factory=list)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
     icl_task_folder: str = "evals"
@@ -511,11 +517,22 @@ class TrainConfig:
         wish = self.sharding.reduce_every_microbatch
         return self.model.num_matrix_parameters > LARGEST_REPLICATED if wish is None else wish
 
+    def first_microbatch_size(self, device_batch_size: int) -> int:
+        """Samples, as a launch begins: auto measures from 1 on."""
+        if self.device_train_microbatch_size == "auto":
+            return 1
+        return min(int(self.device_train_microbatch_size or device_batch_size), device_batch_size)
+
     @property
-    def microbatch_size(self) -> int | None:
-        """As far as it is known before the run starts: auto begins with one sample."""
-        size = self.device_train_microbatch_size
-        return 1 if isinstance(size, str) else size
+    def eval_batch_size(self) -> int:
+        """Samples of one device in one forward pass of an evaluation."""
+        if self.device_eval_batch_size is not None:
+            return self.device_eval_batch_size
+        if self.eval_subset_num_batches > 0:
+            return 1  # which samples are evaluated must not follow from a setting of the hardware's
+        if isinstance(self.device_train_microbatch_size, int):
+            return self.device_train_microbatch_size
+        return max(1, DEFAULT_EVAL_TOKENS // self.max_seq_len)
 
     @property
     def checkpoint_folder(self) -> str:

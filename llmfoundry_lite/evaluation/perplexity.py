@@ -34,17 +34,18 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
-    digest = hashlib.sha256()
+    digest, is_cut = hashlib.sha256(), False
     for number, document in enumerate(_documents(config, tokenizer)):
-        if len(items) == limit:
+        if is_cut := limit is not None and len(items) >= limit:
             break
         digest.update(json.dumps(document.source).encode())
         for request in _windows(document, tokenizer, max_seq_len):
             items.append(Item(index=number, requests=(request,)))
+    is_cut = is_cut or (limit is not None and len(items) > limit)
     items = items[:limit]
     if not items:
         raise DataError(f"{config.label}: {config.dataset_uri} has no text")
-    settings = {"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit}
+    settings = {"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     digest_of_data = digest.hexdigest()[:16]
     digest.update(json.dumps(settings).encode())
     return Prepared(

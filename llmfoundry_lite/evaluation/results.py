@@ -20,7 +20,14 @@ from typing import NamedTuple
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.reading import Record, cut_at, read_facts
-from llmfoundry_lite.evaluation.tasks import Prepared, data_fingerprint, read_rows, settings_of
+from llmfoundry_lite.evaluation.tasks import (
+    Prepared,
+    data_fingerprint,
+    find_askable,
+    limit_that_cuts,
+    read_rows,
+    settings_of,
+)
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.exchange import rank_and_size
 
@@ -99,9 +106,11 @@ def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | N
         if config.icl_task_type == "perplexity":
             found.append(Outline(f"{config.label}/0-shot", {"icl_task_type": "perplexity", "limit": limit}, None))
             continue
-        data = data_fingerprint(read_rows(config))
+        rows = read_rows(config)
+        data = data_fingerprint(rows)
         for shots in config.num_fewshot:
-            settings = settings_of(config, shots, tokenization, limit)
+            cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
+            settings = settings_of(config, shots, tokenization, cut)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data))
     return found
 
@@ -266,11 +275,13 @@ def _differences(record: Record, task: Outline) -> list[str]:
         same_start = record.get("beginning", []) == exact.beginning
         return [] if same_start else [f"texts that begin with {record.get('beginning', [])}, not {exact.beginning} as"]
     keys = [key for key in {**there, **task.settings} if exact or key != "max_seq_len"]  # unknown before tokenising
-    found = [
-        f"{key} {there.get(key)!r}, not {task.settings.get(key)!r} as"
-        for key in keys
-        if there.get(key) != task.settings.get(key)
-    ]
+    asked = dict(task.settings)
+    is_text = asked.get("icl_task_type") == "perplexity"
+    if (
+        is_text and not exact and there.get("limit") is None
+    ):  # how many windows a text has is known where it was evaluated
+        asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
+    found = [f"{key} {there.get(key)!r}, not {asked.get(key)!r} as" for key in keys if there.get(key) != asked.get(key)]
     if task.data_fingerprint not in (None, record.get("data_fingerprint")):
         found.append("other data than")
     return found or (["another fingerprint than"] if exact else [])

@@ -125,7 +125,7 @@ def _header(all_results: Sequence["Results"], name: str) -> str:
 
 def notes(all_results: Sequence["Results"]) -> list[str]:
     """What stands under the table: what was odd, and why numbers may not be what they seem."""
-    found = []
+    tasks_of: dict[str, list[str]] = {}
     for name in columns(all_results):
         told: dict[str, list[str]] = {}
         models = [results for results in all_results if name in results.tasks]
@@ -133,19 +133,29 @@ def notes(all_results: Sequence["Results"]) -> list[str]:
             for text in _oddities(results.tasks[name]):
                 told.setdefault(text, []).append(results.model)
         for text, those in told.items():
-            found.append(f"{name}: {text}" + ("" if len(those) == len(models) else f" ({', '.join(those)})"))
+            of = "" if len(those) == len(models) else f" ({', '.join(those)})"
+            tasks_of.setdefault(f"{text}{of}", []).append(name)
         fingerprints = {results.model: results.tasks[name].get("fingerprint") for results in models}
         if different := [model for model, of in fingerprints.items() if of != fingerprints[models[0].model]]:
-            found.append(
-                f"warning: {name}: {', '.join(different)} not asked the same as {models[0].model}; these numbers do "
-                "not compare"
-            )
+            warning = f"{', '.join(different)} not asked the same as {models[0].model}; these numbers do not compare"
+            tasks_of.setdefault(f"{WARNING}{warning}", []).append(name)
+    found = []
+    for text, tasks in tasks_of.items():
+        begin = WARNING if text.startswith(WARNING) else ""
+        found.append(f"{begin}{_name_tasks(tasks)}: {text.removeprefix(begin)}")
     if any(results.tasks[n]["metric"] not in ACCURACIES for results in all_results for n in results.tasks):
         found.append("the average is of the accuracies")
     averaged = {tuple(sorted(_averaged(results))) for results in all_results}
     if len(averaged) > 1:
         found.append("warning: not all models have all tasks; the averages are over different ones")
     return found
+
+
+WARNING = "warning: "
+
+
+def _name_tasks(tasks: Sequence[str]) -> str:
+    return ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
 
 
 def _oddities(record: Record) -> Iterator[str]:

@@ -245,8 +245,8 @@ def prepare(
     """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
     tokenization = config.tokenization or tokenization
     groups = groups_of(config, rows)
-    reserved = {index for group in groups for index in group[:num_fewshot]} if config.fewshot_fixed else set()
-    indices = [index for index in range(len(rows)) if index not in reserved][:limit]
+    askable = find_askable(config, rows, num_fewshot)
+    indices = askable[:limit]
     group_of = {index: group for group in groups for index in group}
     if num_fewshot >= max(map(len, groups)):
         raise DataError(
@@ -254,7 +254,7 @@ def prepare(
             f"{' in its largest category' if config.has_categories else ''}, "
             f"too few for {num_fewshot} examples and a question"
         )
-    described = settings_of(config, num_fewshot, tokenization, limit)
+    described = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
@@ -293,6 +293,19 @@ def fingerprint(content: Any) -> str:
 def data_fingerprint(rows: list[dict[str, Any]]) -> str:
     """The same whether strip_dataset is set or not."""
     return fingerprint([{key: _strip(value) for key, value in row.items()} for row in rows])
+
+
+def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: int) -> list[int]:
+    """Rows that are questions: all but those that are the same examples for every question."""
+    if not config.fewshot_fixed:
+        return list(range(len(rows)))
+    reserved = {index for group in groups_of(config, rows) for index in group[:num_fewshot]}
+    return [index for index in range(len(rows)) if index not in reserved]
+
+
+def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
+    """A limit that all items fit into is none: the evaluation is the same without it."""
+    return limit if limit is not None and limit < num_items else None
 
 
 def groups_of(config: TaskConfig, rows: list[dict[str, Any]]) -> list[list[int]]:

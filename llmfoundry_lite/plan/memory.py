@@ -59,7 +59,7 @@ def estimate_training_memory(
         "HYBRID_SHARD": fsdp.data_parallel_shard_degree or in_node,
     }.get(fsdp.sharding_strategy, num_ranks)
     device_batch_size = -(-config.global_train_batch_size // num_ranks)
-    microbatch_size = min(config.microbatch_size or device_batch_size, device_batch_size)
+    microbatch_size = config.first_microbatch_size(device_batch_size)
     return estimate_memory(
         config.model,
         seq_len=config.max_seq_len,

@@ -39,8 +39,9 @@ def build_sections(facts: Facts) -> list[Section]:
             sections.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
-    if facts["sample"]:
-        sections.append(Section(f"A sample, after {facts['sample']['prompt']!r}", text=facts["sample"]["text"]))
+    for sample in facts["samples"]:
+        title = f"A sample after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
+        sections.append(Section(title, text=sample["text"]))
     return sections
 
 

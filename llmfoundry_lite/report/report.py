@@ -38,7 +38,8 @@ from llmfoundry_lite.report.reading import (
 )
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 
-PROMPT = "def "
+PROMPTS = ("def ", "import ", "class ")
+"""Of code, as the quickstart's data are; say others for other data."""
 AXES = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 TAIL = 20
 """Batches over which the last training loss is a mean."""
@@ -51,7 +52,9 @@ def report(
     *,
     out: Path | None = None,
     prices: Sequence[str] = (),
-    prompt: str = PROMPT,
+    prompts: Sequence[str] = PROMPTS,
+    temperature: float = 0.7,
+    top_k: int = 40,
     form: str = "png",
     x: str = "batch",
     smooth_batches: int | None = None,
@@ -69,7 +72,7 @@ def report(
     facts: dict[str, Any] = {
         "runs": [describe(run, name, by_device) for run, name in zip(runs, names, strict=True)],
         "comparisons": [],
-        "sample": sample(runs[0], prompt) if len(runs) == 1 else None,
+        "samples": samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else [],
         "prices_per_device_hour": by_device,
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
     }
@@ -235,24 +238,25 @@ def splits_of(folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text())["splits"] if file.is_file() else {}
 
 
-def sample(run: Run, prompt: str, num_tokens: int = 120) -> dict[str, str] | None:
-    """What the exported model writes after `prompt`; None where none was exported."""
+def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
+    """What the exported model writes after each prompt; nothing where none was exported. `sampling`: temperature and
+    top_k."""
     folder = Path(run.folder.url) / "huggingface"
     if not is_local(run.folder) or not (folder / "tokenizer.json").is_file():
-        return None
+        return []
 
     import torch
 
-    from llmfoundry_lite.convert.huggingface import import_model
-    from llmfoundry_lite.data.tokenizer import load_tokenizer
-    from llmfoundry_lite.models.generate import generate
-    from llmfoundry_lite.models.mpt import MPT
+    from llmfoundry_lite.evaluation.models import load_subject
+    from llmfoundry_lite.evaluation.samples import model_of, write_text
 
-    config, weights = import_model(folder)
-    model = MPT(config)
-    model.load_state_dict(weights)
-    model.eval()
-    tokenizer = load_tokenizer(folder)
-    prompt_tokens = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
-    written = generate(model, torch.tensor(prompt_tokens), num_tokens, temperature=0.7, top_k=40)
-    return {"prompt": prompt, "text": tokenizer.decode([*prompt_tokens, *written])}
+    subject = load_subject(str(folder), device=torch.device("cpu"))
+    model = model_of(subject)
+    return [
+        {
+            "prompt": prompt,
+            "text": prompt + "".join(write_text(model, subject.tokenizer, prompt, num_tokens, **sampling)),
+            **sampling,
+        }
+        for prompt in prompts
+    ]

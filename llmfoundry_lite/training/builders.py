@@ -71,7 +71,7 @@ def build_train_data(config: TrainConfig, num_data_ranks: int) -> DataSpec:
 def build_eval_data(config: TrainConfig, num_data_ranks: int) -> DataSpec | None:
     if config.eval_loader is None or config.eval_interval == 0:
         return None
-    batch_size = config.device_eval_batch_size * num_data_ranks
+    batch_size = config.eval_batch_size * num_data_ranks
     return build_data(config.eval_loader, config, batch_size, num_data_ranks, evaluation=True)
 
 
@@ -193,7 +193,7 @@ def build_in_context(
         load_tasks(config.icl_tasks, config.icl_task_folder),
         build_eval_interval(config, preemption),
         checkpointing.leave_if_asked,
-        max_batch_tokens=max(config.device_eval_batch_size * config.max_seq_len, 2048),
+        max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, 2048),
         limit=config.icl_limit,
         ranks=data_ranks(config.tensor_parallel_degree),
     )

@@ -20,7 +20,7 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.log_lines import Record, missing_lines, read_lines
+from llmfoundry_lite.log_lines import Record, console_line, missing_lines, read_lines
 from llmfoundry_lite.training.wandb_files import offline_steps
 
 METRICS = "metrics.jsonl"
@@ -184,34 +184,6 @@ class ConsoleLine(Mirror):
             print(console_line(record, self.max_duration), file=self.stream, flush=True)
 
 
-def console_line(record: Record, max_duration: Duration) -> str:
-    """`batch 20/800 · loss 4.1234 · …`"""
-    total = f"/{int(max_duration.value)}" if max_duration.unit == "ba" else ""
-    parts = [f"batch {record['batch']}{total}"]
-    if max_duration.unit != "ba":
-        key = {"ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}[max_duration.unit]
-        parts.append(f"{record[key]}/{max_duration}")
-    for key, form in (
-        ("loss/train/total", "loss {:.4f}"),
-        ("eval/loss", "validation {:.4f}"),
-        ("lr", "lr {:.2e}"),
-        ("grad_norm", "grad {:.2f}"),
-        ("throughput/tokens_per_sec", "{:,.0f} tokens/s"),
-        ("throughput/device/mfu", "MFU {:.1%}"),
-    ):
-        if record.get(key) is not None:
-            parts.append(form.format(record[key]))
-    if "time/remaining_seconds" in record:
-        parts.append("ETA " + duration_text(record["time/remaining_seconds"]))
-    return " · ".join(parts)
-
-
-def duration_text(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 class ProgressBar(Mirror):
     """The console line as a bar that stays in place."""
 
@@ -220,11 +192,13 @@ class ProgressBar(Mirror):
 
         self.max_duration = max_duration
         self.progress = progress
-        self.bar = tqdm(total=1.0, bar_format="{l_bar}{bar}| {postfix}", dynamic_ncols=True)
+        # tqdm puts a comma before what it calls the postfix, and a colon behind a description in l_bar.
+        form = "{percentage:3.0f}%|{bar}| {desc}"
+        self.bar = tqdm(total=1.0, initial=progress(), bar_format=form, desc="first batch", dynamic_ncols=True)
 
     def __call__(self, record: Record) -> None:
         self.bar.n = self.progress()
-        self.bar.set_postfix_str(console_line(record, self.max_duration))
+        self.bar.set_description_str(console_line(record, self.max_duration))
 
     def close(self) -> None:
         self.bar.close()

@@ -124,7 +124,8 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
 def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer | None) -> OutOfMemoryError | None:
     if not is_out_of_memory(error):
         return None
-    size = config.microbatch_size or config.global_train_batch_size // config.num_data_ranks(this_rank().world_size)
+    num_ranks = config.num_data_ranks(this_rank().world_size)
+    size = config.first_microbatch_size(config.global_train_batch_size // num_ranks)
     if trainer and isinstance(trainer.state.device_train_microbatch_size, int):
         size = trainer.state.device_train_microbatch_size
     when = f"in batch {batch_of(trainer) + 1}" if trainer else "while the run was built"
@@ -165,7 +166,7 @@ def build_trainer(
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
         precision="fp32",  # parallel.py's policy does the casting
-        device_train_microbatch_size=config.microbatch_size or config.global_train_batch_size // ranks.size,
+        device_train_microbatch_size=config.first_microbatch_size(config.global_train_batch_size // ranks.size),
         accumulate_train_batch_on_tokens=config.accumulate_train_batch_on_tokens,
         seed=config.seed,
         dist_timeout=config.dist_timeout,

@@ -80,6 +80,8 @@ WRONG = {
     "model.expansion_ratio=true": "True given, expected a number",
     "model.no_bias=1": "1 given, expected true or false",
     "model.attn_config=3": "3 given, expected a block of `key: value` lines",
+    "model=[1]": "[1] given, expected a block of `key: value` lines",
+    "train_loader.dataset=[1]": "[1] given, expected a block of `key: value` lines",
     "optimizer.lr=fast": "'fast' given, expected a number",
     "optimizer.betas=0.9": "0.9 given, expected a list of 2 numbers",
     "run_name=true": "True given, expected the name of a folder: letters and digits, and . _ - after the first",
@@ -176,9 +178,6 @@ WRONG = {
     ),
     "model.ffn_config.fc_type=fp8": "LLM Foundry's option is left out here; layers are torch's; remove it",
     "fsdp_config.cpu_offload=true": "LLM Foundry's option is left out here; use fsdp_config.offload_optimizer",
-    "train_loader.name=finetuning": (
-        "'finetuning' is not known; fine-tuning loaders are left out; prepare text with `llmfoundry-lite data prepare`"
-    ),
     "model.attn_config.rope_dail_config={type: xpos}": (
         "LLM Foundry's option is left out here; positions are always turned in fp32, and there is no xpos; remove it"
     ),
@@ -315,6 +314,45 @@ def test_of_keys_that_do_not_fit_each_other_the_one_to_change_is_named(arguments
 # ------------------------------------------------------------------------------------------ files and arguments
 
 
+def test_every_unknown_key_is_named_at_once_by_file():
+    Path("more.yaml").write_text("model: {d_modle: 3, n_layers: 2}\nmax_durations: 1\n")
+    assert refusal("run.yaml", "more.yaml", "optimizer.learning_rate=1") == (
+        "3 unknown keys: more.yaml: model.d_modle (did you mean model.d_model?), max_durations (did you mean max_duration?); "
+        "command line: optimizer.learning_rate (did you mean optimizer.lr?)"
+    )
+
+
+def test_every_option_that_is_left_out_is_named_at_once():
+    assert refusal("run.yaml", "eval_gauntlet=x", "profiler.skip_first=1").startswith(
+        "2 options of LLM Foundry are left out here: command line: eval_gauntlet (write the tasks under icl_tasks, or "
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [1]", "more.yaml: model: [1] given, expected a block of `key: value` lines"),
+        ("model: {1: 2}", "more.yaml: model.1: unknown key; valid keys here"),
+        ("callbacks: {1: 2}", "more.yaml: callbacks.1: unknown key; one of your own is named by its import path"),
+    ],
+)
+def test_a_list_or_a_number_where_names_belong_is_refused(text, message):
+    Path("more.yaml").write_text(text)
+    assert refusal("run.yaml", "more.yaml").startswith(message)
+    assert "given both as a list and as a block" in refusal("run.yaml", "model=[1]", "model.d_model=3")
+
+
+def test_a_path_that_is_not_utf_8_is_one_line():
+    odd = os.fsdecode(b"r\xffn")
+    assert "has bytes that are not UTF-8" in refusal("run.yaml", f"run_folder={odd}")
+    assert "no such file" in refusal(f"{odd}.yaml")
+
+
+def test_a_fine_tuning_run_is_refused_as_such():
+    Path("tune.yaml").write_text("model: {name: hf_causal_lm}\ntrain_loader: {name: finetuning}\neval_gauntlet: x\n")
+    assert refusal("tune.yaml").startswith("tune.yaml: train_loader.name: finetuning: fine-tuning is absent here: ")
+
+
 def test_the_file_that_has_the_key_is_named():
     Path("second.yaml").write_text("optimizer: {lr: fast}\n")
     assert refusal("run.yaml", "second.yaml") == "second.yaml: optimizer.lr: 'fast' given, expected a number"
@@ -363,7 +401,10 @@ def test_a_missing_file_names_its_neighbour():
             "'callbacks.python:foo:Baz.every=3' is neither a .yaml file nor key=value; "
             "write \"callbacks={'python:foo:Baz': {every: 3}}\"",
         ),
-        (["run.yaml", "--dry"], "unknown option --dry; expected YAML files, key=value pairs or --dry-run"),
+        (
+            ["run.yaml", "--dry"],
+            "unknown option --dry; expected YAML files, key=value pairs, --dry-run or --dry-run=here",
+        ),
         (
             ["run.yaml", "seed=1", "model=[1"],
             "cannot read model=[1: did not find expected ',' or ']', line 2, column 1",
@@ -384,7 +425,8 @@ def test_defaults_give_way_to_files_in_order_and_files_to_arguments():
 
 
 def test_dry_run_is_an_option_and_may_stand_anywhere():
-    assert load_train_config(["--dry-run", "run.yaml"], {}).dry_run and not load().dry_run
+    assert load_train_config(["--dry-run", "run.yaml"], {}).dry_run == "plan"
+    assert (load("--dry-run=here").dry_run, load().dry_run) == ("here", "")
 
 
 # -------------------------------------------------------------------------------------------------- overlays
@@ -524,6 +566,20 @@ def test_the_schedule_is_counted_in_the_unit_of_the_run():
 )
 def test_values_that_ask_for_what_we_do_anyway_are_accepted(argument):
     assert load(argument).notes == []
+
+
+def test_evaluation_reads_as_many_samples_as_fit_unless_the_batch_counts():
+    """Its loss is the same whatever they are; a subset of so many batches is not."""
+    assert load().config.eval_batch_size == 8192 // 128
+    assert load("device_train_microbatch_size=auto").config.eval_batch_size == 8192 // 128
+    assert load("device_train_microbatch_size=4").config.eval_batch_size == 4
+    assert load("device_train_microbatch_size=4", "device_eval_batch_size=3").config.eval_batch_size == 3
+    assert load("device_train_microbatch_size=4", "eval_subset_num_batches=2").config.eval_batch_size == 1
+
+
+def test_a_microbatch_that_is_measured_is_not_said_to_be_known():
+    sizes = [load(f"device_train_microbatch_size={given}").config.first_microbatch_size(8) for given in (4, "auto")]
+    assert (*sizes, load().config.first_microbatch_size(8)) == (4, 1, 8)
 
 
 # ------------------------------------------------------------------------------------------------- world size

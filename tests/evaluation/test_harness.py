@@ -224,7 +224,11 @@ def test_a_limit_beyond_the_data_limits_nothing(here):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}, "limit": 99}))
     llmfoundry_lite.eval.main(["icl.yaml"])
     assert "a try" not in (here / "results/icl/table.md").read_text()
-    with pytest.raises(DataError, match="with limit 99, not 3 as asked for now"):
+    before = (here / "results/icl/ours.json").read_text()
+    for same in ("limit=null", "limit=1000"):
+        llmfoundry_lite.eval.main(["icl.yaml", same])
+    assert (here / "results/icl/ours.json").read_text() == before
+    with pytest.raises(DataError, match="with limit None, not 3 as asked for now"):
         llmfoundry_lite.eval.main(["icl.yaml", "limit=3"])
 
 

@@ -145,6 +145,9 @@ def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(TEXT.encode())
     assert len(prepare_text(task(path), tokenizer, max_seq_len=8, limit=3).items) == 3
+    whole = prepare_text(task(path), tokenizer, max_seq_len=8, limit=None)
+    for limit in (len(whole.items), 1000):
+        assert prepare_text(task(path), tokenizer, max_seq_len=8, limit=limit).fingerprint == whole.fingerprint
 
 
 def test_results_of_two_tokenizers_are_about_the_same_text(tmp_path, tokenizer) -> None:

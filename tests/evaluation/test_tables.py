@@ -83,6 +83,15 @@ def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
     assert notes([results(a__0=choice([1, 0], num_ties=0))]) == []
 
 
+def test_a_note_that_many_tasks_share_is_said_once_with_their_number():
+    tried = {f"t{i}__0": choice([1, 0], settings={"limit": 2}) for i in range(27)}
+    assert notes([results(**tried)]) == [
+        "27 tasks, t0/0-shot the first: only the first 2 items (limit): a try, not a result"
+    ]
+    few = {name: tried[name] for name in ("t0__0", "t1__0")}
+    assert notes([results(**few)]) == ["t0/0-shot, t1/0-shot: only the first 2 items (limit): a try, not a result"]
+
+
 def test_files_hold_the_same_numbers(tmp_path):
     ours = results(a__0=choice([1, 0, 1, 1], num_ties=1), x__0=text([[(math.log(2) * 5, 10)]]))
     markdown, plain = write_tables([ours], tmp_path / "new")

@@ -829,6 +829,11 @@ def test_a_key_of_an_evaluation_elsewhere_is_answered_with_ours(tmp_path, line, 
     assert message in str(caught.value)
 
 
+def test_a_misspelt_block_is_named_though_no_yaml_file_is_given():
+    with pytest.raises(ConfigError, match=r"command line: modles: unknown key; did you mean models\?"):
+        load_eval_config(["modles.a=runs/a"])
+
+
 def test_a_named_task_may_be_changed_in_place(tmp_path):
     (tmp_path / "arc.yaml").write_text(
         "label: arc\nicl_task_type: multiple_choice\ndataset_uri: arc.jsonl\nprelimiter: Q\nnum_fewshot: [0]\n"
@@ -836,12 +841,14 @@ def test_a_named_task_may_be_changed_in_place(tmp_path):
     plain, five = load_tasks(["arc", {"label": "arc", "num_fewshot": 5, "prelimiter": ""}], str(tmp_path))
     assert (plain.num_fewshot, plain.prelimiter) == ([0], "Q")
     assert (five.num_fewshot, five.prelimiter, five.dataset_uri) == ([5], "", "arc.jsonl")
+    (mine,) = load_tasks([{"label": "arc", "dataset_uri": "mine.jsonl"}], str(tmp_path))
+    assert (mine.icl_task_type, mine.prelimiter, mine.dataset_uri) == ("multiple_choice", "Q", "mine.jsonl")
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{"label": "arcs", "num_fewshot": [5]}], "{folder}/arcs.yaml: no such file; did you mean {folder}/arc.yaml?"),
+        ([{"label": "arcs", "num_fewshot": [5]}], "icl_tasks[0].label: {folder} has no task 'arcs'; did you mean arc?"),
         ([{"label": "arc", "num_shots": 5}], "icl_tasks[0].num_shots: unknown key; did you mean icl_tasks[0].num_few"),
         ([{"label": "arc", "num_fewshot": [5]}, "many"], "icl_tasks: arc/5-shot is asked for twice; remove one, or"),
         ([{"label": "many", "num_fewshot": [5]}], "{folder}/many.yaml holds a list of tasks; icl_tasks[0]: change"),

@@ -9,12 +9,12 @@ import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.log_lines import console_line, duration_text
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.loggers import (
     ConsoleLine,
+    ProgressBar,
     WandbMirror,
-    console_line,
-    duration_text,
     last_launch,
     log_until,
     take_over,
@@ -49,6 +49,16 @@ def test_the_console_speaks_at_its_interval_and_at_evaluations():
     for batch in range(1, 25):
         console({**RECORD, "batch": batch, **({"eval/loss": 3.0} if batch == 15 else {})})
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["10/100", "15/100", "20/100"]
+
+
+def test_a_progress_bar_begins_where_the_run_does_and_shows_the_console_line(capsys):
+    bar = ProgressBar(Duration.parse("40ba"), lambda: 0.5)
+    assert capsys.readouterr().err.replace("\r", "").startswith(" 50%|") and bar.bar.desc == "first batch"
+    bar.bar.mininterval = 0
+    bar(RECORD)
+    bar.close()
+    shown = capsys.readouterr().err.split("\r")[-1]
+    assert "| batch 20/40 · loss 4.1235" in shown and ", batch" not in shown
 
 
 def test_a_torn_last_line_is_cut_off_before_more_is_appended(tmp_path):

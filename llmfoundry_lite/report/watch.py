@@ -1,0 +1,192 @@
+"""A run as it runs: where it is, its loss, its rate, the time it still needs, its last checkpoint.
+
+    llmfoundry-lite watch runs/mpt-1b
+
+Reads status.json, config.yaml and the end of metrics.jsonl, again and again, until the run has ended; a file that the
+run is about to replace or to append to is read as it stands. Asks nothing of the process that trains. No torch.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.log_lines import Record, console_line, duration_text, read_lines
+from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, VALIDATION
+from llmfoundry_lite.status import read_status
+
+REMAINING = "time/remaining_seconds"
+UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
+PIPE_SECONDS = 10.0
+"""Between lines where nobody looks at a terminal."""
+LOOK_SECONDS = 1.0
+"""Between two looks at a terminal."""
+
+
+class Watched:
+    """What is known of a run: each `look` reads what has been written since the last one."""
+
+    def __init__(self, folder: Path):
+        """Raises DataError where no run is."""
+        self.folder = folder
+        self.config: dict[str, Any] = {}
+        self.status: dict[str, Any] = {}
+        self.last: Record = {}
+        """The newest line of the log, without its validation."""
+        self.validation: tuple[int, float] | None = None
+        """(batch, loss)"""
+        self.max_duration: Duration | None = None
+        self._offset = 0
+        if not any((folder / name).is_file() for name in ("status.json", METRICS)):
+            raise DataError(f"{folder}: no status.json here; expected a run directory such as runs/mpt-quickstart")
+
+    def look(self) -> None:
+        self.status = read_status(self.folder) or {"status": "unknown", "batch": 0, "reason": None}
+        if self.max_duration is None:
+            self.max_duration = self._read_duration()
+        try:
+            with (self.folder / METRICS).open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except OSError:
+            return
+        content = content[: content.rfind(b"\n") + 1]  # a line that is being written is for the next look
+        self._offset += len(content)
+        for _, record in read_lines(content):
+            if record.get(VALIDATION) is not None:
+                self.validation = (record["batch"], record[VALIDATION])
+            self.last = record
+
+    def _read_duration(self) -> Duration | None:
+        try:
+            config = yaml.safe_load((self.folder / CONFIG).read_text())
+            self.config = config if isinstance(config, dict) else {}
+            return Duration.parse(self.config["max_duration"])
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us
+            return None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status["status"] != "running"
+
+    @property
+    def batch(self) -> int:
+        return max(self.status["batch"], 0 if self.has_ended else self.last.get("batch", 0))
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the run that is done."""
+        if self.status["status"] == "done":
+            return 1.0
+        if self.max_duration is None:
+            return None
+        key = UNITS[self.max_duration.unit]
+        done = self.batch if key == "batch" else self.last.get(key, 0)
+        return min(1.0, done / float(self.max_duration.value))
+
+    def last_checkpoint(self) -> str | None:
+        """`ba200`; None where there is none, or where they lie behind a URL."""
+        where = self.config.get("save_folder") or str(self.folder / "checkpoints")
+        if "://" in where:
+            return None
+        found = [path.parent.name for path in Path(where).glob("ba*/manifest.json")]
+        return max((name for name in found if re.fullmatch(r"ba\d+", name)), key=lambda n: int(n[2:]), default=None)
+
+
+def watch(
+    folder: Path, *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
+) -> dict[str, Any]:
+    """Show the run at `folder` until it has ended; returns its status. Raises DataError where no run is."""
+    console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    run = Watched(folder)
+    run.look()
+    if not console.is_terminal:
+        return _print_lines(run, console, pause)
+    with Live(picture(run), console=console, auto_refresh=False) as live:
+        while not run.has_ended:
+            pause(LOOK_SECONDS)
+            run.look()
+            live.update(picture(run), refresh=True)
+    return run.status
+
+
+def _print_lines(run: Watched, console: Console, pause: Callable[[float], None]) -> dict[str, Any]:
+    """A line whenever the run is further, for files and pipes."""
+    shown = None
+    while not run.has_ended:
+        if run.last and run.last["batch"] != shown:
+            shown = run.last["batch"]
+            console.print(Text(printable(line_of(run))))
+        pause(PIPE_SECONDS)
+        run.look()
+    if run.last and run.last["batch"] != shown:
+        console.print(Text(printable(line_of(run))))
+    console.print(Text(printable(ending_of(run))))
+    return run.status
+
+
+def line_of(run: Watched) -> str:
+    line = console_line(run.last, run.max_duration) if run.max_duration else f"batch {run.last['batch']}"
+    saved = run.last_checkpoint()
+    return f"{line} · saved {saved}" if saved else line
+
+
+def ending_of(run: Watched) -> str:
+    """`done at batch 300`; `failed at batch 120: out of memory …`"""
+    reason = f": {run.status['reason']}" if run.status.get("reason") else ""
+    return f"{run.status['status']} at batch {run.batch}{reason}"
+
+
+def picture(run: Watched) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    name = run.config.get("run_name") or run.folder.name
+    table.add_row("run", Text(printable(f"{name} in {run.folder}")))
+    table.add_row("status", Text(printable(ending_of(run) if run.has_ended else _running(run))))
+    if (progress := run.progress) is not None:
+        end = f"of {run.max_duration}" if run.max_duration else ""
+        table.add_row("batch", Text(f"{run.batch:,} {end} · {progress:.0%}"))
+        table.add_row("", ProgressBar(total=1.0, completed=progress, width=40))
+    else:
+        table.add_row("batch", f"{run.batch:,}")
+    for label, text in facts_of(run):
+        table.add_row(label, Text(text))
+    return table
+
+
+def _running(run: Watched) -> str:
+    asked = run.status.get("reason")
+    return f"running, and asked to leave: {asked}" if asked else "running" if run.last else "running, no batch done yet"
+
+
+def facts_of(run: Watched) -> list[tuple[str, str]]:
+    facts, last = [], run.last
+    if last.get(LOSS) is not None:
+        facts.append(("loss", f"{last[LOSS]:.4f}"))
+    if run.validation is not None:
+        facts.append(("validation", f"{run.validation[1]:.4f} at batch {run.validation[0]:,}"))
+    if last.get(RATE) is not None:
+        mfu = f" · MFU {last[MFU]:.1%}" if last.get(MFU) is not None else ""
+        facts.append(("rate", f"{last[RATE]:,.0f} tokens/s{mfu}"))
+    if not run.has_ended and last.get(REMAINING) is not None:
+        facts.append(("remaining", duration_text(last[REMAINING])))
+    if (saved := run.last_checkpoint()) is not None:
+        ago = max(0, run.batch - int(saved[2:]))
+        facts.append(
+            ("last save", f"{saved}, {ago:,} batch{'es' if ago != 1 else ''} ago" if ago else f"{saved}, this batch")
+        )
+    elif "://" in str(run.config.get("save_folder") or ""):
+        facts.append(("saves", f"in {run.config['save_folder']}"))
+    return facts

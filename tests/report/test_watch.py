@@ -1,0 +1,96 @@
+"""`llmfoundry-lite watch`: a run is shown as it is written, and until it ends."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.report.watch import Watched, picture, watch
+from llmfoundry_lite.status import write_status
+
+LINE = {
+    "batch": 1,
+    "time/epoch": 0,
+    "loss/train/total": 4.5,
+    "throughput/tokens_per_sec": 1234.0,
+    "time/remaining_seconds": 75.0,
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run_name: tiny\nmax_duration: 4ba\n")
+    write_status(folder, "running", 0)
+    return folder
+
+
+def append(folder, batch, **more):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**LINE, "batch": batch, **more}) + "\n")
+
+
+def save(folder, batch):
+    (folder / f"checkpoints/ba{batch}").mkdir(parents=True)
+    (folder / f"checkpoints/ba{batch}/manifest.json").write_text("{}")
+
+
+def test_a_pipe_gets_a_line_whenever_the_run_is_further_and_its_end(run):
+    steps = [
+        lambda: append(run, 1),
+        lambda: None,
+        lambda: (append(run, 2, **{"eval/loss": 4.25}), save(run, 2), save(run, 1)),
+        lambda: (append(run, 3), write_status(run, "failed", 3, "out of memory")),
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    status = watch(run, console=console, pause=lambda seconds: steps.pop(0)())
+    assert console.file.getvalue().splitlines() == [
+        "batch 1/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15",
+        "batch 2/4 · loss 4.5000 · validation 4.2500 · 1,234 tokens/s · ETA 1:15 · saved ba2",
+        "batch 3/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2",
+        "failed at batch 3: out of memory",
+    ]
+    assert status["status"] == "failed" and not steps
+
+
+def test_a_terminal_shows_batch_loss_rate_remaining_time_and_the_last_save(run):
+    append(run, 1, **{"eval/loss": 4.25})
+    append(run, 3)
+    (run / "metrics.jsonl").open("a").write('{"batch": 4, "loss')  # being written
+    save(run, 2)
+
+    def end(seconds):
+        append(run, 4)
+        write_status(run, "done", 4)
+
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    watched = Watched(run)
+    watched.look()
+    console.print(picture(watched))
+    shown = re.sub(r" +", " ", console.file.getvalue())
+    for words in (
+        *("run tiny in", "status running", "batch 3 of 4ba · 75%", "loss 4.5000", "validation 4.2500 at batch 1"),
+        *("rate 1,234 tokens/s", "remaining 1:15", "last save ba2, 1 batch ago"),
+    ):
+        assert words in shown
+    assert watch(run, console=console, pause=end)["status"] == "done"
+    assert "done at batch 4" in console.file.getvalue()
+
+
+def test_a_finished_run_is_shown_at_once(run, capsys):
+    append(run, 4)
+    write_status(run, "done", 4)
+    assert main.run(["watch", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "batch 4/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15",
+        "done at batch 4",
+    ]
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
+    assert main.run(["watch", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no status.json here; expected a run directory")
