@@ -229,6 +229,17 @@ def train_config(tmp_path):
     return load_train_config([write_config(tmp_path / "tiny.yaml", config)]).config
 
 
+CASES = [
+    ("HYBRID_SHARD", "DEFAULT", "each microbatch", 4),
+    ("HYBRID_SHARD", "DEFAULT", "each microbatch", 1),
+    ("NO_SHARD", "DEFAULT", "each microbatch", 4),
+    ("NO_SHARD", "DEFAULT", "each microbatch", 1),
+    ("NO_SHARD", "DEFAULT", "each batch", 1),
+    ("HYBRID_SHARD", "PURE", "each microbatch", 1),
+]
+"""Sharding, mixed precision, when gradients are reduced, samples of a microbatch."""
+
+
 def step_on_four_ranks():
     """Says how often a batch of one and of four microbatches is summed over replicas, its gradient, and how long the
     groups wait."""
@@ -238,26 +249,22 @@ def step_on_four_ranks():
     dist.all_reduce = lambda *args, **options: calls.append(1) or all_reduce(*args, **options)
     batch = {"input_ids": (torch.arange(4 * 32) + 7 * rank).view(4, 32) % 96}
     told = {"counts": {}, "gradients": {}}
-    for strategy, mixed_precision in (("HYBRID_SHARD", "DEFAULT"), ("NO_SHARD", "DEFAULT"), ("HYBRID_SHARD", "PURE")):
+    for case in CASES:
+        strategy, mixed_precision, reduces, size = case
         fsdp = FSDPConfig(sharding_strategy=strategy)
-        for every in (True, False):
-            for size in (4, 1):
-                mesh = build_mesh(fsdp, "cpu", 4, 2)
-                model = build_parallel_model(SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], mesh, 1)
-                guard = GradientStep(
-                    as_trained(model, mixed_precision), None, "stop", 1, reduces_every_microbatch=every
-                )
-                state = SimpleNamespace(
-                    batch=batch, device_train_microbatch_size=size, device=SimpleNamespace(_device=torch.device("cpu"))
-                )
-                guard.before_train_batch(state, None)
-                calls.clear()
-                for tokens_bt in batch["input_ids"].split(size):
-                    guard.before_forward(state, None)
-                    (model(tokens_bt).logsumexp(-1).mean() * size / 4).backward()
-                name = f"{strategy} {mixed_precision} {every} {size}"
-                told["counts"][name] = len(calls)
-                told["gradients"][name] = [whole(p.grad).norm().item() for p in model.parameters()]
+        model = build_parallel_model(SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(fsdp, "cpu", 4, 2), 1)
+        every = reduces == "each microbatch"
+        guard = GradientStep(as_trained(model, mixed_precision), None, "stop", 1, reduces_every_microbatch=every)
+        state = SimpleNamespace(
+            batch=batch, device_train_microbatch_size=size, device=SimpleNamespace(_device=torch.device("cpu"))
+        )
+        guard.before_train_batch(state, None)
+        calls.clear()
+        for tokens_bt in batch["input_ids"].split(size):
+            guard.before_forward(state, None)
+            (model(tokens_bt).logsumexp(-1).mean() * size / 4).backward()
+        told["counts"][str(case)] = len(calls)
+        told["gradients"][str(case)] = [whole(p.grad).norm().item() for p in model.parameters()]
     mesh = build_mesh(FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_shard_degree=1), "cpu", 4, 4, 2)
     meshes = {"tensor": mesh, "outside": with_tensor_as_shard(mesh)}
     told["timeouts"] = {
@@ -278,18 +285,16 @@ def four_ranks(tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 def test_replicas_sum_their_gradients_once_a_batch_whatever_the_number_of_microbatches(four_ranks, strategy):
-    counts, gradients = four_ranks["counts"], four_ranks["gradients"]
-    names = [f"{strategy} DEFAULT {every} {size}" for every in (True, False) for size in (4, 1)]
-    assert {counts[name] for name in names} == {SMALL.n_layers + 1}  # blocks, and what is around them
+    names = [str(case) for case in CASES if case[:2] == (strategy, "DEFAULT")]
+    assert {four_ranks["counts"][name] for name in names} == {SMALL.n_layers + 1}  # blocks, and what is around them
     for name in names:
-        assert gradients[name] == pytest.approx(gradients[names[0]], rel=1e-5)
+        assert four_ranks["gradients"][name] == pytest.approx(four_ranks["gradients"][names[0]], rel=1e-5)
 
 
 @pytest.mark.multiprocess
 def test_replicas_that_sum_in_16_bits_do_so_after_each_microbatch(four_ranks):
     """FSDP2 would keep what is not summed yet in 16 bits, and the microbatches' sum with it."""
-    assert four_ranks["counts"]["HYBRID_SHARD PURE True 1"] == 4 * (SMALL.n_layers + 1)
-    assert four_ranks["counts"]["HYBRID_SHARD PURE False 1"] == SMALL.n_layers + 1
+    assert four_ranks["counts"][str(CASES[-1])] == 4 * (SMALL.n_layers + 1)
 
 
 @pytest.mark.multiprocess

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from composer.devices import DeviceCPU
 
 from llmfoundry_lite import devices, suite
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import Duration, EvalConfig, ModelConfig
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.mpt import MPT
@@ -15,7 +16,9 @@ from llmfoundry_lite.parallel.mesh import data_ranks
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.monitor import RunMonitor
+from llmfoundry_lite.training.segments import build_segment
 from llmfoundry_lite.training.trainer import GroupedTrainer
+from tests.helpers.tiny import tiny_config, write_config
 
 SMALL = ModelConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=16)
 
@@ -84,3 +87,12 @@ def test_mfu_is_a_share_of_the_peak_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda: ACCELERATORS["A100-80GB"])
     peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype).peak_flops for dtype in ("fp32", "tf32")]
     assert peaks == [19.5e12, 156e12]
+
+
+def test_a_segment_records_what_was_computed(tmp_path, one_rank, monkeypatch):
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(tmp_path, precision="tf32"))
+    config, model = load_train_config([path]).config, LanguageModel(MPT(SMALL), PRECISIONS["tf32", "DEFAULT"])
+    for has_tf32, precision in ((True, "tf32 DEFAULT"), (False, "fp32 DEFAULT")):
+        monkeypatch.setattr(devices, "has_tf32", lambda answer=has_tf32: answer)
+        segment = build_segment(config, model, first_batch=1, last_batch=2, microbatch_size=1)
+        assert segment.precision == precision
