@@ -1,7 +1,6 @@
 """Public tasks' data: upstream rows, made by hand in the Hub's shape, become LLM Foundry's columns."""
 
 import json
-import os
 from pathlib import Path
 
 import datasets
@@ -13,9 +12,6 @@ from llmfoundry_lite.evaluation.tasks import COLUMNS, read_rows
 from llmfoundry_lite.prepare.fetch_tasks import ORIGINS, convert_rows
 
 HERE = Path(__file__).parent
-PUBLISHED = Path(os.environ.get("LLMFOUNDRY_ICL_DATA", "data/icl"))
-"""A folder with LLM Foundry's own files (its scripts/eval/local_data), where somebody has put one."""
-
 COUNCIL = "The city councilmen refused the demonstrators a permit because they feared violence."
 JIM = "Jim signaled the barman and gestured toward his bathroom key."
 GAP = "There is a gap in the wall. You can see the garden through it ."
@@ -83,7 +79,29 @@ UPSTREAM = {
 }
 UPSTREAM["arc_challenge"] = UPSTREAM["arc_easy"]
 
+# The rows of ARC, HellaSwag, PIQA, Winograd, COPA and LAMBADA stand like this in LLM Foundry's scripts/eval/local_data.
 CONVERTED = {
+    "arc_easy": {
+        "query": "Question: Which piece of safety equipment is used to keep mold spores from entering the respiratory "
+        "system?",
+        "choices": ["safety goggles", "breathing mask", "rubber gloves", "lead apron"],
+        "gold": 1,
+    },
+    "hellaswag": {
+        "query": "Baking cookies: A female chef in white uniform shows a stack of baking pans in a large kitchen "
+        "presenting them. The pans",
+        "choices": UPSTREAM["hellaswag"]["endings"],
+        "gold": 3,
+    },
+    "piqa": {
+        "query": "Question: dresser\n",
+        "choices": ["replace drawer with bobby pin", "finish, woodgrain with  bobby pin"],
+        "gold": 1,
+    },
+    "lambada_openai": {
+        "context": UPSTREAM["lambada_openai"]["text"].removesuffix(" signs"),
+        "continuation": "signs",
+    },
     "boolq": {"query": "Passage: It is so.\nQuestion: is it so?", "choices": ["no", "yes"], "gold": 1},
     "openbook_qa": {"query": "Predators eat", "choices": ["lions", "humans", "bunnies", "grass"], "gold": 2},
     "winogrande": {
@@ -117,24 +135,6 @@ def convert(name, row):
 @pytest.mark.parametrize("name", CONVERTED)
 def test_an_upstream_row_becomes_a_question(name: str) -> None:
     assert convert(name, UPSTREAM[name]) == CONVERTED[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("arc_easy", "arc_easy.jsonl"),
-        ("hellaswag", "hellaswag_small.jsonl"),
-        ("piqa", "piqa.jsonl"),
-        ("winograd", "winograd_wsc.jsonl"),
-        ("copa", "copa.jsonl"),
-        ("lambada_openai", "lambada_openai_first500.jsonl"),
-    ],
-)
-def test_a_converted_row_stands_in_llm_foundrys_file(name: str, file: str) -> None:
-    if not (PUBLISHED / file).is_file():
-        pytest.skip(f"no {PUBLISHED / file}")
-    with (PUBLISHED / file).open(encoding="utf-8") as lines:
-        assert convert(name, UPSTREAM[name]) in [json.loads(line) for line in lines]
 
 
 def test_a_possessive_pronoun_becomes_a_possessive_name_and_a_name_that_opens_a_sentence_keeps_its_capital() -> None:
