@@ -103,8 +103,8 @@ def check_here(config: TrainConfig, world_size: int, local_world_size: int, devi
     if needed > least.free_bytes:
         raise ConfigError(
             f"memory: {asking} about {needed / GIB:,.1f} GiB by the estimate, and {least.name} has "
-            f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or model, "
-            "or fsdp_config with FULL_SHARD or activation_checkpointing"
+            f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
+            "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
 
 

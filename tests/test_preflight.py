@@ -115,7 +115,7 @@ def test_a_dry_run_for_this_machine_refuses_what_a_launch_here_would_stumble_ove
     ):
         preflight.check_here(config, 2, 2, [ROOM._replace(free_bytes=2 * need - 1)])
     gpus = [Device("cuda:0", need, False), Device("cuda:1", need - 1, False)]
-    with pytest.raises(ConfigError, match="^memory: each rank needs about .* and cuda:1 has .* free"):
+    with pytest.raises(ConfigError, match=r"^memory: each rank needs about .* and cuda:1 has .* free"):
         preflight.check_here(config, 2, 2, gpus)
     with pytest.raises(ConfigError, match="4 ranks given, and this machine has 2 devices"):
         preflight.check_here(config, 4, 4, gpus)

@@ -109,8 +109,8 @@ ALTERNATIVES = {
     "model.ffn_config.ffn_type": "mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
     "model.norm_type": "use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
     "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
-    "train_loader.name": "expected text or python:package.module:Thing; prepare text with `llmfoundry-lite data prepare`",
-    "eval_loader.name": "expected text or python:package.module:Thing; prepare text with `llmfoundry-lite data prepare`",
+    "train_loader.name": "expected text or python:package.module:Thing; `llmfoundry-lite data prepare` prepares text",
+    "eval_loader.name": "expected text or python:package.module:Thing; `llmfoundry-lite data prepare` prepares text",
     "precision": "expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
 }
 """Said when one of these has a value outside its list."""

@@ -19,7 +19,6 @@ from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, sour
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
-
 DRY_RUNS = {"--dry-run": "plan", "--dry-run=here": "here"}
 
 

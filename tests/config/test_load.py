@@ -317,7 +317,8 @@ def test_of_keys_that_do_not_fit_each_other_the_one_to_change_is_named(arguments
 def test_every_unknown_key_is_named_at_once_by_file():
     Path("more.yaml").write_text("model: {d_modle: 3, n_layers: 2}\nmax_durations: 1\n")
     assert refusal("run.yaml", "more.yaml", "optimizer.learning_rate=1") == (
-        "3 unknown keys: more.yaml: model.d_modle (did you mean model.d_model?), max_durations (did you mean max_duration?); "
+        "3 unknown keys: more.yaml: model.d_modle (did you mean model.d_model?), max_durations (did you mean "
+        "max_duration?); "
         "command line: optimizer.learning_rate (did you mean optimizer.lr?)"
     )
 

@@ -1,6 +1,5 @@
 """Public tasks' data: upstream rows, made by hand in the Hub's shape, become LLM Foundry's columns."""
 
-import json
 from pathlib import Path
 
 import datasets
