@@ -14,7 +14,7 @@ SOURCES := llmfoundry_lite scripts tests
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow test-long lint format requirements gpu-check clean
+.PHONY: install quickstart test test-slow test-long docs lint format requirements gpu-check clean
 
 install: $(READY)
 
@@ -50,6 +50,10 @@ gpu-check: install
 	pytest -m gpu
 	llmfoundry-lite bench mfu --minutes 5 --out runs/gpu-check
 
+# The site, from docs/ into site/. A broken link is an error. Its generator has an environment of its own.
+docs: | $(UV)
+	$(UV) run --quiet --isolated --only-group docs zensical build --strict
+
 lint: install
 	ruff format --check $(SOURCES)
 	ruff check $(SOURCES)
@@ -57,7 +61,7 @@ lint: install
 	lint-imports
 	$(RESOLVE) | $(PINS) | diff - <($(PINS) requirements.txt) || (echo "out of date: make requirements"; exit 1)
 	! grep -vxFf requirements.txt requirements-without-torch.txt
-	codespell $(SOURCES) yamls README.md CONTRIBUTING.md Makefile pyproject.toml
+	codespell $(SOURCES) yamls docs README.md CONTRIBUTING.md Makefile pyproject.toml
 
 format: install
 	ruff format $(SOURCES)
@@ -76,4 +80,4 @@ requirements: install
 	$(EXPORT) --prune torch --prune torchvision -o requirements-without-torch.txt
 
 clean:
-	rm -rf $(VENV) .tools data runs results
+	rm -rf $(VENV) .tools data runs results site .cache

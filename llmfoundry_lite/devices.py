@@ -1,6 +1,7 @@
 """What torch sees on this machine: the kind of device, its name, its memory, and its row in `hardware.py`."""
 
 import ctypes
+import os
 import platform
 import re
 import resource
@@ -33,6 +34,28 @@ def accelerator() -> Accelerator | None:
     if not torch.cuda.is_available():
         return None
     return find_accelerator(device_name(), torch.cuda.get_device_properties().multi_processor_count)
+
+
+def has_tf32() -> bool:
+    """Whether fp32 products can be computed in TF32: on NVIDIA since Ampere; on AMD's gfx94 where hipBLASLt is told to
+    (HIPBLASLT_ALLOW_TF32, by ROCm's "Data types and precision support")."""
+    if not torch.cuda.is_available():
+        return False
+    if torch.version.hip:
+        name = getattr(torch.cuda.get_device_properties(), "gcnArchName", "")
+        return name.startswith("gfx94") and os.environ.get("HIPBLASLT_ALLOW_TF32") == "1"
+    return torch.cuda.get_device_capability()[0] >= 8
+
+
+def set_tf32(is_allowed: bool) -> None:
+    """TF32 keeps 10 of fp32's 23 bits of fraction. Composer allows it on every GPU; here `precision` alone decides."""
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+
+def computed_precision(precision: str) -> str:
+    """`precision` as this device computes it: without TF32, tf32 is fp32."""
+    return "fp32" if precision == "tf32" and not has_tf32() else precision
 
 
 def peak_memory_bytes() -> int:

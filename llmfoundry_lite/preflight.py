@@ -103,8 +103,8 @@ def check_here(config: TrainConfig, world_size: int, local_world_size: int, devi
     if needed > least.free_bytes:
         raise ConfigError(
             f"memory: {asking} about {needed / GIB:,.1f} GiB by the estimate, and {least.name} has "
-            f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller model, a smaller "
-            "device_train_microbatch_size, or FULL_SHARD or activation_checkpointing in fsdp_config"
+            f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
+            "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
 
 
@@ -311,6 +311,7 @@ def describe(
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
     at = " (microbatches of 1 sample)" if is_auto else ""
     lines.append(f"memory         {estimate_training_memory(config, world_size, local_world_size)}{at}")
+    lines += [f"warning        {text}" for text in _describe_network(config, world_size, local_world_size)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     lines += [f"not checked    {note}" for note in found.not_checked]
     if not is_for_here:
@@ -318,6 +319,22 @@ def describe(
             "not checked    the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer"
         )
     return "\n".join(lines)
+
+
+def _describe_network(config: TrainConfig, world_size: int, local_world_size: int | None) -> list[str]:
+    """The cost of tensor parallelism across nodes: four sums in each layer (Shoeybi et al. 2019, "Megatron-LM")."""
+    degree, in_node = config.tensor_parallel_degree, local_world_size or world_size
+    if in_node >= world_size or in_node % degree == 0:
+        return []
+    samples = config.global_train_batch_size // config.num_data_ranks(world_size)
+    num_bytes = config.max_seq_len * config.model.d_model * (4 if config.precision in ("fp32", "tf32") else 2)
+    num_sums = 4 * config.model.n_layers
+    return [
+        f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
+        f"{num_sums} sums of {_bytes(num_bytes)} over the network, "
+        f"{_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
+        "stays in a node"
+    ]
 
 
 def _describe_variable(name: str, value: str) -> str:
@@ -339,6 +356,12 @@ def _describe_duration(config: TrainConfig, found: Preflight) -> str:
         return ""
     epochs = f", {num_batches * batch / samples:,.2f} epochs" if samples else ""
     return f" = {int(num_batches):,} batches, {_with_prefix(num_batches * batch_tokens)} tokens{epochs}"
+
+
+def _bytes(number: int) -> str:
+    """4096 -> 4.00 KiB"""
+    exponent = min(3, (max(number, 1).bit_length() - 1) // 10)
+    return f"{number / 1024**exponent:,.2f} {('B', 'KiB', 'MiB', 'GiB')[exponent]}"
 
 
 def _with_prefix(number: float) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
+from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import (
@@ -103,7 +104,7 @@ def find_models(
                 save_id=subject.save_id,
                 num_tokens_trained=subject.num_tokens_trained,
                 tokenizer=subject.fingerprint,
-                precision=config.precision,
+                precision=devices.computed_precision(config.precision),
             )
             files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
             files.refuse_to_replace(results, asked)
@@ -212,6 +213,7 @@ def tell(lines: Sequence[str]) -> None:
 
 def start_process_group(config: EvalConfig) -> torch.device:
     here = this_rank()
+    devices.set_tf32(config.precision == "tf32")
     device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

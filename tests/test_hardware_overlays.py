@@ -75,9 +75,27 @@ def test_every_overlay_lies_over_every_run_and_one_sample_fits(name, run):
     assert config.device_train_microbatch_size == "auto"
     device, num_devices = DEVICES[name]
     if device is not None:
-        needed = estimate_training_memory(config, num_devices, num_devices).total_bytes
-        # Beside the tensors: the device's context, libraries, communication buffers and fragments.
-        assert needed + 4 * GIB < ACCELERATORS[device].memory_bytes * 0.95
+        num_nodes = 8 if run in ("mpt-30b", "mpt-70b") else 1
+        assert fits(config, device, num_nodes, num_devices)
+
+
+def fits(config, device, num_nodes, num_devices):
+    needed = estimate_training_memory(config, num_nodes * num_devices, num_devices).total_bytes
+    # Beside the tensors: the device's context, libraries, communication buffers and fragments.
+    return needed + 4 * GIB < ACCELERATORS[device].memory_bytes * 0.95
+
+
+@pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))
+def test_an_overlay_keeps_the_model_in_a_node_only_where_every_run_fits_there(name):
+    device, num_devices = DEVICES[name]
+    largest, middle = (str(ROOT / f"yamls/pretrain/mpt-{size}.yaml") for size in ("70b", "7b"))
+    hybrid = load_train_config([largest, overlay(name), "fsdp_config.sharding_strategy=HYBRID_SHARD"], {}).config
+    fits_in_node = fits(hybrid, device, 32, num_devices)
+    config = load_train_config([middle, overlay(name)], {}).config
+    assert config.sharding.sharding_strategy == ("HYBRID_SHARD" if fits_in_node else "FULL_SHARD")
+    one_node, many = (estimate_training_memory(config, n, num_devices).total_bytes / GIB for n in (8, 256))
+    assert round(one_node) == 17
+    assert round(many) == (17 if fits_in_node else 5)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -135,9 +153,9 @@ def test_the_command_line_has_the_last_word():
     assert config.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "A": "b"}
 
 
-def test_the_readme_lists_what_an_overlay_may_set():
-    text = (ROOT / "README.md").read_text()
-    listed = text[text.index("An overlay says") : text.index("One that touches")]
+def test_the_documentation_lists_what_an_overlay_may_set():
+    text = (ROOT / "docs/moving-a-run.md").read_text()
+    listed = text[text.index("It may set only") : text.index("Any other key")]
     words = {word.rsplit(".", 1)[-1] for word in re.findall(r"`([\w.]+)`", listed)}
     assert words == {key.rsplit(".", 1)[-1] for key in HARDWARE_KEYS}
 

@@ -48,6 +48,36 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     assert "10ba = 10 batches, 2.56 k tokens, 1.33 epochs" in text
 
 
+def memory_line(config, world_size, local_world_size=None):
+    text = preflight.describe(config, world_size, preflight.Preflight(), local_world_size)
+    return re.search(r"parameters ([\d.]+), gradients ([\d.]+),", text).groups()
+
+
+def test_one_device_counts_its_gradient_once(tmp_path, data):
+    config, _ = check(tmp_path, tiny_config(data, device_train_microbatch_size=2, model__d_model=256))
+    parameters, gradients = memory_line(config, 1)
+    assert gradients == parameters
+    parameters, gradients = memory_line(config, 2)
+    assert float(gradients) > 2.9 * float(parameters)  # a half, and the whole until the last microbatch
+
+
+def test_tensor_parallelism_across_nodes_is_told_with_its_cost(tmp_path, data):
+    config, _ = check(
+        tmp_path,
+        tiny_config(data, tp_config={"tensor_parallel_degree": 4}, model__attn_config__fused_qkv=False),
+        world_size=8,
+    )
+    for local_world_size in (None, 4, 8):
+        assert "warning" not in preflight.describe(config, 8, preflight.Preflight(), local_world_size)
+    text = preflight.describe(config, 8, preflight.Preflight(), 2)
+    (line,) = [line for line in text.splitlines() if line.startswith("warning")]
+    assert line == (
+        "warning        tp_config.tensor_parallel_degree: groups of 4 devices span nodes of 2: each sample takes 8 "
+        "sums of 4.00 KiB over the network, 128.00 KiB for each device and batch; a degree that divides 2 stays in a "
+        "node"
+    )
+
+
 def test_a_large_index_is_searched_with_the_same_result(tmp_path, data, monkeypatch):
     monkeypatch.setattr(preflight, "LARGE_INDEX_BYTES", 1)
     assert check(tmp_path, tiny_config(data))[1].num_samples == {"train": 60, "eval": 9}

@@ -1,6 +1,6 @@
 """Images on GPU clusters bring their own torch, and a switch of clusters is a switch of torch releases.
 
-An environment for each of the oldest and the newest release, made as the README says: their torch first, then
+An environment for each of the oldest and the newest release, made as docs/hardware.md says: their torch first, then
 everything else from the exported requirements. Composer's own metadata permits no torch newer than 2.7, so these are
 installed with `--no-deps`; torchvision, which Composer imports, is the release made for that torch.
 """

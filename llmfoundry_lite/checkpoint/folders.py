@@ -157,6 +157,27 @@ def wrong_twice(look: Callable[[bool], T]) -> T:
         return look(True)
 
 
+def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | None] | None:
+    """The first file, name -> bytes, that is not there (None) or has another size; one listing of each folder.
+
+    What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
+    """
+    parents = {name.rpartition("/")[0] for name in expected}
+    sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
+    for path, num_bytes in expected.items():
+        parent, _, name = path.rpartition("/")
+        if sizes[parent].get(name) != num_bytes:
+            try:
+                source = folder.source(path, is_anew=True)
+            except FileNotFoundError:
+                return path, None
+            size = source.num_bytes
+            source.close()
+            if size != num_bytes:
+                return path, size
+    return None
+
+
 # ------------------------------------------------------------------------------------------------------------ local
 
 

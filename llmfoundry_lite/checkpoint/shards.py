@@ -280,27 +280,6 @@ class Shard:
                 raise self.damage(f"bytes {first:,} to {last:,} are not what was written" + _inside(named, first, last))
 
 
-def find_absent(folder: Folder, files: Sequence[FileRecord]) -> tuple[FileRecord, int | None] | None:
-    """The first file that is not there (None) or has another size than it should; one listing of each folder.
-
-    What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
-    """
-    folders = {file.name.rpartition("/")[0] for file in files}
-    sizes = {inner: (folder.child(inner) if inner else folder).sizes() for inner in folders}
-    for file in files:
-        inner, _, name = file.name.rpartition("/")
-        if sizes[inner].get(name) != file.num_bytes:
-            try:
-                source = folder.source(file.name)
-            except FileNotFoundError:
-                return file, None
-            size = source.num_bytes
-            source.close()
-            if size != file.num_bytes:
-                return file, size
-    return None
-
-
 @contextmanager
 def open_shard(folder: Folder, file: FileRecord, *, verify: bool = True) -> Iterator[Shard]:
     """Raises UnsoundCheckpointError for a file that is gone, has another size, or another header or other hashes."""

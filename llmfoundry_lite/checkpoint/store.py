@@ -34,10 +34,10 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, open_folder, unreadable, wrong_twice
+from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, find_absent, open_folder, unreadable, wrong_twice
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import (
     HEAD_BYTES,
@@ -49,7 +49,6 @@ from llmfoundry_lite.checkpoint.manifest import (
     encode,
     read_head,
 )
-from llmfoundry_lite.checkpoint.shards import find_absent
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -316,19 +315,18 @@ class CheckpointStore:
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         folder, prefix = self.draft(manifest.save_id)
-        files = [
-            replace(file, name=file.name.removeprefix(prefix)) for file in (*manifest.files, *manifest.attachments)
-        ]
-        absent = find_absent(folder, files)
+        files = (*manifest.files, *manifest.attachments)
+        expected = {file.name.removeprefix(prefix): file.num_bytes for file in files}
+        absent = find_absent(folder, expected)
         if absent is None:
             return
-        file, size = absent
+        name, size = absent
         if size is None:
             raise CheckpointError(
-                f"{folder.url}/{file.name}: written by another rank but not to be seen from rank 0; save_folder must "
-                "be on a disk that all nodes share, or a URL"
+                f"{folder.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
+                "on a disk that all nodes share, or a URL"
             )
-        raise CheckpointError(f"{folder.url}/{file.name}: {size:,} bytes, written were {file.num_bytes:,}")
+        raise CheckpointError(f"{folder.url}/{name}: {size:,} bytes, written were {expected[name]:,}")
 
     def _commit_by_rename(self, root: LocalFolder, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)

@@ -12,9 +12,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from llmfoundry_lite.checkpoint.folders import unreadable
+from llmfoundry_lite.checkpoint.folders import find_absent, unreadable
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.shards import check_headers, find_absent, read_verified, verify_file
+from llmfoundry_lite.checkpoint.shards import check_headers, read_verified, verify_file
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
 
@@ -33,16 +33,18 @@ class Description:
 
 def check_present(checkpoint: Checkpoint) -> None:
     """Every file is there with its size."""
+    files = (*checkpoint.manifest.files, *checkpoint.manifest.attachments)
+    expected = {file.name: file.num_bytes for file in files}
     try:
-        absent = find_absent(checkpoint.folder, (*checkpoint.manifest.files, *checkpoint.manifest.attachments))
+        absent = find_absent(checkpoint.folder, expected)
     except OSError as error:
         raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
     if absent is not None:
-        file, size = absent
-        where = f"{checkpoint.where}/{file.name}"
+        name, size = absent
+        where = f"{checkpoint.where}/{name}"
         if size is None:
-            raise IncompleteCheckpointError(f"{where}: missing", file.name)
-        raise DamagedCheckpointError(f"{where}: {size:,} bytes, written were {file.num_bytes:,}", file.name)
+            raise IncompleteCheckpointError(f"{where}: missing", name)
+        raise DamagedCheckpointError(f"{where}: {size:,} bytes, written were {expected[name]:,}", name)
 
 
 def check_structure(checkpoint: Checkpoint) -> None:

@@ -47,6 +47,8 @@ def put_tokenizer(where: str, files: dict[str, bytes], *, last: str) -> None:
     folder = open_folder(where).child(TOKENIZER)
     if last in folder.names():
         return
+    if isinstance(folder, LocalFolder):
+        folder.make()
     for name in sorted(files, key=lambda name: name == last):
         folder.put(name, files[name])
 

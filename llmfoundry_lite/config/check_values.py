@@ -51,7 +51,7 @@ CHOICES = {
     "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
     "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
     "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
-    "precision": ("fp32", "amp_bf16", "amp_fp16"),
+    "precision": ("fp32", "tf32", "amp_bf16", "amp_fp16"),
     "on_non_finite": ("stop", "skip"),
     "python_log_level": ("debug", "info", "warning", "error", "critical"),
 }
@@ -109,9 +109,9 @@ ALTERNATIVES = {
     "model.ffn_config.ffn_type": "mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
     "model.norm_type": "use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
     "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
-    "train_loader.name": "expected text or python:; `llmfoundry-lite data prepare` makes its data",
-    "eval_loader.name": "expected text or python:; `llmfoundry-lite data prepare` makes its data",
-    "precision": "expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+    "train_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
+    "eval_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
+    "precision": "expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
 }
 """Said when one of these has a value outside its list."""
 

@@ -134,11 +134,11 @@ HARMLESS_VALUES = {
 def refuse_fine_tuning(values: dict[str, Any], layers: Sequence[Layer]) -> None:
     """Before anything else of such a file is found to be wrong: no other change would make it run."""
     for key in ("train_loader.name", "eval_loader.name"):
-        name = get(values, key)[1]
-        if name in FINE_TUNING_LOADERS:
+        if get(values, key)[1] in FINE_TUNING_LOADERS:
             raise ConfigError(
-                f"{source_of(key, layers)}: {key}: {name}: fine-tuning is absent here: no loader of prompts and "
-                "responses, no loss on responses alone, no Hugging Face model or adapter to be trained. Export a "
+                f"{source_of(key, layers)}: {key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of "
+                "prompts and responses, no loss on responses alone, no Hugging Face model or adapter to be trained. "
+                "Export a "
                 "checkpoint (`llmfoundry-lite checkpoint export`) and fine-tune that with LLM Foundry or TRL"
             )
 

@@ -54,7 +54,8 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
             OmegaConf.from_dotlist([argument])
         except UnicodeEncodeError:
             raise ConfigError(
-                f"command line: {argument} has bytes that are not UTF-8, which no YAML can hold; rename the file"
+                f"command line: {argument} has bytes that are not UTF-8, which no configuration can hold; rename "
+                "the file"
             ) from None
         except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {one_line(error)}") from None
@@ -114,7 +115,7 @@ def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """`values` without blocks for which `later` has a list, or the other way round: OmegaConf cannot merge these."""
+    """`values` without the blocks for which `later` has a list, and the other way round: OmegaConf merges none."""
     kept = {}
     for key, value in values.items():
         other = later.get(key)

@@ -15,7 +15,7 @@ from llmfoundry_lite.errors import ConfigError
 
 EVAL_CHOICES = {
     "tokenization": ("separate", "joint"),
-    "precision": ("fp32", "bf16", "fp16"),
+    "precision": ("fp32", "tf32", "bf16", "fp16"),
 }
 
 

@@ -427,7 +427,8 @@ class TrainConfig:
     """Default: runs/<run_name>. Always local."""
     seed: int = 17
     precision: str = "amp_bf16"
-    """fp32, amp_bf16, amp_fp16"""
+    """fp32, tf32, amp_bf16, amp_fp16. tf32 is fp32 with products in TF32 where the device has it; nothing else uses
+    TF32."""
     eval_loader: LoaderConfig | None = None
     eval_interval: str | int = 1
     """A span; a bare integer counts epochs; 0 never evaluates."""
@@ -620,7 +621,8 @@ class EvalConfig:
     task_folder: str = "evals"
     tokenization: str = "separate"
     precision: str = "fp32"
-    """Of weights and hidden states: fp32, bf16 or fp16; log-probabilities are always fp32."""
+    """Of weights and hidden states: fp32, tf32 (fp32 with products in TF32, where the device has it), bf16 or fp16;
+    log-probabilities are always fp32, and with tf32 their products in TF32."""
     device_batch_tokens: int | None = None
     """Tokens in one forward pass; default: 2,048 on a CPU, 32,768 on an accelerator."""
     max_seq_len: int | None = None

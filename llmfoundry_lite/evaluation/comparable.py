@@ -126,23 +126,27 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
         notes.append(f"contexts cut to fit: {trimmed[0]:,} of {first.name}, {trimmed[1]:,} of {other.name}")
     if records[0]["metric"] == BITS:
         n, unit = len((found := text_units(task, first, other))[0]), found[2]
-        if unit == "windows":
+        if n >= MIN_DOCUMENTS and unit == "windows":
             notes.append("one document: its windows are resampled, as if they were independent")
         if n < MIN_DOCUMENTS:
-            noun = f"{n} {unit}" if n > 1 else f"one {unit[:-1]}"
+            noun = f"one document of {n} windows" if unit == "windows" and n > 1 else _count(n, "document")
             notes.append(f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}")
         return notes
     asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
     if alone := len(asked[0] ^ asked[1]):
         notes.append(f"{alone:,} items that only one could be asked are left out")
     answers = answers_of(task, first, other, records[0]["metric"])
-    num_units, unit = len(set(answers.clusters or answers.items)), "clusters" if answers.clusters else "items"
+    num_units = len(set(answers.clusters or answers.items))
     if num_units < MIN_UNITS:
-        noun = f"{num_units} {unit}" if num_units > 1 else f"one {unit[:-1]}"
+        noun = _count(num_units, "cluster" if answers.clusters else "item")
         notes.append(f"{noun}: no interval and no verdict below {MIN_UNITS}")
     elif answers.clusters:
         notes.append(f"{len(answers.items):,} items in {num_units:,} clusters, which are what is independent")
     return notes
+
+
+def _count(number: int, noun: str) -> str:
+    return f"one {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def has_other_tokenizer(first: Loaded, other: Loaded) -> bool:

@@ -7,7 +7,6 @@ evaluation that was killed does not do a finished task again.
 import contextlib
 import json
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,7 +21,6 @@ from llmfoundry_lite.evaluation.reading import (
     hash_of,
     mean_and_error,
     ratio_error,
-    weights_of,
 )
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
@@ -243,8 +241,8 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
     if any("cluster" in item for item in items):
         record["num_clusters"] = len({item["cluster"] for item in items})
     if task.kind in MAIN_METRIC:
-        chances = (1 / len(item["num_tokens"]) for item in items)
-        record["chance"] = float(sum(map(operator.mul, weights_of(items, has_categories(record)), chances)))
+        chances = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
+        record["chance"], _ = mean_and_error(chances, "chance", has_categories(record))
         record["num_ties"] = sum(item["tie"][record["metric"]] for item in items)
         record["num_duplicates"] = sum(item["has_duplicates"] for item in items)
     if task.kind == "language_modeling":

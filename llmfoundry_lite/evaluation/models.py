@@ -43,7 +43,7 @@ from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hid
 from llmfoundry_lite.models.generate import check_finite, generate
 from llmfoundry_lite.models.mpt import MPT
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shard = Callable[[nn.Module], None]
 """Spreads a model over all ranks, in place (parallel.py's; the script brings it)."""

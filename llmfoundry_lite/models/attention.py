@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
@@ -212,7 +213,7 @@ def _flex(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch
     assert not dropout_p, "refused when the configuration is checked"
     q_bhtk, k_bgsk, v_bgsk = (x.transpose(1, 2) for x in (q_bthk, k_bsgk, v_bsgk))
     # Compiled, or it computes all scores. On a CPU it is there to be compared with, and needs no compiler.
-    compute: Callable = _compiled(flex_attention) if q_bthk.is_cuda else flex_attention
+    compute = _compiled_visibly(flex_attention) if q_bthk.is_cuda else flex_attention
     out_bhtk = compute(
         q_bhtk,
         k_bgsk,
@@ -254,6 +255,14 @@ IMPLEMENTATIONS = {"reference": _reference, "sdpa": _sdpa, "blocked": _blocked, 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
+
+
+@functools.cache
+def _compiled_visibly(function: Callable) -> Callable:
+    """As one operation that selective checkpointing can keep: nothing else of what is compiled shows in eager code.
+    Older releases of torch cannot do so, and compute it again."""
+    option = "wrap_inductor_compiled_regions"
+    return torch.compile(function, options={option: True} if hasattr(inductor_config, option) else None)
 
 
 @functools.lru_cache(maxsize=16)

@@ -78,6 +78,7 @@ class Transformer(nn.Module):
         self.norm_f = Norm(config, config.d_model)
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
+        self._slopes_h: torch.Tensor | None = None
 
     def forward(
         self,
@@ -100,9 +101,14 @@ class Transformer(nn.Module):
         x_btd = self.emb_drop(x_btd)
 
         # One of each for all blocks: a bias is h*t*s numbers kept for the backward pass, and per block it would add up.
-        slopes_h = None if self.slopes is None else torch.tensor(self.slopes, device=x_btd.device)
         mask = build_mask(
-            config.attn_config, self.attn_impl, slopes_h, positions_bt, num_keys, may_see_bts, documents_bt
+            config.attn_config,
+            self.attn_impl,
+            self.slopes_on(x_btd.device),
+            positions_bt,
+            num_keys,
+            may_see_bts,
+            documents_bt,
         ).to(x_btd.dtype)
         rotation = None
         if config.attn_config.rope:
@@ -112,6 +118,14 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length = num_keys
         return self.norm_f(x_btd)
+
+    def slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        """ALiBi's, copied once: each copy waits for the device. No buffer, since weights may lie on another device."""
+        if self.slopes is None:
+            return None
+        if self._slopes_h is None or self._slopes_h.device != device:
+            self._slopes_h = torch.tensor(self.slopes, device=device)
+        return self._slopes_h
 
 
 class Block(nn.Module):

@@ -1,7 +1,9 @@
 """How the devices of a launch are divided: the mesh, and the ranks as the data has them."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -53,7 +55,7 @@ def build_mesh(
         shape, names = (num_groups // shard_degree, shard_degree), ("replicate", "shard")
     if tensor_parallel_degree > 1:
         shape, names = (*shape, tensor_parallel_degree), (*names, "tensor")
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _make_mesh(device_type, shape, names)
 
 
 def without_tensor(mesh: DeviceMesh) -> DeviceMesh:
@@ -68,6 +70,18 @@ def with_tensor_as_shard(mesh: DeviceMesh) -> DeviceMesh:
     *data_sizes, tensor_size = mesh.shape
     names = mesh.mesh_dim_names
     assert names is not None
-    return init_device_mesh(
-        mesh.device_type, (*data_sizes[:-1], data_sizes[-1] * tensor_size), mesh_dim_names=names[:-1]
-    )
+    return _make_mesh(mesh.device_type, (*data_sizes[:-1], data_sizes[-1] * tensor_size), names[:-1])
+
+
+def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Its groups wait as long as the world's does (`dist_timeout`); torch would give them its own default."""
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    options = getattr(_backend(dist.distributed_c10d._get_default_group(), device_type), "options", None)
+    if options is not None:
+        for name in names:
+            _backend(mesh.get_group(name), device_type)._set_default_timeout(options._timeout)
+    return mesh
+
+
+def _backend(group: dist.ProcessGroup, device_type: str) -> Any:
+    return group._get_backend(torch.device(device_type))

@@ -15,6 +15,8 @@ class Precision:
     """In which gradients are summed over devices."""
     autocast: torch.dtype | None = None
     """Matrix products are cast to this while parameters and residual stream stay fp32."""
+    tf32: bool = False
+    """fp32 products may be computed in TF32, where the device has it."""
     loss_scaling: bool = False
     """fp16 gradients underflow unless the loss is scaled."""
 
@@ -26,6 +28,9 @@ PRECISIONS = {
     ("fp32", "PURE"): Precision(parameters=FP32, reduction=FP32),
     ("fp32", "DEFAULT"): Precision(parameters=FP32, reduction=FP32),
     ("fp32", "FULL"): Precision(parameters=FP32, reduction=FP32),
+    ("tf32", "PURE"): Precision(parameters=FP32, reduction=FP32, tf32=True),
+    ("tf32", "DEFAULT"): Precision(parameters=FP32, reduction=FP32, tf32=True),
+    ("tf32", "FULL"): Precision(parameters=FP32, reduction=FP32, tf32=True),
     ("amp_bf16", "PURE"): Precision(parameters=BF16, reduction=BF16),
     ("amp_bf16", "DEFAULT"): Precision(parameters=BF16, reduction=FP32),
     ("amp_bf16", "FULL"): Precision(parameters=FP32, reduction=FP32, autocast=BF16),

@@ -21,14 +21,26 @@ def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
     def checkpointed(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        with torch.autograd.graph.save_on_cpu() if fsdp.activation_cpu_offload else nullcontext():
+        with _save_on_host() if fsdp.activation_cpu_offload else nullcontext():
             return checkpoint(forward, *args, **options)
 
     block.forward = checkpointed
 
 
+def _save_on_host() -> Any:
+    """In pinned memory where there is an accelerator, which copies pageable memory slowly and waits for it."""
+    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+PRODUCTS = {
+    *("mm", "addmm", "bmm", "product"),
+    *("_flash_attn_forward", "_flash_attn_varlen_forward"),  # the flash-attn package's
+    "inductor_compiled_code",  # FlexAttention's, the one that is compiled so that it shows
+}
+
+
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what matrix units computed, recompute what memory bandwidth did: norms, activations, rotations."""
     name = operation.__name__.partition(".")[0]
-    is_product = name in ("mm", "addmm", "bmm", "product") or "attention" in name
+    is_product = name in PRODUCTS or "attention" in name
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE

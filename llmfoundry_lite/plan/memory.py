@@ -27,11 +27,11 @@ class MemoryEstimate:
     parameters_bytes: int
     """This device's share, fp32."""
     gradients_bytes: int
-    """Its share, fp32; and all of them while they wait for the batch's last microbatch."""
+    """Its share, fp32; with FSDP also all of them while they wait for the batch's last microbatch."""
     optimizer_bytes: int
     """Its share, fp32."""
     unsharded_bytes: int
-    """Parameters gathered for use, in the compute precision, and one block's gradients before they are shared out."""
+    """Parameters gathered or copied for use, in the compute precision, and gradients before they are shared out."""
     activations_bytes: int
     """What the forward pass keeps for the backward pass."""
     logits_bytes: int
@@ -66,6 +66,7 @@ def estimate_training_memory(
         microbatch_size=microbatch_size,
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
         shard_degree=shard_degree,
+        has_fsdp=world_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
         tensor_parallel_degree=config.tensor_parallel_degree,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
@@ -82,6 +83,7 @@ def estimate_memory(
     seq_len: int,
     microbatch_size: int,
     shard_degree: int = 1,
+    has_fsdp: bool = True,
     tensor_parallel_degree: int = 1,
     precision: str = "amp_bf16",
     mixed_precision: str = "DEFAULT",
@@ -95,11 +97,12 @@ def estimate_memory(
     """Bytes at the end of a microbatch's forward pass, when one device holds the most.
 
     `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
-    of them stands for a group whose devices divide each layer, and share what is not divided. `microbatch_size`:
-    samples.
+    of them stands for a group whose devices divide each layer, and share what is not divided. Without FSDP, as on one
+    device, parameters are used and gradients summed where they lie. `microbatch_size`: samples.
     """
-    has_autocast = precision != "fp32" and mixed_precision == "FULL"
-    compute_bytes = FP32_BYTES if precision == "fp32" else 2
+    is_whole = precision in ("fp32", "tf32")
+    has_autocast = not is_whole and mixed_precision == "FULL"
+    compute_bytes = FP32_BYTES if is_whole else 2
     stream_bytes = FP32_BYTES if has_autocast else compute_bytes
     reduction_bytes = compute_bytes if mixed_precision == "PURE" else FP32_BYTES
 
@@ -110,11 +113,19 @@ def estimate_memory(
     outside_share = -(-num_outside // (shard_degree * tensor_parallel_degree))
     share_bytes = FP32_BYTES * (outside_share + -(-model.n_layers * num_block // shard_degree))
 
-    num_gathered = num_parameters
-    if reshard_after_forward:
-        # The embeddings and the last norm stay; of the blocks, the one in use and the one that is fetched ahead.
-        num_gathered -= max(0, model.n_layers - 2) * num_block
-    unsharded_bytes = num_gathered * stream_bytes + num_block * (stream_bytes + reduction_bytes)
+    if has_fsdp:
+        num_gathered = num_parameters
+        if reshard_after_forward:
+            # The embeddings and the last norm stay; of the blocks, the one in use and the one that is fetched ahead.
+            num_gathered -= max(0, model.n_layers - 2) * num_block
+        unsharded_bytes = num_gathered * stream_bytes + num_block * (stream_bytes + reduction_bytes)
+        waiting_bytes = 0 if reduces_every_microbatch else num_parameters * FP32_BYTES
+    else:
+        # Copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix.
+        num_copied = num_outside + num_block if activation_checkpointing else num_parameters
+        copy_bytes = stream_bytes if stream_bytes < FP32_BYTES else 0
+        unsharded_bytes = num_copied * copy_bytes + model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES)
+        waiting_bytes = 0
     if has_autocast:
         # Autocast keeps a copy of every weight it has cast until the backward pass has used it.
         unsharded_bytes += compute_bytes * num_block * (1 if activation_checkpointing else model.n_layers)
@@ -122,7 +133,7 @@ def estimate_memory(
     num_tokens = microbatch_size * seq_len
     return MemoryEstimate(
         parameters_bytes=share_bytes,
-        gradients_bytes=share_bytes + (0 if reduces_every_microbatch else num_parameters * FP32_BYTES),
+        gradients_bytes=share_bytes + waiting_bytes,
         optimizer_bytes=num_optimizer_slots * share_bytes,
         unsharded_bytes=unsharded_bytes,
         activations_bytes=_activations_bytes(

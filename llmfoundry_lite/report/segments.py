@@ -245,5 +245,6 @@ def short_device(kind: Mapping[str, Any]) -> str:
 
 
 def short_precision(precision: str | None) -> str | None:
-    """fp32 is the same in every mode."""
-    return "fp32" if precision and precision.split()[0] == "fp32" else precision
+    """fp32 and tf32 are the same in every mode."""
+    first = precision.split()[0] if precision else None
+    return first if first in ("fp32", "tf32") else precision

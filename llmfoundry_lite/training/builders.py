@@ -46,6 +46,8 @@ def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> 
     )
     if dist.get_rank() == 0:
         print(f"attention: {attn_impl}: {why}", flush=True)
+        if devices.computed_precision(config.precision) != config.precision:
+            print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
     model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)
     has_documents = config.model.attn_config.attn_uses_sequence_id
     return LanguageModel(
@@ -152,7 +154,7 @@ def build_callbacks(config: TrainConfig, model: LanguageModel, preemption: Preem
         config.callbacks.speed_monitor.window_size,
         count_flops_per_token(config.model, config.max_seq_len),
         Duration.parse(config.max_duration),
-        config.precision.removeprefix("amp_"),
+        devices.computed_precision(config.precision).removeprefix("amp_"),
     )
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
     ranks = data_ranks(config.tensor_parallel_degree)

@@ -49,11 +49,16 @@ class GradientStep(Callback):
         self.num_microbatches_left = math.ceil(len(state.batch["input_ids"]) / state.device_train_microbatch_size)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Gradients stay on their device until the batch's last microbatch; FSDP2 would sum them after each."""
+        """Gradients stay on their device until the batch's last microbatch; FSDP2 would sum them after each.
+
+        Where each microbatch's are shared out among the shards, the sum over replicas still waits for the last. Not
+        in 16 bits: FSDP2 would add the microbatches up in them.
+        """
         self.num_microbatches_left -= 1
         if isinstance(self.model.model, FSDPModule):
-            reduces = self.reduces_every_microbatch or self.num_microbatches_left == 0
-            self.model.model.set_requires_gradient_sync(reduces)
+            is_last = self.num_microbatches_left == 0
+            self.model.model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
+            self.model.model.set_requires_all_reduce(is_last or self.model.precision.reduction != torch.float32)
 
     def after_loss(self, state: State, logger: Logger) -> None:
         assert isinstance(state.loss, torch.Tensor)

@@ -44,7 +44,7 @@ def build_segment(
         shard_degree=fsdp.data_parallel_shard_degree or in_node if fsdp.sharding_strategy == "HYBRID_SHARD" else None,
         tensor_parallel_degree=degree if degree > 1 else None,
         device_train_microbatch_size=microbatch_size,
-        precision=f"{config.precision} {fsdp.mixed_precision}",
+        precision=f"{devices.computed_precision(config.precision)} {fsdp.mixed_precision}",
         attention=model.model.transformer.attn_impl,
         reduction="each microbatch" if config.reduces_every_microbatch else "each batch",
         compile_config=config.compile_config,

@@ -67,7 +67,7 @@ LONGEST_WAIT = datetime.timedelta(days=7)
 
 
 def train(config: TrainConfig) -> None:
-    """Run `config` to its end. What it leaves in the run directory is described in the README.
+    """Run `config` to its end. What it leaves in the run folder: `docs/getting-started.md`.
 
     Raises UserError for what the user can mend; other ranks' failures surface as torch's communication errors.
     """

@@ -24,6 +24,7 @@ class GroupedTrainer(Trainer):
     def __init__(self, *, ranks: DataRanks, **options: Any):
         self.ranks = ranks
         super().__init__(**options)
+        devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta

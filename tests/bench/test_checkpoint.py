@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 from llmfoundry_lite.bench.checkpoint import checkpoint as bench
 from llmfoundry_lite.bench.checkpoint.meters import drop_from_cache, resident_pages
+from llmfoundry_lite.bench.checkpoint.plan import run as walk
 from llmfoundry_lite.bench.checkpoint.report import ASYNC_SAVE, OURS, SIDES, judge, table_of_growth, table_of_targets
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError, UserError
+from tests.helpers.launch import ROOT
 
 
 def report_with(**changes: Any) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def test_files_are_dropped_from_the_page_cache_and_this_is_seen(tmp_path: Path, 
 
 
 MEMORY = """
-from llmfoundry_lite.bench.checkpoint_meters import Memory
+from llmfoundry_lite.bench.checkpoint.meters import Memory
 memory, kept = Memory(0), []
 for _ in range(2):
     with memory.watched():
@@ -150,3 +153,22 @@ def test_all_sides_are_measured_and_nothing_is_left_behind(tmp_path: Path, capsy
     assert sum(report["local_bytes"]) == bench.size_bytes("tiny")
     assert "| ours |" in (out / "bench-checkpoint.md").read_text()
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_a_large_run_is_walked_by_one_process_that_plays_all_ranks(
+    tmp_path: Path, sharding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "yamls/pretrain/mpt-125m.yaml").read_text()
+    for name, value in {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512}.items():
+        text = re.sub(rf"(?m)^  {name}: \d+", f"  {name}: {value}", text)
+    (tmp_path / "tiny.yaml").write_text(text)
+    work, out = tmp_path / "work", tmp_path / "out"
+    report = walk(plan=tmp_path / "tiny.yaml", num_ranks=16, sharding=sharding, folder=work, out=out)
+    figures = report["figures"]
+    assert figures["state"] >= report["parameters"] * 12 / 1e6
+    assert figures["requests of a save, beside one a file"] <= 10
+    assert 0 < figures["manifest"] < 0.02
+    assert "tiny on 16 ranks" in capsys.readouterr().out
+    assert json.loads((out / "bench-checkpoint-plan.json").read_text()) == report
+    assert list(work.iterdir()) == []

@@ -167,3 +167,35 @@ def load_and_continue(folder: str, name: str, sharding: str, optimizer_name: str
     losses = [step(model, optimizer, 100 + i) for i in range(2)]
     if dist.get_rank() == 0:
         (Path(out) / "losses.json").write_text(json.dumps(losses))
+
+
+class Stages(nn.Module):
+    """`stages` of a model of two, which share a tensor: each rank of a pipeline has one."""
+
+    def __init__(self, stages: list[int], seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        self.shared = nn.Parameter(torch.randn(5))
+        self.layers = nn.ModuleDict({str(i): layers[i] for i in stages})
+
+
+def build_stages(stages: list[int], seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Stages(stages, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.full_like(parameter, float(len(name)))
+    optimizer.step()
+    return model, optimizer
+
+
+def save_and_load_stages(folder: str) -> None:
+    start()
+    model, optimizer = build_stages([dist.get_rank()])
+    before = whole_state(model, optimizer)
+    save_now(open_saver(CheckpointStore(folder)), model, optimizer, 1)
+    other, other_optimizer = build_stages([dist.get_rank()], seed=1)
+    load(f"{folder}/ba1", other, other_optimizer)
+    after = whole_state(other, other_optimizer)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

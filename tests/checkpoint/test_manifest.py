@@ -152,7 +152,7 @@ LIES = {
     "slice outside the tensor": (slices(FIRST, [1, 8, 32, [3, 0], [2, 3]]), "reaches out"),
     "slice of another size": (slices([0, 4096, 4100, [0, 0], [2, 3]], SECOND), "4 bytes for a slice"),
     "slice in no file": (slices([7, 4096, 4120, [0, 0], [2, 3]], SECOND), "file number 7"),
-    "slice of another rank": (slices([0, 4096, 4120, [0], [2]], SECOND), "slice at"),
+    "slice of another rank": (slices([0, 4096, 4120, [0], [6]], SECOND), "slice at"),
     "empty slice": (slices(FIRST, [1, 8, 8, [2, 0], [0, 3]]), "reaches out"),
     "missing slice": (slices(FIRST), "6 of its 12 values"),
     "slice twice": (slices(FIRST, FIRST, SECOND), "overlap"),

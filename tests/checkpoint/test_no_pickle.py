@@ -12,7 +12,7 @@ FORBIDDEN = {
     *("torch.distributed.checkpoint.filesystem", "torch.distributed.checkpoint.FileSystemReader"),
     *("dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object", "dist.scatter_object_list"),
 }
-BEHIND_TRUST_PICKLE = {"pickles.py"}
+BEHIND_TRUST_PICKLE = {"convert/pickles.py"}
 """Reads others' checkpoints, which are pickles, when the user has said that they may be trusted."""
 
 

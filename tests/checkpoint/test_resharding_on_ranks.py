@@ -6,10 +6,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
-from tests.checkpoint.ranks import load_all, load_and_continue, save_at_odd_moments, train_and_save
+from llmfoundry_lite.errors import CheckpointError
+from tests.checkpoint.ranks import (
+    build_stages,
+    load_all,
+    load_and_continue,
+    save_and_load_stages,
+    save_at_odd_moments,
+    train_and_save,
+    whole_state,
+)
 from tests.helpers.launch import launch
 
 EVERYWHERE = [(1, "plain"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (4, "NO_SHARD"), (4, "HYBRID_SHARD")]
@@ -71,3 +81,18 @@ def test_whole_tensors_need_no_process_group(tmp_path):
     assert torch.equal(weights["embed.weight"], saved["model/embed.weight"])
     assert weights["head.weight"] is weights["embed.weight"]
     assert {f"model/{name}" for name in weights} == {n for n in saved if n.startswith("model/")} | {"model/head.weight"}
+
+
+@pytest.mark.multiprocess
+def test_ranks_may_hold_different_tensors_of_one_model(tmp_path):
+    """As under pipeline parallelism; another number of stages restores what these two have saved."""
+    folder = tmp_path / "checkpoints"
+    launch(save_and_load_stages, (str(folder),), tmp_path, 2).check()
+    verify_checkpoint(open_checkpoint(folder / "ba1"))
+    expected, found = build_stages([0, 1]), build_stages([0, 1], seed=1)
+    load(folder / "ba1", *found)
+    expected, found = whole_state(*expected), whole_state(*found)
+    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    half, half_optimizer = build_stages([0])
+    with pytest.raises(CheckpointError, match=r"the checkpoint has model/layers.1.bias"):
+        load(folder / "ba1", half, half_optimizer)

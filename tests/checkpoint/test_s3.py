@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections import Counter
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.checkpoint.saves import save, write_draft
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
+AioBaseClient = pytest.importorskip("aiobotocore.client").AioBaseClient
 pytestmark = pytest.mark.multiprocess
 
 
@@ -77,6 +79,25 @@ def test_nothing_is_there_until_the_manifest_is(connect):
     assert MANIFEST not in store.root.child("ba2").names()
     store.publish(draft, lease)
     assert [c.name for c in store.candidates()] == ["ba2", "ba1"]
+
+
+def test_a_save_asks_the_server_little_however_many_checkpoints_there_are(connect, monkeypatch):
+    store = CheckpointStore(connect())
+    lease = store.acquire()
+    for batch in range(1, 6):
+        save(store, lease, batch)
+    counts, call = Counter(), AioBaseClient._make_api_call
+
+    async def counted(self, method, *args, **kwargs):
+        counts[method] += 1
+        return await call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(AioBaseClient, "_make_api_call", counted)
+    saved = save(store, lease, 6)
+    assert sum(counts.values()) <= 2 * len(saved.manifest.files) + 10, counts
+    counts.clear()
+    assert len(store.candidates()) == 6
+    assert sum(counts.values()) <= 6 + 2, counts
 
 
 @pytest.mark.fault

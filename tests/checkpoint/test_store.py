@@ -724,16 +724,14 @@ def test_login_nodes_need_no_torch(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, store.acquire(), 1)
     code = (
-        "import sys, time; began = time.monotonic(); "
+        "import sys; "
         "from llmfoundry_lite.checkpoint.store import CheckpointStore; "
         "from llmfoundry_lite.checkpoint.verify import verify_checkpoint; "
         f"found = CheckpointStore({str(tmp_path)!r}).newest_intact(verify_checkpoint); "
-        "assert found.checkpoint.name == 'ba1'; assert 'torch' not in sys.modules and 'fsspec' not in sys.modules; "
-        "print(time.monotonic() - began)"
+        "assert found.checkpoint.name == 'ba1'; assert 'torch' not in sys.modules and 'fsspec' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.0
 
 
 @pytest.mark.fault

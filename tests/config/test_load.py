@@ -132,8 +132,12 @@ WRONG = {
     "train_loader.dataset.cache_limit=lots": "'lots' given, expected a number above 0, such as 100gb",
     "eval_subset_num_batches=0": "0 given, expected -1 (all) or a count",
     # names of kinds
+    "train_loader.name=parquet": (
+        "'parquet' is not known; expected text or python:package.module:Thing; `llmfoundry-lite data prepare` "
+        "prepares text"
+    ),
     "precision=bf16": "'bf16' is not known; did you mean amp_bf16?",
-    "precision=amp_fp8": "'amp_fp8' is not known; expected fp32, amp_bf16 or amp_fp16; fp8 is left out",
+    "precision=amp_fp8": "'amp_fp8' is not known; expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
     "fsdp_config.sharding_strategy=full_shard": (
         "'full_shard' is not known; did you mean FULL_SHARD? (expected FULL_SHARD, SHARD_GRAD_OP, "
         "HYBRID_SHARD or NO_SHARD)"
@@ -317,8 +321,9 @@ def test_of_keys_that_do_not_fit_each_other_the_one_to_change_is_named(arguments
 def test_every_unknown_key_is_named_at_once_by_file():
     Path("more.yaml").write_text("model: {d_modle: 3, n_layers: 2}\nmax_durations: 1\n")
     assert refusal("run.yaml", "more.yaml", "optimizer.learning_rate=1") == (
-        "3 unknown keys: more.yaml: model.d_modle (did you mean model.d_model?), "
-        "max_durations (did you mean max_duration?); command line: optimizer.learning_rate (did you mean optimizer.lr?)"
+        "3 unknown keys: more.yaml: model.d_modle (did you mean model.d_model?), max_durations (did you mean "
+        "max_duration?); "
+        "command line: optimizer.learning_rate (did you mean optimizer.lr?)"
     )
 
 

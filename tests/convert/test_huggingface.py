@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MptConfig
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
-from llmfoundry_lite.convert import huggingface
+from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_the_earlier_export_and_no_draft(tmp_path, monkeypatc
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface.files, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(ExportError, match="cannot be written: No space left on device"):
         export_model(random_model(ALIBI, seed=1).state_dict(), ALIBI, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,5 +1,8 @@
 """When gradients are summed over ranks, what activation checkpointing keeps, and what a run chooses by its size."""
 
+import datetime
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,15 +12,19 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.attention import _compiled_visibly
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
-from llmfoundry_lite.parallel.mesh import build_mesh
+from llmfoundry_lite.parallel.mesh import build_mesh, with_tensor_as_shard
 from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.parallel.recompute import _keep_products, checkpoint_activations
 from llmfoundry_lite.training.gradients import GradientStep
+from tests.helpers.launch import launch
 
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96)
 
@@ -60,10 +67,14 @@ def step(model):
     return loss.item(), gradients, counter.get_total_flops()
 
 
+def as_trained(model, mixed_precision="DEFAULT"):
+    return SimpleNamespace(model=model, precision=PRECISIONS["amp_bf16", mixed_precision])
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_a_batch_of_three_microbatches_sums_its_gradients_as_told(one_rank, every):
     model = build_sharded(FSDPConfig())
-    step_guard = GradientStep(SimpleNamespace(model=model), None, "stop", 1, reduces_every_microbatch=every)
+    step_guard = GradientStep(as_trained(model), None, "stop", 1, reduces_every_microbatch=every)
     batch = {"input_ids": torch.arange(5 * 32).view(5, 32) % 96}
     state = SimpleNamespace(
         batch=batch, device_train_microbatch_size=2, device=SimpleNamespace(_device=torch.device("cpu"))
@@ -93,6 +104,53 @@ def test_a_compiler_nobody_knows_is_refused_before_anything_is_built(one_rank):
         build_parallel_model(SMALL, FSDPConfig(), PRECISIONS["fp32", "PURE"], mesh, 1, {"backend": "foo"})
 
 
+def test_selective_checkpointing_keeps_attention_under_every_name_it_has():
+    kept = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_scaled_dot_product_flash_attention")
+    for name in (*kept, "_scaled_dot_product_efficient_attention", "inductor_compiled_code", "flex_attention"):
+        assert _keep_products(None, SimpleNamespace(__name__=f"{name}.default")) == CheckpointPolicy.MUST_SAVE
+    for name in ("native_layer_norm.default", "gelu.default", "_to_copy.default"):
+        assert _keep_products(None, SimpleNamespace(__name__=name)) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@torch.library.custom_op("llmfoundry_lite_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    COMPUTED.append(x.shape)
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+COMPUTED: list[torch.Size] = []
+
+
+def test_selective_checkpointing_keeps_what_the_compiled_attention_computed(one_rank):
+    """FlexAttention is compiled by itself, and on CPUs has no backward pass: another operation stands in for it."""
+
+    class Compiled(torch.nn.Module):
+        def forward(self, x):
+            return torch.sin(_compiled_visibly(doubled)(x))
+
+    block, x = Compiled(), torch.ones(3, requires_grad=True)
+    checkpoint_activations(block, FSDPConfig(activation_checkpointing="selective"))
+    COMPUTED.clear()
+    block(x).sum().backward()
+    assert len(COMPUTED) == 1
+    torch.testing.assert_close(x.grad, 2 * torch.cos(2 * x.detach()))
+
+
+def test_activations_leave_for_the_host_through_pinned_memory_where_there_is_an_accelerator(one_rank, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        torch.autograd.graph, "save_on_cpu", lambda pin_memory=False: asked.append(pin_memory) or nullcontext()
+    )
+    for has_accelerator in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=has_accelerator: answer)
+        block = torch.nn.Linear(2, 2)
+        checkpoint_activations(block, FSDPConfig(activation_checkpointing=True, activation_cpu_offload=True))
+        block(torch.ones(1, 2)).sum().backward()
+    assert asked == [True, False]
+
+
 class Calls(TorchDispatchMode):
     """Counts the operations of one name."""
 
@@ -103,6 +161,17 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.__name__ == self.name
         return func(*args, **kwargs or {})
+
+
+def test_alibi_s_slopes_reach_the_device_once_and_are_not_saved():
+    model = MPT(replace(SMALL, attn_config=AttentionConfig(alibi=True)))
+    counts = []
+    for _ in range(2):
+        with Calls("lift_fresh.default") as calls, torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.int64))
+        counts.append(calls.count)
+    assert counts == [1, 0]
+    assert not any("slopes" in name for name in model.state_dict())
 
 
 @pytest.mark.parametrize(("mode", "times"), [(False, 1), ("selective", 1), (True, 2)])
@@ -158,3 +227,77 @@ def train_config(tmp_path):
     config = tiny_config(tmp_path)
     config["fsdp_config"] = None
     return load_train_config([write_config(tmp_path / "tiny.yaml", config)]).config
+
+
+CASES = [
+    ("HYBRID_SHARD", "DEFAULT", "each microbatch", 4),
+    ("HYBRID_SHARD", "DEFAULT", "each microbatch", 1),
+    ("NO_SHARD", "DEFAULT", "each microbatch", 4),
+    ("NO_SHARD", "DEFAULT", "each microbatch", 1),
+    ("NO_SHARD", "DEFAULT", "each batch", 1),
+    ("HYBRID_SHARD", "PURE", "each microbatch", 1),
+]
+"""Sharding, mixed precision, when gradients are reduced, samples of a microbatch."""
+
+
+def step_on_four_ranks():
+    """Says how often a batch of one and of four microbatches is summed over replicas, its gradient, and how long the
+    groups wait."""
+    timeout = datetime.timedelta(seconds=1234)
+    dist.init_process_group("gloo", timeout=timeout)
+    rank, calls, all_reduce = dist.get_rank(), [], dist.all_reduce
+    dist.all_reduce = lambda *args, **options: calls.append(1) or all_reduce(*args, **options)
+    batch = {"input_ids": (torch.arange(4 * 32) + 7 * rank).view(4, 32) % 96}
+    told = {"counts": {}, "gradients": {}}
+    for case in CASES:
+        strategy, mixed_precision, reduces, size = case
+        fsdp = FSDPConfig(sharding_strategy=strategy)
+        model = build_parallel_model(SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(fsdp, "cpu", 4, 2), 1)
+        every = reduces == "each microbatch"
+        guard = GradientStep(as_trained(model, mixed_precision), None, "stop", 1, reduces_every_microbatch=every)
+        state = SimpleNamespace(
+            batch=batch, device_train_microbatch_size=size, device=SimpleNamespace(_device=torch.device("cpu"))
+        )
+        guard.before_train_batch(state, None)
+        calls.clear()
+        for tokens_bt in batch["input_ids"].split(size):
+            guard.before_forward(state, None)
+            (model(tokens_bt).logsumexp(-1).mean() * size / 4).backward()
+        told["counts"][str(case)] = len(calls)
+        told["gradients"][str(case)] = [whole(p.grad).norm().item() for p in model.parameters()]
+    mesh = build_mesh(FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_shard_degree=1), "cpu", 4, 4, 2)
+    meshes = {"tensor": mesh, "outside": with_tensor_as_shard(mesh)}
+    told["timeouts"] = {
+        f"{name} {dimension}": mesh.get_group(dimension)._get_backend(torch.device("cpu")).options._timeout.seconds
+        for name, mesh in meshes.items()
+        for dimension in mesh.mesh_dim_names
+    }
+    if rank == 0:
+        print(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    result = launch(step_on_four_ranks, (), tmp_path_factory.mktemp("ranks"), 4, local_world_size=2).check()
+    return json.loads(result.output.splitlines()[-1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+def test_replicas_sum_their_gradients_once_a_batch_whatever_the_number_of_microbatches(four_ranks, strategy):
+    names = [str(case) for case in CASES if case[:2] == (strategy, "DEFAULT")]
+    assert {four_ranks["counts"][name] for name in names} == {SMALL.n_layers + 1}  # blocks, and what is around them
+    for name in names:
+        assert four_ranks["gradients"][name] == pytest.approx(four_ranks["gradients"][names[0]], rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_replicas_that_sum_in_16_bits_do_so_after_each_microbatch(four_ranks):
+    """FSDP2 would keep what is not summed yet in 16 bits, and the microbatches' sum with it."""
+    assert four_ranks["counts"][str(CASES[-1])] == 4 * (SMALL.n_layers + 1)
+
+
+@pytest.mark.multiprocess
+def test_the_groups_of_a_mesh_wait_as_long_as_the_launch(four_ranks):
+    assert len(four_ranks["timeouts"]) == 5
+    assert set(four_ranks["timeouts"].values()) == {1234}

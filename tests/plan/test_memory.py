@@ -37,6 +37,19 @@ def test_a_small_case_by_hand():
     )
 
 
+def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
+    """The same case without FSDP: only the gradient of one matrix stands beside the whole."""
+    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    options = {"seq_len": 4, "microbatch_size": 2, "reduces_every_microbatch": False}
+    alone = estimate_memory(model, precision="fp32", has_fsdp=False, **options)
+    assert alone.gradients_bytes == alone.parameters_bytes
+    assert alone.unsharded_bytes == 4 * 2 * 8
+    shared = estimate_memory(model, precision="fp32", **options)
+    assert shared.gradients_bytes == 2 * shared.parameters_bytes
+    half = estimate_memory(model, has_fsdp=False, **options)
+    assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 2 * 8
+
+
 def test_published_activation_formula():
     """Korthikanti et al. 2022: 34 bytes per token, width and block in 16 bits, 2 of them dropout's masks."""
     one, two = (
@@ -71,6 +84,7 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
         ({"activation_checkpointing": True, "activation_cpu_offload": True}, {"activation_checkpointing": True}),
         ({}, {"reshard_after_forward": False}),
         ({}, {"precision": "fp32"}),
+        ({}, {"precision": "tf32"}),
         ({}, {"mixed_precision": "FULL"}),
         ({"mixed_precision": "PURE"}, {}),
         ({"num_optimizer_slots": 1}, {}),

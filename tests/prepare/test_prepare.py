@@ -751,8 +751,8 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
 def test_a_preparation_imports_neither_torch_nor_streaming(small_request: Request, tmp_path: Path) -> None:
     options = ["--out", tmp_path / "out", "--tokenizer", small_request.tokenizer, "--max-seq-len", SEQ_LEN]
     program = (
-        "import sys; from llmfoundry_lite import cli\n"
-        "code = cli.run(sys.argv[1:])\n"
+        "import sys; from llmfoundry_lite.cli import main\n"
+        "code = main.run(sys.argv[1:])\n"
         "print(code, set(sys.modules) & {'torch', 'streaming', 'transformers', 'pyarrow'})"
     )
     command = [sys.executable, "-c", program, "data", "prepare", *small_request.sources, *options, "--num-workers", 1]

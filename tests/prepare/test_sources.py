@@ -198,8 +198,8 @@ def test_gzip_padded_with_zeros_is_whole(padding: bytes, tmp_path: Path) -> None
 
 BOMB = """
 import sys
-from llmfoundry_lite.data.documents import Skipped, read_documents
-from llmfoundry_lite.data.sources import open_source
+from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.sources import open_source
 skipped = Skipped()
 source = open_source([sys.argv[1]], on_error="skip")
 texts = [d.text for u in source.units()
@@ -326,7 +326,7 @@ def test_links_that_lead_nowhere_stop_or_are_named(tmp_path: Path, tokenizer_fol
 
 UNREADABLE = """
 import os, sys
-from llmfoundry_lite.data.listing import list_files
+from llmfoundry_lite.prepare.listing import list_files
 os.setuid(65534)
 found = list_files([sys.argv[1]], split="train", on_error="skip")
 print([path.name for path in found.files], found.unreadable)

@@ -158,7 +158,7 @@ def probe(cluster: Cluster) -> Machine:
     )
     if result.returncode != 0:
         last = (result.stderr.splitlines() or ["no output"])[-1]
-        raise UserError(f"{cluster.python} cannot train: {last}; make an environment as the README says")
+        raise UserError(f"{cluster.python} cannot train: {last}; make an environment as docs/hardware.md says")
     return Machine(**json.loads(result.stdout.splitlines()[-1]))
 
 

@@ -1,0 +1,60 @@
+"""The page for those who come from LLM Foundry names the keys that the code has in its tables, and no others."""
+
+import re
+
+import pytest
+
+from llmfoundry_lite.config.changes import schema_keys
+from llmfoundry_lite.config.check_values import ALTERNATIVES
+from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS_VALUES, LEFT_OUT, WITHOUT_EFFECT
+from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT
+from tests.helpers.launch import ROOT
+from tests.helpers.markdown import section
+
+PAGE = (ROOT / "docs/coming-from-llm-foundry.md").read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    lines = [line for line in section(PAGE, heading).splitlines() if line.startswith("|")]
+    return [line.strip().strip("|").split(" | ") for line in lines[2:]]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def keys(heading: str) -> list[str]:
+    return [key for row in rows(heading) for key in quoted(row[0])]
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [
+        ("Accepted without effect", WITHOUT_EFFECT),
+        ("Left out", LEFT_OUT),
+        ("Values that are left out", ALTERNATIVES),
+        ("Evaluation", EVAL_LEFT_OUT),
+    ],
+)
+def test_a_table_has_every_key_of_the_code_once(heading, table):
+    assert sorted(keys(heading)) == sorted(table)
+
+
+def test_keys_with_harmless_values_are_marked():
+    marked = {key for row in rows("Left out") if quoted(row[2]) for key in quoted(row[0])}
+    assert marked == set(HARMLESS_VALUES)
+
+
+def test_keys_of_tasks_without_effect_are_named():
+    listed = section(PAGE, "Evaluation").rsplit("have no effect:", 1)[1]
+    assert quoted(listed)[: len(TASK_WITHOUT_EFFECT)] == list(TASK_WITHOUT_EFFECT)
+    assert quoted(listed)[len(TASK_WITHOUT_EFFECT) :] == [*TASK_SYNONYMS, *TASK_SYNONYMS.values()]
+
+
+def test_keys_that_load_unchanged_are_keys_of_ours():
+    ours = {part for key in schema_keys() for part in key.split(".")}
+    assert not {key for row in rows("Loads unchanged") for key in quoted(row[1])} - ours
+
+
+def test_the_absence_of_fine_tuning_is_said():
+    assert "**Fine-tuning is absent.**" in PAGE

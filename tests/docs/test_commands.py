@@ -1,0 +1,101 @@
+"""The commands of README and docs: each parses with its options and keys, and the cheap ones run."""
+
+import json
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+
+from llmfoundry_lite.cli.main import app, run
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_train import load_train_config
+from tests.helpers.launch import ROOT
+from tests.helpers.markdown import commands, quoted_commands
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREADS=")
+FENCED = sorted({line for page in PAGES for line in commands(page.read_text()) if line.startswith(STARTERS)})
+QUOTED = sorted({span for page in PAGES for span in quoted_commands(page.read_text(), "llmfoundry-lite ")})
+OURS = [command for command in (*FENCED, *QUOTED) if "llmfoundry-lite " in command]
+PROGRAMS = {"train": ("scripts/train.py", "llmfoundry_lite.train", "train"), "eval": ("scripts/eval.py", "eval")}
+PROGRAM = typer.main.get_command(app)
+
+
+def words_after(command: str, programs: tuple[str, ...]) -> list[str] | None:
+    """The arguments of a launch. None for another command, and for a pattern rather than an example."""
+    words = shlex.split(command)
+    index = next((i for i, word in enumerate(words) if word in programs), None)
+    if index is None or "YAML" in command or "THEIRS" in command or "mine.yaml" in command:
+        return None
+    return [word for word in words[index + 1 :] if word not in ("…", "[--dry-run]") and not word.endswith("=…")]
+
+
+def launches(kind: str) -> list[list[str]]:
+    found = [words_after(command, PROGRAMS[kind]) for command in FENCED]
+    return [words for words in found if words]
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_a_command_is_there_and_has_these_options(command):
+    words = shlex.split(command.split("llmfoundry-lite ", 1)[1])
+    found: Any = PROGRAM
+    while hasattr(found, "commands") and words and words[0] != "…":
+        found = found.commands[words.pop(0)]
+        if words[:1] == ["|"]:
+            return
+    if found.context_settings.get("ignore_unknown_options") or hasattr(found, "commands"):
+        return
+    options = {option for parameter in found.params for option in parameter.opts} | {"--help"}
+    assert {word for word in words if word.startswith("-")} <= options
+
+
+def test_there_are_examples_of_every_kind():
+    assert len(OURS) >= 25 and len(launches("train")) >= 8 and launches("eval")
+
+
+@pytest.mark.parametrize("words", launches("train"), ids=" ".join)
+def test_a_launch_has_a_configuration_without_errors(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    load_train_config(words, {})
+
+
+@pytest.mark.parametrize("words", [words for words in launches("eval") if ".yaml" in " ".join(words)], ids=" ".join)
+def test_an_evaluation_has_a_configuration_without_errors(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    load_eval_config(words)
+
+
+def test_the_dry_run_of_the_first_page_prints_the_plan():
+    command = next(command for command in FENCED if command.startswith("python scripts/train.py"))
+    result = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "parameters" in result.stdout and "memory" in result.stdout
+
+
+def test_init_writes_the_yaml_that_the_next_command_reads(tmp_path, monkeypatch):
+    page = (ROOT / "docs/getting-started.md").read_text()
+    command = next(command for command in commands(page) if command.startswith("llmfoundry-lite init"))
+    following = next(command for command in commands(page) if command.startswith("llmfoundry-lite train"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/mine").mkdir(parents=True)
+    splits = {"train": {"samples": 100_000}, "val": {"samples": 500}}
+    summary = {"max_seq_len": 2048, "tokenizer": {"vocab_size": 32768}, "splits": splits}
+    (tmp_path / "data/mine/summary.json").write_text(json.dumps(summary))
+    assert run(shlex.split(command)[1:]) == 0
+    assert load_train_config(shlex.split(following)[2:], {}).dry_run
+
+
+def test_checkpoint_ls_lists_a_run(capsys):
+    assert run(["checkpoint", "ls", str(next((ROOT / "tests/checkpoint/fixtures").rglob("ba*")).parent)]) == 0
+    assert "ba" in capsys.readouterr().out
+
+
+def test_help_answers():
+    result = subprocess.run(
+        [sys.executable, "-m", "llmfoundry_lite", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "checkpoint" in result.stdout
