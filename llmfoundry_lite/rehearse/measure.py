@@ -6,10 +6,11 @@ mode belongs to the batch after those.
 """
 
 import sys
+import time
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,11 @@ from torch.utils.flop_counter import flop_registry
 from llmfoundry_lite.training.monitor import Callback, Logger, State
 
 HISTORY_ENTRIES = 20_000_000
+NUM_LARGEST = 8
 PACKAGE = Path(__file__).parent.parent
 
+FSDP = "/fsdp/_fully_shard/"
+BACKWARD = "the backward pass"
 ATTENTION = {
     "_scaled_dot_product_flash_attention": "flash, of scaled_dot_product_attention",
     "_scaled_dot_product_efficient_attention": "memory-efficient, of scaled_dot_product_attention",
@@ -40,6 +44,9 @@ class Measure(Callback):
         self.watch = Watch(devices_per_node)
 
     def batch_start(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 0:  # what `auto` has tried does not count
+            torch.cuda.reset_peak_memory_stats()
+            self.began_us = time.time_ns() // 1000
         if int(state.timestamp.batch) == self.num_batches:
             self.watch.__enter__()
 
@@ -51,7 +58,7 @@ class Measure(Callback):
             self.found["microbatch_size"] = state.device_train_microbatch_size
             trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
             torch.cuda.memory._record_memory_history(enabled=None)
-            self.found["at_peak_bytes"] = replay(trace)
+            self.found.update(replay(trace, self.began_us)._asdict())
         elif batch > self.num_batches:
             self.watch.__exit__(None, None, None)
             self.found.update(self.watch.results())
@@ -65,28 +72,50 @@ def record_memory() -> None:
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY_ENTRIES)
 
 
-def replay(trace: list[dict[str, Any]]) -> dict[str, int]:
-    """Category -> bytes allocated, at the moment when the allocator had given out the most."""
-    live: dict[int, tuple[str, int]] = {}
-    by_category: Counter[str] = Counter()
-    total, peak, at_peak = 0, 0, {}
-    kinds: dict[tuple, str] = {}
+class Peak(NamedTuple):
+    """The moment when the allocator had given out the most."""
+
+    at_peak_bytes: dict[str, int]
+    """Category -> bytes."""
+    largest_bytes: dict[str, int]
+    """The lines that had asked for the most -> bytes."""
+    peak_at: str
+    """The line whose request made the peak."""
+
+
+def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
+    """From the allocator's history; a peak before `since_us`, in microseconds of the clock, does not count."""
+    live: dict[int, tuple[tuple[str, str], int]] = {}
+    now: Counter[tuple[str, str]] = Counter()
+    total, peak, at_peak, asked_last = 0, 0, {}, ""
+    known: dict[tuple, tuple[str, str]] = {}
     for entry in trace:
         if entry["action"] == "alloc":
             frames = entry["frames"]
             key = tuple((frame["filename"], frame["line"]) for frame in frames)
-            if key not in kinds:
-                kinds[key] = categorise(frames)
-            live[entry["addr"]] = kinds[key], entry["size"]
-            by_category[kinds[key]] += entry["size"]
+            if key not in known:
+                known[key] = categorise(frames), place_of(frames)
+            live[entry["addr"]] = known[key], entry["size"]
+            now[known[key]] += entry["size"]
             total += entry["size"]
-            if total > peak:
-                peak, at_peak = total, dict(by_category)
+            if total > peak and entry["time_us"] >= since_us:
+                peak, at_peak, asked_last = total, dict(now), known[key][1]
         elif entry["action"] == "free_requested" and entry["addr"] in live:
-            kind, size = live.pop(entry["addr"])
-            by_category[kind] -= size
+            key, size = live.pop(entry["addr"])
+            now[key] -= size
             total -= size
-    return {kind: size for kind, size in at_peak.items() if size}
+    by_category: Counter[str] = Counter()
+    by_place: Counter[str] = Counter()
+    for (category, place), size in at_peak.items():
+        by_category[category] += size
+        by_place[f"{place} ({category})"] += size
+    return Peak(+by_category, dict(by_place.most_common(NUM_LARGEST)), asked_last)
+
+
+def place_of(frames: list[dict[str, Any]]) -> str:
+    """The innermost line of ours, and without one of torch's."""
+    ours = [frame for frame in frames if frame["filename"].startswith(str(PACKAGE))] or frames
+    return f"{shorten(ours[0]['filename'])}:{ours[0]['line']}" if ours else BACKWARD
 
 
 def categorise(frames: list[dict[str, Any]]) -> str:
@@ -95,9 +124,8 @@ def categorise(frames: list[dict[str, Any]]) -> str:
         return "backward"
     for frame in frames:
         file, name = frame["filename"], frame["name"]
-        if "/fsdp/_fully_shard/" in file:
-            is_gradient = any(word in name for word in ("reduce", "accumulate", "grad", "post_backward"))
-            return "gradients" if is_gradient else "unsharded"
+        if FSDP in file:
+            return categorise_sharded({frame["name"] for frame in frames if FSDP in frame["filename"]})
         if file.endswith("training/loss.py"):
             return "logits"
         if "/torch/optim/" in file or file.endswith("training/optimizers.py"):
@@ -111,6 +139,15 @@ def categorise(frames: list[dict[str, Any]]) -> str:
         if "llmfoundry_lite/models/" in file:
             return "activations"
     return "rest"
+
+
+def categorise_sharded(names: set[str]) -> str:
+    """By the names of FSDP's functions in the stack."""
+    if any("reduce" in name or "accumulate" in name or "grad" in name for name in names):
+        return "gradients"
+    if names & {"reset_sharded_param", "_init_sharded_param", "lazy_init", "_lazy_init", "_apply"}:
+        return "parameters"
+    return "unsharded"
 
 
 # --------------------------------------------------------------------------------------------------- operations
@@ -197,7 +234,7 @@ def find_group(args: tuple) -> list[int] | None:
 
 def describe_group(ranks: list[int], devices_per_node: int) -> str:
     num_nodes = len({rank // devices_per_node for rank in ranks})
-    return f"{len(ranks)} ranks {'within a node' if num_nodes == 1 else f'across {num_nodes} nodes'}"
+    return f"{len(ranks)} rank{'s' * (len(ranks) > 1)} {'within a node' if num_nodes == 1 else f'across {num_nodes} nodes'}"
 
 
 def flatten(value: Any):
@@ -214,7 +251,11 @@ def where_asked() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and file != __file__ and not file.endswith("warnings.py"):
-            name = str(Path(file).relative_to(PACKAGE.parent)) if file.startswith(str(PACKAGE)) else file
-            return f"{name.rsplit('site-packages/', 1)[-1]}:{frame.f_lineno}"
+            return f"{shorten(file)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "torch's own backward pass"
+    return BACKWARD
+
+
+def shorten(file: str) -> str:
+    name = str(Path(file).relative_to(PACKAGE.parent)) if file.startswith(str(PACKAGE)) else file
+    return name.rsplit("site-packages/", 1)[-1]

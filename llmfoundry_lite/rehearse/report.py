@@ -32,6 +32,10 @@ class Rehearsal:
     """The most that torch's allocator took from the device."""
     at_peak_bytes: dict[str, int]
     """Category -> bytes, at the moment of `allocated_bytes`."""
+    largest_bytes: dict[str, int]
+    """The lines that held the most then -> bytes."""
+    peak_at: str
+    """The line whose request made the peak."""
     microbatch_size: int
     collectives: list[tuple[str, str, str, int, int]]
     """Kind, group, dtype, calls in a batch, bytes in a batch."""
@@ -56,6 +60,7 @@ def describe(rehearsal: Rehearsal) -> str:
         f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, reserved {rehearsal.reserved_bytes / GIB:.2f}, "
         f"of {free_bytes / GIB:.2f} GiB ({FREE_SHARE:.0%} of what is sold); estimate {estimate.total_bytes / GIB:.2f} "
         f"({difference:+.1%})",
+        f"               the peak is at {rehearsal.peak_at}",
         "               GiB at the peak   rehearsed  estimate",
     ]
     other = {kind: size for kind, size in rehearsal.at_peak_bytes.items() if kind not in NAMES}
@@ -64,6 +69,8 @@ def describe(rehearsal: Rehearsal) -> str:
         lines.append(f"               {name:<17}{rehearsal.at_peak_bytes.get(name, 0) / GIB:9.2f} {estimated / GIB:9.2f}")
     for name, size in sorted(other.items()):
         lines.append(f"               {name:<17}{size / GIB:9.2f}         -")
+    for place, size in rehearsal.largest_bytes.items():
+        lines.append(f"               held by {place}: {_bytes(size)}")
     tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
     formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / config.tensor_parallel_degree
     total_flops = sum(rehearsal.flops.values())
