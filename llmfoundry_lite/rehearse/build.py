@@ -18,7 +18,13 @@ from llmfoundry_lite.errors import ConfigError
 SOURCE = Path(__file__).with_name("cuda.c")
 NAME = "libcuda.so.1"
 """torch and Triton look for a driver of that name."""
-LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libcaffe2_nvrtc.so", "libtorch_cuda_linalg.so")
+LIBRARIES = (
+    "libtorch_cuda.so",
+    "libc10_cuda.so",
+    "libtorch_python.so",
+    "libcaffe2_nvrtc.so",
+    "libtorch_cuda_linalg.so",
+)
 FUNCTION = r"(?:__cuda[A-Z]|cuda[A-Z]|cu[A-Z]|cublas)\w*"
 
 
@@ -43,7 +49,12 @@ def build_library() -> Path:
         made = Path(place) / NAME
         command = [compiler, "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{NAME}"]
         # Torch's own headers leave out `crt`, which Triton brings.
-        command += [f"-I{headers}", f"-I{torch_folder.parent}/triton/backends/nvidia/include", f"-I{place}", str(SOURCE)]
+        command += [
+            f"-I{headers}",
+            f"-I{torch_folder.parent}/triton/backends/nvidia/include",
+            f"-I{place}",
+            str(SOURCE),
+        ]
         command += ["-o", str(made), "-ldl", "-lpthread"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from llmfoundry_lite.training.monitor import Callback, Logger, State
 
 HISTORY_ENTRIES = 20_000_000
-NUM_LARGEST = 8
+NUM_LARGEST = 5
 PACKAGE = Path(__file__).parent.parent
 
 FSDP = "/fsdp/_fully_shard/"
@@ -55,6 +55,7 @@ class Measure(Callback):
         if batch == self.num_batches:
             self.found["allocated_bytes"] = torch.cuda.max_memory_allocated()
             self.found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            self.found["workspaces_bytes"] = measure_workspaces()
             self.found["microbatch_size"] = state.device_train_microbatch_size
             trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -70,6 +71,13 @@ class Measure(Callback):
 def record_memory() -> None:
     """Every allocation from now on, with the Python lines that asked for it."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY_ENTRIES)
+
+
+def measure_workspaces() -> int:
+    """Bytes that cuBLAS keeps, from the allocator too. It takes them again when it needs them."""
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
 
 
 class Peak(NamedTuple):
@@ -122,12 +130,12 @@ def categorise(frames: list[dict[str, Any]]) -> str:
     """By the innermost line that tells. Autograd's own operations run in a thread without Python lines."""
     if not frames:
         return "backward"
+    if any(frame["filename"].endswith("training/loss.py") for frame in frames):
+        return "logits"  # its products are those of `models`
     for frame in frames:
         file, name = frame["filename"], frame["name"]
         if FSDP in file:
             return categorise_sharded({frame["name"] for frame in frames if FSDP in frame["filename"]})
-        if file.endswith("training/loss.py"):
-            return "logits"
         if "/torch/optim/" in file or file.endswith("training/optimizers.py"):
             return "optimizer"
         if name == "to_empty":
@@ -198,7 +206,9 @@ class Watch(TorchDispatchMode):
         largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
         if largest is None:
             return
-        kind = name.strip("_").replace("_base", "").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        kind = (
+            name.strip("_").replace("_base", "").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        )
         kind = kind.replace("_into_tensor", "").replace("_tensor", "").replace("_coalesced", "")
         found = self.collectives[kind, describe_group(group, self.devices_per_node), str(largest.dtype)[6:]]
         found[0] += 1
@@ -234,7 +244,8 @@ def find_group(args: tuple) -> list[int] | None:
 
 def describe_group(ranks: list[int], devices_per_node: int) -> str:
     num_nodes = len({rank // devices_per_node for rank in ranks})
-    return f"{len(ranks)} rank{'s' * (len(ranks) > 1)} {'within a node' if num_nodes == 1 else f'across {num_nodes} nodes'}"
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return f"{count} within a node" if num_nodes == 1 else f"{count} across {num_nodes} nodes"
 
 
 def flatten(value: Any):

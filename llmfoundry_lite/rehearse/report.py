@@ -30,6 +30,8 @@ class Rehearsal:
     """The most that tensors took."""
     reserved_bytes: int
     """The most that torch's allocator took from the device."""
+    workspaces_bytes: int
+    """Of `allocated_bytes`, cuBLAS'."""
     at_peak_bytes: dict[str, int]
     """Category -> bytes, at the moment of `allocated_bytes`."""
     largest_bytes: dict[str, int]
@@ -51,22 +53,26 @@ def describe(rehearsal: Rehearsal) -> str:
     num_ranks = config.num_data_ranks(rehearsal.num_devices)
     estimate = estimate_training_memory(config, rehearsal.num_devices, rehearsal.per_node)
     free_bytes = int(device.memory_bytes * FREE_SHARE)
-    difference = estimate.total_bytes / rehearsal.allocated_bytes - 1
+    expected_bytes = estimate.total_bytes + rehearsal.workspaces_bytes
     lines = [
         f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
         f"as rank {rehearsal.rank}, in {rehearsal.wall_seconds:.0f} s",
         f"batch          {config.global_train_batch_size // num_ranks} samples on this rank, "
         f"{rehearsal.microbatch_size} at a time",
-        f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, reserved {rehearsal.reserved_bytes / GIB:.2f}, "
-        f"of {free_bytes / GIB:.2f} GiB ({FREE_SHARE:.0%} of what is sold); estimate {estimate.total_bytes / GIB:.2f} "
-        f"({difference:+.1%})",
+        f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
+        f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {free_bytes / GIB:.2f} GiB "
+        f"({FREE_SHARE:.0%} of what is sold)",
+        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}), "
+        f"of which cuBLAS' workspaces {rehearsal.workspaces_bytes / GIB:.2f}",
         f"               the peak is at {rehearsal.peak_at}",
         "               GiB at the peak   rehearsed  estimate",
     ]
     other = {kind: size for kind, size in rehearsal.at_peak_bytes.items() if kind not in NAMES}
     for name in NAMES:
         estimated = getattr(estimate, f"{name}_bytes")
-        lines.append(f"               {name:<17}{rehearsal.at_peak_bytes.get(name, 0) / GIB:9.2f} {estimated / GIB:9.2f}")
+        lines.append(
+            f"               {name:<17}{rehearsal.at_peak_bytes.get(name, 0) / GIB:9.2f} {estimated / GIB:9.2f}"
+        )
     for name, size in sorted(other.items()):
         lines.append(f"               {name:<17}{size / GIB:9.2f}         -")
     for place, size in rehearsal.largest_bytes.items():
@@ -75,8 +81,8 @@ def describe(rehearsal: Rehearsal) -> str:
     formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / config.tensor_parallel_degree
     total_flops = sum(rehearsal.flops.values())
     lines.append(
-        f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the formula's "
-        f"{formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
+        f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
+        f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
     lines.append(f"attention      {', '.join(rehearsal.attention) or 'no kernel that is known here'}")
     for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
