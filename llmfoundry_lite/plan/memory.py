@@ -1,7 +1,8 @@
 """How much memory one device needs to train an MPT: a first estimate, pure arithmetic, no torch.
 
 Counts what the tensors of `models`, `parallel` and the chunked loss must hold at the same time. Left out: the
-device's context and libraries (0.5 to 1 GiB, cuBLAS' workspaces among them), the allocator's fragmentation, and communication buffers.
+device's context and libraries (0.5 to 1 GiB, cuBLAS' workspaces among them), the allocator's fragmentation, and
+communication buffers.
 
 Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, s sequence length.
 """

@@ -15,6 +15,7 @@ from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 GROUPED = {"attn_type": "multiquery_attention"}
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
+SHALLOW = ModelConfig(d_model=768, n_heads=12, n_layers=2)
 
 
 def test_a_small_case_by_hand():
@@ -41,8 +42,8 @@ def test_a_small_case_by_hand():
 def test_published_activation_formula():
     """Korthikanti et al. 2022: 34 bytes per token, width and block in 16 bits, 2 of them dropout's masks."""
     one, two = (
-        estimate_memory(replace(SEVEN_BILLION, n_layers=n), seq_len=2048, microbatch_size=1).activations_bytes
-        for n in (1, 2)
+        estimate_memory(replace(SEVEN_BILLION, n_layers=n), seq_len=2048, microbatch_size=8).activations_bytes
+        for n in (8, 9)
     )
     assert (two - one) / (8 * 2048 * 4096) == pytest.approx(32, rel=0.005)
 
@@ -69,13 +70,16 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
         ({"activation_checkpointing": "selective"}, {}),
         ({"activation_checkpointing": True}, {"activation_checkpointing": "selective"}),
         ({}, {"reduces_every_microbatch": False}),
-        ({"activation_checkpointing": True, "activation_cpu_offload": True}, {"activation_checkpointing": True}),
+        (
+            {"activation_checkpointing": True, "microbatch_size": 16, "activation_cpu_offload": True},
+            {"activation_checkpointing": True, "microbatch_size": 16},
+        ),
         ({}, {"reshard_after_forward": False}),
         ({}, {"precision": "fp32"}),
         ({}, {"mixed_precision": "FULL"}),
         ({"mixed_precision": "PURE"}, {}),
         ({"num_optimizer_slots": 1}, {}),
-        ({"logits_chunk_bytes": 1 << 25}, {}),
+        ({"model": SHALLOW, "logits_chunk_bytes": 1 << 25}, {"model": SHALLOW}),
         ({"model": replace(SEVEN_BILLION, n_layers=31)}, {}),
         ({"model": replace(SEVEN_BILLION, vocab_size=32768)}, {}),
         ({}, {"model": replace(SEVEN_BILLION, norm_type="layernorm")}),
