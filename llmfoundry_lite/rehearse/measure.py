@@ -10,7 +10,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class Measure(Callback):
             self.found["reserved_bytes"] = torch.cuda.max_memory_reserved()
             self.found["workspaces_bytes"] = measure_workspaces()
             self.found["microbatch_size"] = state.device_train_microbatch_size
-            trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+            trace = cast(Any, torch.cuda.memory._snapshot())["device_traces"][torch.cuda.current_device()]
             torch.cuda.memory._record_memory_history(enabled=None)
             self.found.update(replay(trace, self.began_us)._asdict())
         elif batch > self.num_batches:
