@@ -63,6 +63,7 @@ class Measure(Callback):
         elif batch > self.num_batches:
             self.watch.__exit__(None, None, None)
             self.found.update(self.watch.results())
+            self.found["is_compiled"] = bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 # ------------------------------------------------------------------------------------------------------- memory
@@ -171,6 +172,11 @@ class Watch(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.attention: set[str] = set()
         self.reads: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays so. This sees nothing of its inside."""
+        return True
 
     def __enter__(self) -> "Watch":
         self.quiet = warnings.catch_warnings()

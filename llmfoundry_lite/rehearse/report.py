@@ -43,6 +43,8 @@ class Rehearsal:
     """Kind, group, dtype, calls in a batch, bytes in a batch."""
     flops: dict[str, int]
     """Operation -> FLOPs in a batch, on this rank."""
+    is_compiled: bool
+    """Some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
     attention: list[str]
     reads: dict[str, int]
     """File and line -> how often the host waited for the device there, in a batch."""
@@ -84,7 +86,12 @@ def describe(rehearsal: Rehearsal) -> str:
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
         f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
-    lines.append(f"attention      {', '.join(rehearsal.attention) or 'no kernel that is known here'}")
+    attention = rehearsal.attention or [
+        "FlexAttention or another kernel, compiled" if rehearsal.is_compiled else "unfused"
+    ]
+    lines.append(f"attention      {', '.join(attention)}")
+    if rehearsal.is_compiled:
+        lines.append("compiled       some of the run's code: FLOPs and attention inside it are not counted above")
     for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
         lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {_bytes(num_bytes)} in a batch")
     for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
