@@ -221,8 +221,9 @@ class Watch(TorchDispatchMode):
         found[1] += largest.nbytes
 
     def _note_read(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        if "synchroniz" in str(message):
-            self.reads[where_asked()] += 1
+        place = where_asked() if "synchroniz" in str(message) else None
+        if place is not None:
+            self.reads[place] += 1
 
     def results(self) -> dict[str, Any]:
         return {
@@ -262,11 +263,13 @@ def flatten(value: Any):
             yield from flatten(item)
 
 
-def where_asked() -> str:
-    """File and line of the innermost Python line outside torch and this file."""
+def where_asked() -> str | None:
+    """File and line of the innermost Python line outside torch and this file; None for what `Measure` asks itself."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
+        if file == __file__ and frame.f_code.co_name in ("batch_start", "batch_end"):
+            return None
         if "/torch/" not in file and file != __file__ and not file.endswith("warnings.py"):
             return f"{shorten(file)}:{frame.f_lineno}"
         frame = frame.f_back

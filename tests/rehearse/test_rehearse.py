@@ -30,7 +30,7 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd):
     assert found, text
     allocated, reserved, estimate = map(float, found.groups())
     assert allocated <= reserved
-    assert allocated <= estimate <= 1.05 * allocated
+    assert allocated - 0.01 <= estimate <= 1.05 * allocated
     assert "flash, of scaled_dot_product_attention" in text
     assert "all_gather bfloat16, 8 ranks within a node" in text
     assert "reduce_scatter float32, 8 ranks within a node" in text
