@@ -47,6 +47,8 @@ class Measure(Callback):
         if int(state.timestamp.batch) == 0:  # what `auto` has tried does not count
             torch.cuda.reset_peak_memory_stats()
             self.began_us = time.time_ns() // 1000
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.num_batches:
             self.watch.__enter__()
 
@@ -268,7 +270,7 @@ def where_asked() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == __file__ and frame.f_code.co_name in ("batch_start", "batch_end"):
+        if file == __file__ and frame.f_code.co_name in ("batch_start", "before_dataloader", "batch_end"):
             return None
         if "/torch/" not in file and file != __file__ and not file.endswith("warnings.py"):
             return f"{shorten(file)}:{frame.f_lineno}"
