@@ -58,7 +58,7 @@ def test_one_device_counts_its_gradient_once(tmp_path, data):
     parameters, gradients = memory_line(config, 1)
     assert gradients == parameters
     parameters, gradients = memory_line(config, 2)
-    assert float(gradients) > 2.9 * float(parameters)  # a half, and the whole until the last microbatch
+    assert float(gradients) > 1.9 * float(parameters)  # the whole until the last microbatch, and the half of weights
 
 
 def test_tensor_parallelism_across_nodes_is_told_with_its_cost(tmp_path, data):

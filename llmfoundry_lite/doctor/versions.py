@@ -60,7 +60,7 @@ def _check_packages() -> Iterator[Finding]:
         yield Finding(
             check="packages",
             status=Status.WARN,
-            detail="llmfoundry-lite is not installed, so its pins are not known here",
+            detail="llmfoundry-lite is not installed, so what it requires is not known here",
             fix="pip install --no-deps -e .",
         )
         return
@@ -75,13 +75,13 @@ def _check_packages() -> Iterator[Finding]:
             missing.append(requirement.name)
             continue
         if found not in requirement.specifier:
-            other.append(f"{requirement.name} is {found}, not {str(requirement.specifier).lstrip('=')}")
+            other.append(f"{requirement.name} is {found}, not {requirement.specifier}")
     status = Status.FAIL if missing else Status.WARN if other else Status.PASS
     yield Finding(
         check="packages",
         status=status,
         value=f"{count - len(missing) - len(other)} of {count}",
-        detail=shorten([*(f"{name} is missing" for name in missing), *other]) or "as pinned",
+        detail=shorten([*(f"{name} is missing" for name in missing), *other]) or "as required",
         fix="" if status is Status.PASS else INSTALL,
     )
 

@@ -1,12 +1,14 @@
 """How much memory one device needs to train an MPT: a first estimate, pure arithmetic, no torch.
 
 Counts what the tensors of `models`, `parallel` and the chunked loss must hold at the same time. Left out: the
-device's context and libraries (0.5 to 1 GiB), the allocator's fragmentation, and communication buffers.
+device's context and libraries (0.5 to 1 GiB, cuBLAS' workspaces among them), the allocator's fragmentation, and
+communication buffers.
 
 Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, s sequence length.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
@@ -33,9 +35,9 @@ class MemoryEstimate:
     unsharded_bytes: int
     """Parameters gathered or copied for use, in the compute precision, and gradients before they are shared out."""
     activations_bytes: int
-    """What the forward pass keeps for the backward pass."""
+    """What the forward pass keeps for the backward pass, and the block that is recomputed in it."""
     logits_bytes: int
-    """One chunk of logits, and the gradients that the chunked loss computes with it."""
+    """One chunk of logits and the gradients that the chunked loss computes with it; or those gradients alone."""
 
     @property
     def total_bytes(self) -> int:
@@ -65,6 +67,7 @@ def estimate_training_memory(
         seq_len=config.max_seq_len,
         microbatch_size=microbatch_size,
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
+        has_one_microbatch=microbatch_size == device_batch_size,
         shard_degree=shard_degree,
         has_fsdp=world_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
         tensor_parallel_degree=config.tensor_parallel_degree,
@@ -89,16 +92,18 @@ def estimate_memory(
     mixed_precision: str = "DEFAULT",
     reshard_after_forward: bool = True,
     reduces_every_microbatch: bool = True,
+    has_one_microbatch: bool = False,
     activation_checkpointing: bool | str = False,
     activation_cpu_offload: bool = False,
     num_optimizer_slots: int = 2,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> MemoryEstimate:
-    """Bytes at the end of a microbatch's forward pass, when one device holds the most.
+    """Bytes when one device holds the most: in the loss, at the backward pass's first block, or at its last.
 
     `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
-    of them stands for a group whose devices divide each layer, and share what is not divided. Without FSDP, as on one
-    device, parameters are used and gradients summed where they lie. `microbatch_size`: samples.
+    of them stands for a group whose devices divide each layer, and share what is not divided. `microbatch_size`:
+    samples. `has_one_microbatch`: no gradients of earlier ones are there when the forward pass begins. Without FSDP, as
+    on one device, parameters are used and gradients summed where they lie.
     """
     is_whole = precision in ("fp32", "tf32")
     has_autocast = not is_whole and mixed_precision == "FULL"
@@ -113,41 +118,65 @@ def estimate_memory(
     outside_share = -(-num_outside // (shard_degree * tensor_parallel_degree))
     share_bytes = FP32_BYTES * (outside_share + -(-model.n_layers * num_block // shard_degree))
 
-    if has_fsdp:
-        num_gathered = num_parameters
-        if reshard_after_forward:
-            # The embeddings and the last norm stay; of the blocks, the one in use and the one that is fetched ahead.
-            num_gathered -= max(0, model.n_layers - 2) * num_block
-        unsharded_bytes = num_gathered * stream_bytes + num_block * (stream_bytes + reduction_bytes)
-        waiting_bytes = 0 if reduces_every_microbatch else num_parameters * FP32_BYTES
-    else:
+    # The embeddings and the last norm stay; of the blocks, the last one, and in the backward pass the one in use and
+    # the one that is fetched ahead.
+    num_in_loss = num_parameters if not reshard_after_forward else num_outside + num_block
+    num_in_backward = num_parameters if not reshard_after_forward else num_outside + min(2, model.n_layers) * num_block
+    block_gradients_bytes = num_block * (stream_bytes + reduction_bytes)
+    # Autocast keeps a copy of every weight it has cast until the backward pass has used it.
+    copies = model.n_layers if has_autocast and not activation_checkpointing else int(has_autocast)
+    copies_bytes = compute_bytes * num_block * copies
+
+    waiting_bytes = 0 if has_one_microbatch else share_bytes
+    if not reduces_every_microbatch:
+        waiting_bytes = num_parameters * FP32_BYTES
+    num_tokens = microbatch_size * seq_len
+    block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree)
+    kept_bytes = _activations_bytes(
+        model,
+        num_tokens,
+        seq_len,
+        compute_bytes,
+        stream_bytes,
+        tensor_parallel_degree=tensor_parallel_degree,
+        checkpointing=activation_checkpointing,
+        is_offloaded=activation_cpu_offload and activation_checkpointing is True,
+    )
+    if not has_fsdp:
         # Copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix.
         num_copied = num_outside + num_block if activation_checkpointing else num_parameters
         copy_bytes = stream_bytes if stream_bytes < FP32_BYTES else 0
-        unsharded_bytes = num_copied * copy_bytes + model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES)
-        waiting_bytes = 0
-    if has_autocast:
-        # Autocast keeps a copy of every weight it has cast until the backward pass has used it.
-        unsharded_bytes += compute_bytes * num_block * (1 if activation_checkpointing else model.n_layers)
-
-    num_tokens = microbatch_size * seq_len
-    return MemoryEstimate(
+        one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES)
+        return MemoryEstimate(
+            parameters_bytes=share_bytes,
+            gradients_bytes=share_bytes,
+            optimizer_bytes=num_optimizer_slots * share_bytes,
+            unsharded_bytes=num_copied * copy_bytes + one_matrix_bytes + copies_bytes,
+            activations_bytes=kept_bytes,
+            logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes),
+        )
+    hidden_bytes = num_tokens * model.d_model * compute_bytes
+    in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
-        gradients_bytes=share_bytes + waiting_bytes,
+        gradients_bytes=waiting_bytes,
         optimizer_bytes=num_optimizer_slots * share_bytes,
-        unsharded_bytes=unsharded_bytes,
-        activations_bytes=_activations_bytes(
-            model,
-            num_tokens,
-            seq_len,
-            compute_bytes,
-            stream_bytes,
-            tensor_parallel_degree=tensor_parallel_degree,
-            checkpointing=activation_checkpointing,
-            is_offloaded=activation_cpu_offload and activation_checkpointing is True,
-        ),
-        logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes),
+        unsharded_bytes=num_in_loss * stream_bytes + copies_bytes,
+        activations_bytes=kept_bytes,
+        logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes) + hidden_bytes,
     )
+    at_first_block = dataclasses.replace(
+        in_loss,
+        unsharded_bytes=num_in_backward * stream_bytes + block_gradients_bytes + copies_bytes,
+        activations_bytes=kept_bytes + (block_bytes if activation_checkpointing else 0),
+        logits_bytes=model.vocab_size * model.d_model * compute_bytes + hidden_bytes,
+    )
+    at_last_block = dataclasses.replace(
+        at_first_block,
+        gradients_bytes=max(waiting_bytes, share_bytes),
+        unsharded_bytes=at_first_block.unsharded_bytes + num_outside * reduction_bytes,
+        activations_bytes=block_bytes,
+    )
+    return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
 
 
 def _activations_bytes(
@@ -161,22 +190,22 @@ def _activations_bytes(
     checkpointing: bool | str,
     is_offloaded: bool,
 ) -> int:
-    """Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks.
+    """What the forward pass keeps.
 
+    Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks.
     Their 34*n*d bytes of a block are 32*n*d here, without dropout's masks; their 5*h*s*n for the attention
     probabilities are gone, since scaled_dot_product_attention recomputes them and keeps one number per query.
     """
     d = model.d_model
-    block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree)
     input_bytes = num_tokens * d * stream_bytes
     if checkpointing == "selective":
         kept_bytes = num_tokens * _product_bytes_per_token(model, compute_bytes, tensor_parallel_degree)
-        blocks_bytes = block_bytes + model.n_layers * (input_bytes + kept_bytes)
+        blocks_bytes = model.n_layers * (input_bytes + kept_bytes)
     elif checkpointing:
-        # Each block's input, and everything of the one block that is being recomputed.
-        blocks_bytes = block_bytes + (0 if is_offloaded else model.n_layers * input_bytes)
+        blocks_bytes = 0 if is_offloaded else model.n_layers * input_bytes
     else:
-        blocks_bytes = model.n_layers * block_bytes
+        block_bytes = _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree)
+        blocks_bytes = model.n_layers * num_tokens * block_bytes
     # The last norm keeps its input and its output is the loss's.
     last_norm_bytes = 2 * input_bytes
     bias_bytes = 0
@@ -234,9 +263,12 @@ def _product_bytes_per_token(model: ModelConfig, compute_bytes: int, tensor_para
 
 
 def _logits_bytes(model: ModelConfig, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:
-    chunk_tokens = min(num_tokens, max(128, chunk_bytes // (FP32_BYTES * model.vocab_size)))
-    lower_precision_copy = compute_bytes if compute_bytes < FP32_BYTES else 0
-    chunk = chunk_tokens * model.vocab_size * (FP32_BYTES + lower_precision_copy)
-    embedding_gradient = model.vocab_size * model.d_model * (FP32_BYTES + lower_precision_copy)
-    hidden_gradient = num_tokens * model.d_model * compute_bytes
-    return chunk + embedding_gradient + hidden_gradient
+    """One chunk of logits and of what the loss makes of it, and the embedding's gradient so far."""
+    most = max(128, chunk_bytes // (FP32_BYTES * model.vocab_size))
+    chunk_tokens = min(num_tokens, math.ceil(num_tokens / math.ceil(num_tokens / most) / 128) * 128)
+    embedding = model.vocab_size * model.d_model
+    # log_softmax has its input, a copy in fp32 of one that is not, and its output.
+    logits_bytes = compute_bytes + FP32_BYTES + (FP32_BYTES if compute_bytes < FP32_BYTES else 0)
+    in_softmax = chunk_tokens * model.vocab_size * logits_bytes + embedding * FP32_BYTES
+    in_product = chunk_tokens * model.vocab_size * compute_bytes + embedding * (FP32_BYTES + compute_bytes)
+    return max(in_softmax, in_product)

@@ -20,6 +20,10 @@ Group = dist.ProcessGroup | None
 """None is the default group, or a process alone."""
 
 
+# torch 2.13 gave it another name and warns of the first.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def rank_and_size(group: Group) -> tuple[int, int]:
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
@@ -43,7 +47,7 @@ def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
         return [raw]
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
     gathered = mine.new_empty(world_size * len(raw))
-    dist.all_gather_into_tensor(gathered, mine, group=group)
+    _all_gather(gathered, mine, group=group)
     everything = gathered.cpu().numpy().tobytes()
     return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
 

@@ -56,10 +56,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
             total -= (log_p_cv[rows_c, columns_c] * counted_c1[:, 0]).sum()
             if grad_hidden_nd is None:
+                del log_p_cv  # not while the next chunk's are computed
                 continue
             # d loss / d logits = softmax - one_hot, in the memory of the log-probabilities; tokens without a loss are
             # masked in what is made of it, which is much smaller.
             grad_cv = log_p_cv.exp_()
+            del log_p_cv
             grad_cv[rows_c, columns_c] -= 1.0
             grad_cv = grad_cv.to(hidden_nd.dtype)
             grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
@@ -68,6 +70,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32)
             for grad_cr, sum_rd in zip(grad_cv.split(rows, dim=1), grad_unembedding_vd.split(rows), strict=True):
                 sum_rd += multiply(grad_cr.T, hidden_cd.T)
+            del grad_cv, grad_cr, hidden_cd  # not while the next chunk's are computed
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
         return total
 

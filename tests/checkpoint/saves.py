@@ -46,7 +46,7 @@ def save(store: CheckpointStore, lease: Lease, batch: int) -> Checkpoint:
     return store.publish(write_draft(store, lease, batch), lease)
 
 
-def flip(path: Path, folder: int) -> None:
+def flip(path: Path, position: int) -> None:
     raw = bytearray(path.read_bytes())
-    raw[folder] ^= 1
+    raw[position] ^= 1
     path.write_bytes(raw)

@@ -129,7 +129,7 @@ def test_a_package_of_another_version_is_named(monkeypatch):
     real = versions.version
     monkeypatch.setattr(versions, "version", lambda name: "0.1.2" if name == "safetensors" else real(name))
     found = by_name(versions._check_packages())["packages"]
-    assert found.status is Status.WARN and "safetensors is 0.1.2, not 0." in found.detail
+    assert found.status is Status.WARN and "safetensors is 0.1.2, not >=0." in found.detail
 
 
 # ------------------------------------------------------------------------------------------------ limits, leftovers

@@ -15,6 +15,7 @@ from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 GROUPED = {"attn_type": "multiquery_attention"}
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
+SHALLOW = ModelConfig(d_model=768, n_heads=12, n_layers=2)
 
 
 def test_a_small_case_by_hand():
@@ -31,9 +32,10 @@ def test_a_small_case_by_hand():
         parameters_bytes=4 * parameters,
         gradients_bytes=4 * parameters,
         optimizer_bytes=8 * parameters,
-        unsharded_bytes=4 * parameters + 8 * block,
+        unsharded_bytes=4 * parameters,
         activations_bytes=tokens * (norms + attention + feed_forward + around),
-        logits_bytes=4 * tokens * 8 + 4 * 8 * d + 4 * tokens * d,
+        # Logits and log-probabilities, the embedding's gradient, the hidden states' gradient.
+        logits_bytes=2 * 4 * tokens * 8 + 4 * 8 * d + 4 * tokens * d,
     )
 
 
@@ -45,7 +47,7 @@ def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
     assert alone.gradients_bytes == alone.parameters_bytes
     assert alone.unsharded_bytes == 4 * 2 * 8
     shared = estimate_memory(model, precision="fp32", **options)
-    assert shared.gradients_bytes == 2 * shared.parameters_bytes
+    assert shared.unsharded_bytes > 2 * alone.unsharded_bytes
     half = estimate_memory(model, has_fsdp=False, **options)
     assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 2 * 8
 
@@ -53,10 +55,10 @@ def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
 def test_published_activation_formula():
     """Korthikanti et al. 2022: 34 bytes per token, width and block in 16 bits, 2 of them dropout's masks."""
     one, two = (
-        estimate_memory(replace(SEVEN_BILLION, n_layers=n), seq_len=2048, microbatch_size=1).activations_bytes
-        for n in (1, 2)
+        estimate_memory(replace(SEVEN_BILLION, n_layers=n), seq_len=2048, microbatch_size=8).activations_bytes
+        for n in (8, 9)
     )
-    assert (two - one) / (2048 * 4096) == pytest.approx(32, rel=0.005)
+    assert (two - one) / (8 * 2048 * 4096) == pytest.approx(32, rel=0.005)
 
 
 def test_seven_billion_parameters_on_eight_devices_fit_80_gib_only_when_sharded():
@@ -81,14 +83,17 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
         ({"activation_checkpointing": "selective"}, {}),
         ({"activation_checkpointing": True}, {"activation_checkpointing": "selective"}),
         ({}, {"reduces_every_microbatch": False}),
-        ({"activation_checkpointing": True, "activation_cpu_offload": True}, {"activation_checkpointing": True}),
+        (
+            {"activation_checkpointing": True, "microbatch_size": 16, "activation_cpu_offload": True},
+            {"activation_checkpointing": True, "microbatch_size": 16},
+        ),
         ({}, {"reshard_after_forward": False}),
         ({}, {"precision": "fp32"}),
         ({}, {"precision": "tf32"}),
         ({}, {"mixed_precision": "FULL"}),
         ({"mixed_precision": "PURE"}, {}),
         ({"num_optimizer_slots": 1}, {}),
-        ({"logits_chunk_bytes": 1 << 25}, {}),
+        ({"model": SHALLOW, "logits_chunk_bytes": 1 << 25}, {"model": SHALLOW}),
         ({"model": replace(SEVEN_BILLION, n_layers=31)}, {}),
         ({"model": replace(SEVEN_BILLION, vocab_size=32768)}, {}),
         ({}, {"model": replace(SEVEN_BILLION, norm_type="layernorm")}),

@@ -1,0 +1,27 @@
+"""`llmfoundry-lite rehearse`: a run without its hardware."""
+
+from typing import Annotated
+
+import typer
+
+
+def rehearse_command(
+    arguments: Annotated[list[str], typer.Argument(help="RUN.yaml HARDWARE.yaml [key=value ...]")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the run, in all nodes.")],
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    rank: Annotated[int, typer.Option(help="Which of them is rehearsed.")] = 0,
+    all_kinds: Annotated[bool, typer.Option("--all-kinds", help="The first and the last rank, in turn.")] = False,
+    batches: Annotated[int, typer.Option(min=1, help="Whose memory is measured; one more is counted.")] = 2,
+    hardware: Annotated[str | None, typer.Option(help="The device, if no YAML is named after it.")] = None,
+) -> None:
+    """Run the real training code as one rank of many, on devices that are not there: memory, FLOPs, collectives.
+
+    Exit code 2 when the run would be refused or run out of memory.
+    """
+    from llmfoundry_lite.rehearse.rehearse import rehearse
+
+    ranks = sorted({0, devices - 1}) if all_kinds else [rank]
+    code = rehearse(
+        arguments, num_devices=devices, per_node=per_node, ranks=ranks, num_batches=batches, hardware=hardware
+    )
+    raise typer.Exit(code)

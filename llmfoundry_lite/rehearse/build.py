@@ -1,0 +1,109 @@
+"""The library that stands in for CUDA: built from `cuda.c` at first use, kept for each torch release.
+
+Owns the compiler's call and the cache folder. Leaves the device's facts to `device.py`. No torch is imported here.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from llmfoundry_lite.errors import ConfigError
+
+SOURCE = Path(__file__).with_name("cuda.c")
+NAME = "libcuda.so.1"
+"""torch and Triton look for a driver of that name."""
+LIBRARIES = (
+    "libtorch_cuda.so",
+    "libc10_cuda.so",
+    "libtorch_python.so",
+    "libcaffe2_nvrtc.so",
+    "libtorch_cuda_linalg.so",
+)
+FUNCTION = r"(?:__cuda[A-Z]|cuda[A-Z]|cu[A-Z]|cublas)\w*"
+
+
+def build_library() -> Path:
+    """The folder of a `libcuda.so.1` for the torch of this environment. Raises ConfigError where it cannot be made."""
+    torch_folder = find_torch()
+    release = importlib.metadata.version("torch")
+    version = hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = cache_folder() / f"torch-{release}-{version}"
+    if (folder / NAME).is_file():
+        return folder
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler is None or shutil.which("nm") is None:
+        raise ConfigError(
+            "rehearse: no C compiler on PATH (cc, gcc or clang, with nm); install one (`apt-get install gcc`): "
+            "the library that stands in for CUDA is built once, at first use"
+        )
+    headers = find_headers(torch_folder)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as place:
+        write_stubs(torch_folder, Path(place) / "stubs.inc")
+        made = Path(place) / NAME
+        command = [compiler, "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{NAME}"]
+        # Torch's own headers leave out `crt`, which Triton brings.
+        command += [
+            f"-I{headers}",
+            f"-I{torch_folder.parent}/triton/backends/nvidia/include",
+            f"-I{place}",
+            str(SOURCE),
+        ]
+        command += ["-o", str(made), "-ldl", "-lpthread"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise ConfigError(f"rehearse: {compiler} cannot build the library that stands in for CUDA: {first}")
+        folder.mkdir(exist_ok=True)
+        os.replace(made, folder / NAME)
+    return folder
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "llmfoundry_lite" / "rehearse"
+
+
+def find_torch() -> Path:
+    """Where torch lies. Raises ConfigError for one that was built without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    if not (folder / "lib" / "libtorch_cuda.so").is_file():
+        release = importlib.metadata.version("torch")
+        raise ConfigError(
+            f"rehearse: torch {release} in {folder} was built without CUDA; install the CUDA build "
+            "(`pip install torch` on Linux has it; no GPU is needed)"
+        )
+    return folder
+
+
+def find_headers(torch_folder: Path) -> Path:
+    homes = [Path(home) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    for folder in (*sorted(torch_folder.parent.glob("nvidia/*/include")), *homes, Path("/usr/local/cuda/include")):
+        if (folder / "driver_types.h").is_file():
+            return folder
+    raise ConfigError(
+        f"rehearse: CUDA's header driver_types.h is neither beside torch ({torch_folder.parent}/nvidia) nor in "
+        "CUDA_HOME; set CUDA_HOME to a CUDA toolkit"
+    )
+
+
+def write_stubs(torch_folder: Path, path: Path) -> None:
+    """A function that returns 0 for each name that torch or Triton wants from CUDA and `cuda.c` does not define."""
+    wanted: set[str] = set()
+    for name in LIBRARIES:
+        command = ["nm", "-D", "--undefined-only", str(torch_folder / "lib" / name)]
+        listed = subprocess.run(command, capture_output=True, text=True).stdout
+        wanted |= set(re.findall(rf" U ({FUNCTION})", listed))
+    for source in torch_folder.parent.glob("triton/backends/nvidia/driver.*"):
+        wanted |= set(re.findall(r"\b(cu[A-Z]\w+)", source.read_text()))
+    defined = set(re.findall(rf"^[a-z][\w ]*\**\s?\**({FUNCTION})\(", SOURCE.read_text(), re.MULTILINE))
+    stubs = sorted(name for name in wanted - defined if not name.startswith("cuFile"))
+    path.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in stubs))

@@ -1,0 +1,85 @@
+"""Which device is rehearsed, and what the library that stands in for CUDA must say about it. No torch."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
+
+FREE_SHARE = 0.98
+"""Of the memory as sold: 1 to 2 % less is free for programs (hardware.py)."""
+
+CAPABILITIES = {
+    "V100": (7, 0),
+    "A100": (8, 0),
+    "A10": (8, 6),
+    "RTX-4090": (8, 9),
+    "L4": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+}
+"""Beginning of a row's name -> compute capability. Source: NVIDIA, "CUDA GPU Compute Capability"."""
+
+LIMITS = {
+    (7, 0): (98304, 98304, 2048),
+    (8, 0): (166912, 167936, 2048),
+    (8, 6): (101376, 102400, 1536),
+    (8, 9): (101376, 102400, 1536),
+    (9, 0): (232448, 233472, 2048),
+    (10, 0): (232448, 233472, 2048),
+}
+"""Compute capability -> bytes of shared memory of a block and of a multiprocessor, threads of a multiprocessor.
+Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
+
+AMD_STAND_IN = (9, 0)
+"""An AMD device is rehearsed with its own memory on NVIDIA's runtime, as an H100 would be."""
+
+
+def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
+    """The row `name` of the hardware table; without a name, the row that the overlay's file name begins with.
+
+    Raises ConfigError, which lists the rows, for a name that none has.
+    """
+    known = f"expected one of {', '.join(ACCELERATORS)}"
+    if name is not None:
+        rows = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
+        if not rows:
+            raise ConfigError(f"--hardware: {name!r} given, {known}; a new device is a new row in hardware.py")
+        return rows[0]
+    stems = [re.sub(r"-\d+$", "", Path(text).stem).lower() for text in arguments if text.endswith((".yaml", ".yml"))]
+    for stem in reversed(stems):
+        for row in ACCELERATORS.values():
+            if f"{row.name.lower()}-".startswith(f"{stem}-"):
+                return row
+    raise ConfigError(f"rehearse: no YAML file is named after a device; name it with --hardware, {known}")
+
+
+def describe_device(device: Accelerator, num_devices: int, cuda_release: int) -> dict[str, str]:
+    """The environment of `cuda.c`."""
+    capability = AMD_STAND_IN
+    if device.vendor == "nvidia":
+        family = max((name for name in CAPABILITIES if device.name.startswith(name)), key=len)
+        capability = CAPABILITIES[family]
+    block, unit, threads = LIMITS[capability]
+    facts = {
+        "NAME": device_name(device),
+        "DEVICES": num_devices,
+        "MEMORY_BYTES": int(device.memory_bytes * FREE_SHARE),
+        "MAJOR": capability[0],
+        "MINOR": capability[1],
+        "UNITS": device.num_compute_units,
+        "SHARED_PER_BLOCK": block,
+        "SHARED_PER_UNIT": unit,
+        "THREADS_PER_UNIT": threads,
+        "CUDA": cuda_release,
+    }
+    return {f"REHEARSED_{key}": str(value) for key, value in facts.items()}
+
+
+def device_name(device: Accelerator) -> str:
+    """A name that the row's pattern matches: its first alternative, without what is optional."""
+    name = re.sub(r"\([^()]*\)\?|.\?", "", device.pattern.split("|")[0])
+    assert re.fullmatch(device.pattern, name), device.pattern
+    return name

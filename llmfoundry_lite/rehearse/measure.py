@@ -1,0 +1,283 @@
+"""What a rehearsal measures, from inside the run: memory at its peak by category, then one more batch's operations.
+
+Owns the callback, the replay of the allocator's history, and the dispatch mode that sees collectives, FLOPs, kernels
+and reads by the host. Leaves the figures' words to `report.py`. Memory is measured while nothing watches: the dispatch
+mode belongs to the batch after those.
+"""
+
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from llmfoundry_lite.training.monitor import Callback, Logger, State
+
+HISTORY_ENTRIES = 20_000_000
+NUM_LARGEST = 5
+PACKAGE = Path(__file__).parent.parent
+
+FSDP = "/fsdp/_fully_shard/"
+BACKWARD = "the backward pass"
+ATTENTION = {
+    "_scaled_dot_product_flash_attention": "flash, of scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "memory-efficient, of scaled_dot_product_attention",
+    "_scaled_dot_product_cudnn_attention": "cuDNN, of scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math": "unfused, of scaled_dot_product_attention",
+    "flex_attention": "FlexAttention",
+}
+
+
+class Measure(Callback):
+    """Fills `found` during batches 1 to `num_batches` (memory) and the one after them (operations)."""
+
+    found: dict[str, Any] = {}  # noqa: RUF012 - the one result of this process
+
+    def __init__(self, num_batches: int, devices_per_node: int):
+        self.num_batches = num_batches
+        self.watch = Watch(devices_per_node)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 0:  # what `auto` has tried does not count
+            torch.cuda.reset_peak_memory_stats()
+            self.began_us = time.time_ns() // 1000
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == self.num_batches:
+            self.watch.__enter__()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        batch = int(state.timestamp.batch)
+        if batch == self.num_batches:
+            self.found["allocated_bytes"] = torch.cuda.max_memory_allocated()
+            self.found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            self.found["workspaces_bytes"] = measure_workspaces()
+            self.found["microbatch_size"] = state.device_train_microbatch_size
+            trace = cast(Any, torch.cuda.memory._snapshot())["device_traces"][torch.cuda.current_device()]
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.found.update(replay(trace, self.began_us)._asdict())
+        elif batch > self.num_batches:
+            self.watch.__exit__(None, None, None)
+            self.found.update(self.watch.results())
+            self.found["is_compiled"] = bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def record_memory() -> None:
+    """Every allocation from now on, with the Python lines that asked for it."""
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY_ENTRIES)
+
+
+def measure_workspaces() -> int:
+    """Bytes that cuBLAS keeps, from the allocator too. It takes them again when it needs them."""
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
+
+
+class Peak(NamedTuple):
+    """The moment when the allocator had given out the most."""
+
+    at_peak_bytes: dict[str, int]
+    """Category -> bytes."""
+    largest_bytes: dict[str, int]
+    """The lines that had asked for the most -> bytes."""
+    peak_at: str
+    """The line whose request made the peak."""
+
+
+def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
+    """From the allocator's history; a peak before `since_us`, in microseconds of the clock, does not count."""
+    live: dict[int, tuple[tuple[str, str], int]] = {}
+    now: Counter[tuple[str, str]] = Counter()
+    total, peak, at_peak, asked_last = 0, 0, {}, ""
+    known: dict[tuple, tuple[str, str]] = {}
+    for entry in trace:
+        if entry["action"] == "alloc":
+            frames = entry["frames"]
+            key = tuple((frame["filename"], frame["line"]) for frame in frames)
+            if key not in known:
+                known[key] = categorise(frames), place_of(frames)
+            live[entry["addr"]] = known[key], entry["size"]
+            now[known[key]] += entry["size"]
+            total += entry["size"]
+            if total > peak and entry["time_us"] >= since_us:
+                peak, at_peak, asked_last = total, dict(now), known[key][1]
+        elif entry["action"] == "free_requested" and entry["addr"] in live:
+            key, size = live.pop(entry["addr"])
+            now[key] -= size
+            total -= size
+    by_category: Counter[str] = Counter()
+    by_place: Counter[str] = Counter()
+    for (category, place), size in at_peak.items():
+        by_category[category] += size
+        by_place[f"{place} ({category})"] += size
+    return Peak(+by_category, dict(by_place.most_common(NUM_LARGEST)), asked_last)
+
+
+def place_of(frames: list[dict[str, Any]]) -> str:
+    """The innermost line of ours, and without one of torch's."""
+    ours = [frame for frame in frames if frame["filename"].startswith(str(PACKAGE))] or frames
+    return f"{shorten(ours[0]['filename'])}:{ours[0]['line']}" if ours else BACKWARD
+
+
+def categorise(frames: list[dict[str, Any]]) -> str:
+    """By the innermost line that tells. Autograd's own operations run in a thread without Python lines."""
+    if not frames:
+        return "backward"
+    if any(frame["filename"].endswith("training/loss.py") for frame in frames):
+        return "logits"  # its products are those of `models`
+    for frame in frames:
+        file, name = frame["filename"], frame["name"]
+        if FSDP in file:
+            return categorise_sharded({frame["name"] for frame in frames if FSDP in frame["filename"]})
+        if "/torch/optim/" in file or file.endswith("training/optimizers.py"):
+            return "optimizer"
+        if name == "to_empty":
+            return "parameters"
+        if name == "cast_forward" and file.endswith("parallel/fsdp.py"):
+            return "unsharded"
+        if file.endswith("training/gradients.py"):
+            return "gradients"
+        if "llmfoundry_lite/models/" in file:
+            return "activations"
+    return "rest"
+
+
+def categorise_sharded(names: set[str]) -> str:
+    """By the names of FSDP's functions in the stack."""
+    if any("reduce" in name or "accumulate" in name or "grad" in name for name in names):
+        return "gradients"
+    if names & {"reset_sharded_param", "_init_sharded_param", "lazy_init", "_lazy_init", "_apply"}:
+        return "parameters"
+    return "unsharded"
+
+
+# --------------------------------------------------------------------------------------------------- operations
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation of one batch, in the backward pass too."""
+
+    def __init__(self, devices_per_node: int):
+        super().__init__()
+        self.devices_per_node = devices_per_node
+        self.collectives: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.flops: Counter[str] = Counter()
+        self.attention: set[str] = set()
+        self.reads: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays so. This sees nothing of its inside."""
+        return True
+
+    def __enter__(self) -> "Watch":
+        self.quiet = warnings.catch_warnings()
+        self.quiet.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note_read
+        torch.cuda.set_sync_debug_mode("warn")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.cuda.set_sync_debug_mode("default")
+        self.quiet.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        name = packet.__name__
+        if packet in flop_registry:
+            self.flops[name] += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        if name in ATTENTION:
+            self.attention.add(ATTENTION[name])
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_collective(func.namespace, name, args, result)
+        return result
+
+    def _note_collective(self, namespace: str, name: str, args: tuple, result: Any) -> None:
+        group = find_group(args)
+        if group is None:
+            return
+        tensors = list(flatten(args)) + (list(flatten(result)) if namespace == "_c10d_functional" else [])
+        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+        if largest is None:
+            return
+        kind = (
+            name.strip("_").replace("_base", "").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        )
+        kind = kind.replace("_into_tensor", "").replace("_tensor", "").replace("_coalesced", "")
+        found = self.collectives[kind, describe_group(group, self.devices_per_node), str(largest.dtype)[6:]]
+        found[0] += 1
+        found[1] += largest.nbytes
+
+    def _note_read(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        place = where_asked() if "synchroniz" in str(message) else None
+        if place is not None:
+            self.reads[place] += 1
+
+    def results(self) -> dict[str, Any]:
+        return {
+            "collectives": [[*key, *counts] for key, counts in self.collectives.items()],
+            "flops": dict(self.flops),
+            "attention": sorted(self.attention),
+            "reads": dict(self.reads),
+        }
+
+
+def find_group(args: tuple) -> list[int] | None:
+    """The ranks of the process group among a collective's arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+    for argument in args:
+        if isinstance(argument, str):
+            try:
+                group = dist.distributed_c10d._resolve_process_group(argument)  # pyright: ignore[reportArgumentType]
+            except (RuntimeError, ValueError):
+                continue
+            return dist.get_process_group_ranks(group)
+    return None
+
+
+def describe_group(ranks: list[int], devices_per_node: int) -> str:
+    num_nodes = len({rank // devices_per_node for rank in ranks})
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return f"{count} within a node" if num_nodes == 1 else f"{count} across {num_nodes} nodes"
+
+
+def flatten(value: Any):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flatten(item)
+
+
+def where_asked() -> str | None:
+    """File and line of the innermost Python line outside torch and this file; None for what `Measure` asks itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == __file__ and frame.f_code.co_name in ("batch_start", "before_dataloader", "batch_end"):
+            return None
+        if "/torch/" not in file and file != __file__ and not file.endswith("warnings.py"):
+            return f"{shorten(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return BACKWARD
+
+
+def shorten(file: str) -> str:
+    name = str(Path(file).relative_to(PACKAGE.parent)) if file.startswith(str(PACKAGE)) else file
+    return name.rsplit("site-packages/", 1)[-1]

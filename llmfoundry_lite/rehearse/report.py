@@ -1,0 +1,109 @@
+"""A rehearsal as lines for people. No torch."""
+
+from dataclasses import dataclass
+
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.hardware import GIB, MIB, Accelerator
+from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.rehearse.device import FREE_SHARE
+
+CANNOT_PROMISE = (
+    "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "
+    "(0.5 to 2 GiB), sizes that depend on data"
+)
+NAMES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Rehearsal:
+    """One rank's."""
+
+    config: TrainConfig
+    """With the microbatch size that was used."""
+    device: Accelerator
+    rank: int
+    num_devices: int
+    per_node: int
+    wall_seconds: float
+    allocated_bytes: int
+    """The most that tensors took."""
+    reserved_bytes: int
+    """The most that torch's allocator took from the device."""
+    workspaces_bytes: int
+    """Of `allocated_bytes`, cuBLAS'."""
+    at_peak_bytes: dict[str, int]
+    """Category -> bytes, at the moment of `allocated_bytes`."""
+    largest_bytes: dict[str, int]
+    """The lines that held the most then -> bytes."""
+    peak_at: str
+    """The line whose request made the peak."""
+    microbatch_size: int
+    collectives: list[tuple[str, str, str, int, int]]
+    """Kind, group, dtype, calls in a batch, bytes in a batch."""
+    flops: dict[str, int]
+    """Operation -> FLOPs in a batch, on this rank."""
+    is_compiled: bool
+    """Some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
+    attention: list[str]
+    reads: dict[str, int]
+    """File and line -> how often the host waited for the device there, in a batch."""
+
+
+def describe(rehearsal: Rehearsal) -> str:
+    config, device = rehearsal.config, rehearsal.device
+    num_ranks = config.num_data_ranks(rehearsal.num_devices)
+    estimate = estimate_training_memory(config, rehearsal.num_devices, rehearsal.per_node)
+    free_bytes = int(device.memory_bytes * FREE_SHARE)
+    expected_bytes = estimate.total_bytes + rehearsal.workspaces_bytes
+    lines = [
+        f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
+        f"as rank {rehearsal.rank}, in {rehearsal.wall_seconds:.0f} s",
+        f"batch          {config.global_train_batch_size // num_ranks} samples on this rank, "
+        f"{rehearsal.microbatch_size} at a time",
+        f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
+        f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {free_bytes / GIB:.2f} GiB "
+        f"({FREE_SHARE:.0%} of what is sold)",
+        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}), "
+        f"of which cuBLAS' workspaces {rehearsal.workspaces_bytes / GIB:.2f}",
+        f"               the peak is at {rehearsal.peak_at}",
+        "               GiB at the peak   rehearsed  estimate",
+    ]
+    other = {kind: size for kind, size in rehearsal.at_peak_bytes.items() if kind not in NAMES}
+    for name in NAMES:
+        estimated = getattr(estimate, f"{name}_bytes")
+        lines.append(
+            f"               {name:<17}{rehearsal.at_peak_bytes.get(name, 0) / GIB:9.2f} {estimated / GIB:9.2f}"
+        )
+    for name, size in sorted(other.items()):
+        lines.append(f"               {name:<17}{size / GIB:9.2f}         -")
+    for place, size in rehearsal.largest_bytes.items():
+        lines.append(f"               held by {place}: {_bytes(size)}")
+    tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
+    formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / config.tensor_parallel_degree
+    total_flops = sum(rehearsal.flops.values())
+    lines.append(
+        f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
+        f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
+    )
+    attention = rehearsal.attention or [
+        "FlexAttention or another kernel, compiled" if rehearsal.is_compiled else "unfused"
+    ]
+    lines.append(f"attention      {', '.join(attention)}")
+    if rehearsal.is_compiled:
+        lines.append("compiled       some of the run's code: FLOPs and attention inside it are not counted above")
+    for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
+        lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {_bytes(num_bytes)} in a batch")
+    for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
+        lines.append(f"host waits     {place}: {count} in a batch")
+    lines.append(CANNOT_PROMISE)
+    if device.vendor == "amd":
+        lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
+    return "\n".join(lines)
+
+
+def _bytes(num_bytes: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,70 @@
+"""`llmfoundry-lite rehearse`: what is refused before a compiler or a process starts."""
+
+import re
+
+import pytest
+
+from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.rehearse import build
+from llmfoundry_lite.rehearse.device import describe_device, device_name, find_device
+
+RUN = ["yamls/pretrain/mpt-125m.yaml", "yamls/hardware/h100-8.yaml"]
+
+
+def refusal(capfd, *arguments: str) -> str:
+    assert run(["rehearse", *arguments]) == 2
+    text = capfd.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+def test_unknown_hardware_is_answered_with_the_known(capfd):
+    text = refusal(capfd, *RUN, "--devices", "8", "--hardware", "H1000")
+    assert "--hardware: 'H1000' given" in text and "H100-80GB" in text and "hardware.py" in text
+
+
+def test_a_run_without_an_overlay_must_name_its_device(capfd):
+    assert "name it with --hardware" in refusal(capfd, RUN[0], "--devices", "8")
+
+
+def test_half_a_node_is_answered_with_the_nearest_counts(capfd):
+    assert "the nearest counts are 8 and 16" in refusal(capfd, *RUN, "--devices", "12")
+
+
+def test_a_batch_that_no_device_count_divides_is_answered_with_those_that_do(capfd):
+    assert "start with a number of devices that divides it" in refusal(capfd, *RUN, "--devices", "24")
+
+
+def test_a_rank_that_is_not_there_is_refused(capfd):
+    assert "--rank: 8 given, expected 0 to 7" in refusal(capfd, *RUN, "--devices", "8", "--rank", "8")
+
+
+def test_without_a_c_compiler_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no C compiler on PATH"):
+        build.build_library()
+    assert not list(tmp_path.rglob("libcuda*"))
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: type("", (), {"origin": f"{tmp_path}/x.py"}))
+    with pytest.raises(ConfigError, match="was built without CUDA"):
+        build.find_torch()
+
+
+@pytest.mark.parametrize("row", ACCELERATORS.values(), ids=lambda row: row.name)
+def test_each_device_of_the_table_can_be_played(row):
+    assert re.fullmatch(row.pattern, device_name(row))
+    facts = describe_device(row, 8, 13000)
+    assert int(facts["REHEARSED_SHARED_PER_BLOCK"]) and int(facts["REHEARSED_UNITS"]) == row.num_compute_units
+
+
+@pytest.mark.parametrize(
+    ("overlay", "name"),
+    [("h100-8", "H100-80GB"), ("a100-40gb-8", "A100-40GB"), ("mi250-4", "MI250"), ("mi300x-8", "MI300X")],
+)
+def test_an_overlay_is_named_after_its_device(overlay, name):
+    assert find_device([RUN[0], f"yamls/hardware/{overlay}.yaml"], None).name == name
