@@ -202,7 +202,7 @@ def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
     hf_config = read_hf_config(folder)
     check_no_adapter(folder)
     kind = hf_config.get("model_type")
-    if kind in LAYOUTS:
+    if isinstance(kind, str) and kind in LAYOUTS:
         check_keys(hf_config, LAYOUTS[kind], str(folder))
     elif not isinstance(kind, str):
         raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
