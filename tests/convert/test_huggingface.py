@@ -337,7 +337,7 @@ def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
     export_model(MPT(SMALL).state_dict(), SMALL, tmp_path / "model")
     config_file = tmp_path / "model" / "config.json"
     config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **change}))
-    with pytest.raises(ExportError, match="config.json describes a model that cannot be: |cannot be read; expected"):
+    with pytest.raises(ExportError, match=r"config\.json describes a model that cannot be: |cannot be read; expected"):
         import_model(tmp_path / "model")
 
 
