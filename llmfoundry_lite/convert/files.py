@@ -7,7 +7,7 @@ the tensors mean is the layouts'.
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,10 @@ def write_weights(
 
 
 def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dict[str, torch.Tensor]:
+    check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
     if files is not None:
-        return {name: tensor for file in files for name, tensor in _read_safetensors(folder / file).items()}
+        return _together(folder, ((file, _read_safetensors(folder / file)) for file in files))
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
     if not pickles:
         raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
@@ -95,21 +96,53 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
     files = _weight_files(folder, "pytorch_model", "bin")
     if files is None:
         raise ExportError(f"{folder}: holds {pickles[0]}; expected model.safetensors or pytorch_model.bin")
-    state = {}
-    for file in files:
-        content = read_pickle(folder / file)
-        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-            raise ExportError(f"{folder / file}: expected tensors by name and nothing else")
+    read = read_pickle
+
+    def contents() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        for file in files:
+            content = read(folder / file)
+            if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+                raise ExportError(f"{folder / file}: expected tensors by name and nothing else")
+            yield file, content
+
+    return _together(folder, contents())
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raises ExportError for the weights of another model than the folder's own: transformers reads them as well, or
+    those of the model that they name instead."""
+    if (folder / ADAPTER_FILE).is_file():
+        raise ExportError(
+            f"{folder}: {ADAPTER_FILE} says that an adapter belongs to the model, which is not read here; merge it "
+            "into the weights (merge_and_unload() of peft), or remove it"
+        )
+
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+def _together(folder: Path, contents: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """The tensors of all files. Raises ExportError for one that two files have."""
+    state: dict[str, torch.Tensor] = {}
+    for file, content in contents:
+        if repeated := sorted(state.keys() & content.keys()):
+            raise ExportError(
+                f"{folder}: {repeated[0]} is in {file} and in another file; it cannot be told which counts"
+            )
         state |= content
     return state
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
     """One file, or those of an index, all of which are there; None if there is neither."""
-    index = folder / f"{stem}.{suffix}.index.json"
+    index, single = folder / f"{stem}.{suffix}.index.json", f"{stem}.{suffix}"
     if not index.is_file():
-        return [f"{stem}.{suffix}"] if (folder / f"{stem}.{suffix}").is_file() else None
+        return [single] if (folder / single).is_file() else None
     files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    if (folder / single).is_file() and single not in files:
+        raise ExportError(
+            f"{folder}: holds {single} and {index.name}, which names other files; remove those that are not the model's"
+        )
     for file in files:
         if Path(file).name != file or not (folder / file).is_file():
             raise ExportError(f"{folder}: {file}, named in {index.name}, is not in the folder")

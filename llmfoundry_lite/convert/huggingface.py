@@ -119,7 +119,7 @@ def layout_of(config: ModelConfig) -> Layout:
 
 def layout_named(hf_config: HFConfig, where: str) -> Layout:
     kind = hf_config.get("model_type")
-    if kind not in LAYOUTS:
+    if not isinstance(kind, str) or kind not in LAYOUTS:
         raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected mpt, gpt2 or llama")
     return LAYOUTS[kind]
 
@@ -147,12 +147,19 @@ def from_hugging_face(
     check_keys(hf_config, layout, where)
     state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
     state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
-    config = layout.read_config(hf_config, state, where)
 
     def refuse(key: str, message: str) -> NoReturn:
         raise ExportError(f"{where}: config.json describes a model that cannot be: {key}: {message}")
 
-    check_model(config, refuse)
+    try:
+        config = layout.read_config(hf_config, state, where)
+        check_model(config, refuse)
+        our_shapes(config)
+    except ExportError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is mpt.LAYOUT
     sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout.sources(config)

@@ -612,6 +612,7 @@ class TextDataset(StreamingDataset):
         self.cache_usage += int(sizes[shard_id])
 
     def _evict_shard(self, shard_id: int) -> None:
+        self._stream_of(shard_id).check_elsewhere(self.shards[shard_id])
         self._shard_states[shard_id] = _ShardState.REMOTE
         self._verified[shard_id] = False
         self._stream_of(shard_id).remove_shard(self.shards[shard_id])

@@ -103,7 +103,7 @@ class CheckedStream(Stream):
             with open(part, "wb") as file:
                 file.write(content)
             os.replace(part, raw_path)
-            if self.remote and not self.keep_zip:
+            if self.remote and not self.keep_zip and not self.why_only_copy(shard):
                 _remove(zip_path)
         return 0
 
@@ -118,8 +118,32 @@ class CheckedStream(Stream):
             os.remove(arrived)
         raise DataError(f"it arrives damaged, twice: {damage}")
 
-    def remove_shard(self, shard: Reader) -> None:
+    def why_only_copy(self, shard: Reader) -> str:
+        """Why the files of a shard may be the only ones, where the remote is a folder; empty if the remote has others.
+        Remotes of other kinds are believed."""
         assert self.remote, "the only copy of a shard is never removed"
+        if _path_of(self.remote) is None:
+            return ""
+        for raw, zipped in shard.file_pairs:
+            info = zipped or raw
+            there = os.path.join(self.remote, self.split or "", info.basename)
+            here = os.path.join(folder_of(self), info.basename)
+            if not os.path.isfile(there) or os.path.getsize(there) != info.bytes:
+                return f"{there} is not there or not whole"
+            if os.path.realpath(there) == os.path.realpath(here) and not os.path.islink(here):
+                return f"{there} leads to {here}"
+        return ""
+
+    def check_elsewhere(self, shard: Reader) -> None:
+        """Raise DataError where removing a shard could lose it."""
+        if reason := self.why_only_copy(shard):
+            raise DataError(
+                f"{reason}, so {folder_of(self)} may hold the only copy, and nothing is removed; complete the remote, "
+                "or leave `remote` out"
+            )
+
+    def remove_shard(self, shard: Reader) -> None:
+        self.check_elsewhere(shard)
         for info in (info for pair in shard.file_pairs for info in pair if info is not None):
             _remove(os.path.join(folder_of(self), info.basename))
 

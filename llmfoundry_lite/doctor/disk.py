@@ -117,6 +117,7 @@ def _check_write(descriptor: int, most: int, fsync: Callable[[int], None], block
             _write_all(descriptor, blocks.build(index))
         fsync(descriptor)
         size += piece
+    blocks.num_written = size // MIB
     rate = size / (time.perf_counter() - began)
     slow = rate < kind.write_bytes_per_second
     return Finding(
@@ -140,6 +141,8 @@ def _check_read(descriptor: int, read: Read, blocks: "Blocks", kind: Kind) -> Fi
         data = _read_all(descriptor, MIB, read)
         read_seconds += time.perf_counter() - began
         if not data:
+            if count < blocks.num_written:
+                wrong.append(f"the file ends after {count} of {blocks.num_written} MiB")
             break
         if data != blocks.build(count):
             wrong.append(f"MiB {count} {blocks.explain(data, count)}")
@@ -190,6 +193,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.name = os.urandom(8)
+        self.num_written = 0
         self.noise = random.Random(4).randbytes(MIB)
 
     def build(self, index: int) -> bytes:

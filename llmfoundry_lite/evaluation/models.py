@@ -34,6 +34,7 @@ from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.convert.files import check_no_adapter
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
@@ -199,8 +200,9 @@ def _find_folder(
 def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
     """What config.json tells before weights are read. Raises ExportError or DataError."""
     hf_config = read_hf_config(folder)
+    check_no_adapter(folder)
     kind = hf_config.get("model_type")
-    if kind in LAYOUTS:
+    if isinstance(kind, str) and kind in LAYOUTS:
         check_keys(hf_config, LAYOUTS[kind], str(folder))
     elif not isinstance(kind, str):
         raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
@@ -257,7 +259,7 @@ def _fetch(name: str) -> Path:
             folder = fetch("pytorch_model.bin", "pytorch_model-*.bin")
         return folder
     except Exception as error:  # whatever the Hub or the network raise
-        raise DataError(f"models: hf:{name} cannot be had: {str(error).splitlines()[0]}") from error
+        raise DataError(f"models: hf:{name} cannot be had: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
 def _build_empty(config: ModelConfig, precision: str, device: torch.device, shard: Shard | None) -> MPT:

@@ -210,7 +210,8 @@ def markdown_list(texts: Sequence[str]) -> list[str]:
 
 def markdown_text(text: str) -> str:
     """Text that stays text in a cell or a line: no HTML, no links, no further columns or lines."""
-    return re.sub(r"([|\[])", r"\\\1", html.escape(printable(text), quote=False))
+    # A backslash before one of these would take away what is put there to make it text.
+    return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", html.escape(printable(text), quote=False))
 
 
 def _averaged(results: "Results") -> list[str]:

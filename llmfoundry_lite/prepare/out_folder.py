@@ -18,6 +18,7 @@ from typing import Any
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder, write_atomically
+from llmfoundry_lite.prepare.listing import read_object
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
@@ -25,6 +26,8 @@ from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE
 PARTIAL = ".partial"
 LAYOUT = 2
 """Of `.partial`: another number is another way to read units or to keep their tokens. Part of no result."""
+PUBLISHING = "publishing"
+"""A file in `.partial`: what the output folder holds from now on is of this preparation."""
 
 
 def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict[str, Any]:
@@ -105,11 +108,7 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
                 "choose another --out, or pass --overwrite to discard it"
             )
         notify(f"beginning anew in {partial}: {changed}, and no piece of the input was tokenised yet")
-    present = [name for name in (*SPLITS, "tokenizer") if (out / name).exists()]
-    if present:
-        raise DataError(
-            f"{out} already contains {', '.join(present)}, not written by this command; choose another --out"
-        )
+    refuse_others(out)
     if partial.exists():
         shutil.rmtree(partial)
     (partial / "units").mkdir(parents=True)
@@ -117,10 +116,22 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
     return partial
 
 
+def refuse_others(out: Path) -> None:
+    present = [name for name in (*SPLITS, "tokenizer") if os.path.lexists(out / name)]
+    if present:
+        raise DataError(
+            f"{out} already contains {', '.join(present)}, not written by this command; choose another --out"
+        )
+
+
 def publish(partial: Path, out: Path, summary: Summary) -> None:
     """Move the finished parts into place; the summary goes last and makes it official."""
     shutil.copytree(partial / "tokenizer", partial / "tokenizer.copy", dirs_exist_ok=True)
     sync_folder(partial / "tokenizer.copy")
+    begun = partial / PUBLISHING
+    if not begun.exists():
+        refuse_others(out)
+        write_atomically(begun, b"")
     for source, target in (("train", "train"), ("val", "val"), ("tokenizer.copy", "tokenizer")):
         shutil.rmtree(out / target, ignore_errors=True)  # of a launch that was killed right here
         if (partial / source).is_dir():
@@ -131,11 +142,14 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
 
 def discard(out: Path) -> None:
     """Remove an earlier preparation, finished or not, and nothing that does not look like one."""
-    if not (out / SUMMARY_FILE).is_file() and not (out / PARTIAL / "request.json").is_file():
-        return
-    (out / SUMMARY_FILE).unlink(missing_ok=True)  # first, so that a half-removed folder does not look finished
-    for name in (*SPLITS, "tokenizer", PARTIAL):
-        shutil.rmtree(out / name, ignore_errors=True)
+    is_finished = "format_version" in read_object(out / SUMMARY_FILE)
+    if is_finished:
+        (out / SUMMARY_FILE).unlink()  # first, so that a half-removed folder does not look finished
+    if is_finished or (out / PARTIAL / PUBLISHING).is_file():
+        for name in (*SPLITS, "tokenizer"):
+            shutil.rmtree(out / name, ignore_errors=True)
+    if (out / PARTIAL / "request.json").is_file():
+        shutil.rmtree(out / PARTIAL, ignore_errors=True)
 
 
 @contextlib.contextmanager

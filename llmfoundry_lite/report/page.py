@@ -2,11 +2,13 @@
 number in these is one of the facts, which is what report.json holds."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.tables import markdown_text
 from llmfoundry_lite.report.segments import short_precision
 
 Facts = dict[str, Any]
@@ -277,15 +279,14 @@ def markdown(sections: Sequence[Section], figure: str) -> str:
     """GitHub's dialect, with the figure after the first section."""
     blocks = []
     for i, section in enumerate(sections):
-        blocks.append(f"## {section.title}")
+        blocks.append(f"## {markdown_text(section.title)}")
         if section.rows:
             rule = ["---:" if i in section.right else "---" for i in range(len(section.columns))]
-            table = [section.columns, rule, *[[cell.replace("|", r"\|") for cell in row] for row in section.rows]]
-            heading = [cell.replace("|", r"\|") for cell in section.columns]
-            blocks.append("\n".join(f"| {' | '.join(row)} |" for row in [heading, *table[1:]]))
-        blocks.append("\n".join(f"- {line}" for line in section.lines))
+            heading, *cells = [[markdown_text(cell) for cell in row] for row in (section.columns, *section.rows)]
+            blocks.append("\n".join(f"| {' | '.join(row)} |" for row in [heading, rule, *cells]))
+        blocks.append("\n".join(f"- {markdown_text(line)}" for line in section.lines))
         if section.text:
-            fence = "`" * 4
+            fence = "`" * max(4, 1 + max(map(len, re.findall("`+", section.text)), default=0))
             blocks.append(f"{fence}text\n{section.text}\n{fence}")
         if i == 0:
             blocks.append(f"![loss]({figure})")

@@ -325,6 +325,15 @@ def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, t
     assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("change", [{"n_inner": "x"}, {"resid_pdrop": None}, {"embd_pdrop": 1.5}, {"model_type": []}])
+def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
+    export_model(MPT(SMALL).state_dict(), SMALL, tmp_path / "model")
+    config_file = tmp_path / "model" / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **change}))
+    with pytest.raises(ExportError, match=r"config\.json describes a model that cannot be: |cannot be read; expected"):
+        import_model(tmp_path / "model")
+
+
 def test_the_older_spelling_of_rope_is_read():
     hf_config = huggingface.build_hf_config(with_scaling(LLAMA, type="linear", factor=2.0))
     del hf_config["rope_parameters"]

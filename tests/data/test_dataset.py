@@ -339,6 +339,36 @@ def test_a_remote_that_is_the_folder_itself_is_none(tmp_path, name):
     assert before.items() <= files_of(shards).items()
 
 
+@pytest.mark.parametrize("remote_has", ["only the index", "links to the cache"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_cache_limit_never_removes_what_the_remote_has_not_or_only_links_to(tmp_path, remote_has, compression):
+    cache, remote = write_shards(tmp_path / "cache", 300, compression=compression), tmp_path / "remote"
+    remote.mkdir()
+    shutil.copyfile(cache / "index.json", remote / "index.json")
+    if remote_has == "links to the cache":
+        for path in cache.glob("*.mds*"):
+            (remote / path.name).symlink_to(path)
+    for path in sorted(cache.glob("*.mds*"))[10:]:  # these have to be brought
+        (remote / path.name).unlink(missing_ok=True)
+        shutil.move(path, remote)
+    before = files_of(cache)
+    with pytest.raises(DataError, match=r"may hold the only copy, and nothing is removed; complete the remote"):
+        numbers_of(open_data(cache, remote=str(remote), cache_limit=16_000, shuffle_block_size=24, global_batch_size=2))
+    assert before.items() <= files_of(cache).items()
+
+
+def test_a_cache_of_hard_links_to_the_remote_is_evicted(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote", 300), tmp_path / "cache"
+    cache.mkdir()
+    for path in remote.iterdir():
+        (cache / path.name).hardlink_to(path)
+    sorted(cache.glob("*.mds"))[20].unlink()
+    before = files_of(remote)
+    dataset = open_data(cache, remote=str(remote), cache_limit=16_000, shuffle_block_size=24, global_batch_size=2)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert before == files_of(remote) and len(list(cache.glob("*.mds"))) < len(list(remote.glob("*.mds")))
+
+
 def test_a_folder_that_lacks_what_its_index_compressed_is_read_and_kept(tmp_path):
     """StreamingDataset removes shards that were decompressed, and lost their compressed form, as leftovers."""
     shards = write_shards(tmp_path / "mds", compression="zstd")

@@ -96,6 +96,16 @@ def test_an_index_that_could_do_harm_is_refused(tmp_path, key, value, words):
         read_table(tmp_path, folder)
 
 
+@pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
+def test_a_single_name_outside_of_the_folder_is_found(tmp_path, indent):
+    folder = write_mds(tmp_path / "a")
+    content = json.loads((folder / "index.json").read_text())
+    content["shards"][5]["raw_data"]["basename"] = "/etc/shard.0.mds"  # as long as the others
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
+    with pytest.raises(DataError, match="names shards outside of its own folder"):
+        read_table(tmp_path, folder)
+
+
 def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
     digest = read_table(tmp_path, folder).streams[0].content

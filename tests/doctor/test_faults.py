@@ -209,6 +209,14 @@ def test_blocks_that_come_back_from_another_place_are_found(tmp_path):
     )
 
 
+def test_a_file_that_ends_too_early_fails(tmp_path):
+    parts = iter([b"", b""])
+    machine = Machine(folder=tmp_path, num_ranks=1, quick=True)
+    findings = {f.check: f for f in disk.check(machine, read=lambda _descriptor, _size: next(parts))}
+    assert findings["disk read"].status is Status.FAIL
+    assert "the file ends after 0 of " in findings["disk read"].detail
+
+
 def test_a_disk_that_reads_at_5_mb_a_second_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "LIMIT_SECONDS", 0.5)
 

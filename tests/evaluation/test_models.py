@@ -269,3 +269,24 @@ def test_weights_are_those_of_safetensors_where_both_are_there(folder):
     torch.save({}, folder / "pytorch_model.bin")
     found = load(folder).model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(folder / "model.safetensors").items())
+
+
+def test_two_sets_of_weights_or_an_adapter_beside_them_are_refused(tmp_path, tokenizer_folder):
+    folder = tmp_path / "model"
+    weights = random_model(PLAIN).state_dict()
+    export_model(weights, PLAIN, folder, tokenizer_folder=tokenizer_folder, max_shard_bytes=4_000)
+    assert isinstance(load(folder), TreeModel)
+    save_file(weights, folder / "model.safetensors")
+    assert "holds model.safetensors and model.safetensors.index.json, which names other files" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    first, *_, last = sorted(folder.glob("model-*.safetensors"))
+    tensors = load_file(first)
+    save_file({**load_file(last), **{name: tensor + 1 for name, tensor in tensors.items()}}, last)
+    assert f"{min(tensors)} is in {last.name} and in another file" in refusal(folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
+    assert "adapter_config.json says that an adapter belongs to the model, which is not read here" in refusal(folder)
+
+
+def test_an_adapter_of_another_type_is_refused(neox):
+    (neox / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
+    assert "adapter_config.json says that an adapter belongs to the model" in refusal(neox)

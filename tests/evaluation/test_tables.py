@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import average_error, markdown_table, notes, print_table, write_tables
+from llmfoundry_lite.evaluation.tables import (
+    average_error,
+    markdown_table,
+    markdown_text,
+    notes,
+    print_table,
+    write_tables,
+)
 from tests.helpers.results import choice, text
 
 
@@ -120,3 +127,7 @@ def test_names_stay_text_in_markdown():
         "|---|---:|",
         r"| &lt;script&gt;x\x1b\[2J | \[y](http://z)\n\| c |",
     ]
+
+
+def test_a_backslash_in_a_name_does_not_make_a_link_or_a_column():
+    assert markdown_text(r"\[y](http://z) a\|b \\| C:\dir") == r"\\\[y](http://z) a\\\|b \\\\\| C:\dir"

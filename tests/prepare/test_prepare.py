@@ -473,6 +473,35 @@ def test_folders_that_are_not_ours_are_left_alone(small_request: Request, tmp_pa
     assert precious.read_text() == "mine"
 
 
+def test_overwrite_leaves_a_folder_with_somebody_elses_summary_alone(small_request: Request, tmp_path: Path) -> None:
+    precious = tmp_path / "out" / "train" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    (tmp_path / "out" / "summary.json").write_text('{"accuracy": 0.9}')
+    with pytest.raises(DataError):
+        prepare(small_request, tmp_path / "out", overwrite=True)
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "out" / "summary.json").read_text() == '{"accuracy": 0.9}'
+
+
+def test_what_appears_in_the_folder_meanwhile_is_left_alone(
+    small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precious, publish = tmp_path / "out" / "train" / "precious", out_folder.publish
+
+    def publish_late(*arguments) -> None:
+        precious.parent.mkdir()
+        precious.write_text("mine")
+        publish(*arguments)
+
+    monkeypatch.setattr(prepare_module, "publish", publish_late)
+    with pytest.raises(DataError, match="already contains train, not written by this command"):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+    with pytest.raises(DataError, match="already contains train, not written by this command"):
+        prepare(small_request, tmp_path / "out", num_workers=1, overwrite=True)
+    assert precious.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("out", "reason"), [("/proc/x/y", "No such file"), ("file/out", "Not a directory"), ("file", "File exists")]
 )

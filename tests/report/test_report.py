@@ -14,6 +14,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.report.failures import suggest_save_interval
+from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
 from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -134,6 +135,14 @@ def test_two_devices_of_one_name_are_told_apart_by_the_peak_of_the_run(tmp_path)
     facts = report([write_run(tmp_path / "run", records, [on_gpu(1, 4, 8, name)])], prices=["MI250X=1"])["runs"][0]
     assert facts["segments"][0]["energy_kwh"] == pytest.approx(0.28 * 8 * 8 / 3600)
     assert facts["segments"][0]["cost"] == pytest.approx(8 * 8 / 3600)
+
+
+def test_names_and_samples_stay_text_in_markdown():
+    hostile = Section("<b>a\nb", ["x", "y"], [["[z](http://z)", "c|d"]], lines=["<script>"], text="`````\n# no heading")
+    assert markdown([hostile], "loss.png") == (
+        "## &lt;b&gt;a\\nb\n\n| x | y |\n| --- | --- |\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
+        "``````text\n`````\n# no heading\n``````\n\n![loss](loss.png)\n"
+    )
 
 
 def test_console_markdown_and_json_say_the_same(tmp_path, capsys):
