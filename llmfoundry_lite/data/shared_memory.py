@@ -10,6 +10,7 @@ without `--pid=host`): give such containers a /dev/shm each.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -149,10 +150,10 @@ def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_second
 def register_folders(folders: Sequence[str], launch_id: str) -> tuple[int, Any]:
     """Take a free number for a data set that reads these folders: the number and its `locals` block, to be kept."""
     from streaming.base.shared import SharedMemory
-    from streaming.base.shared.prefix import _check_and_find
 
-    while True:
-        number = max(_check_and_find([], [], name) for name in SHM_TO_CLEAN)
+    # By their names: streaming's own search opens every block on its way and keeps it open.
+    taken = {int(number) for number in _names_by_number(SHARED_MEMORY, _BLOCK_NAME)}
+    for number in (number for number in itertools.count() if number not in taken):
         content = pack_folders(folders, launch_id, number)
         try:
             block = SharedMemory(f"{number:06}_{LOCALS}", True, len(content))
@@ -160,6 +161,7 @@ def register_folders(folders: Sequence[str], launch_id: str) -> tuple[int, Any]:
             continue  # another node of this machine was faster
         block.buf[: len(content)] = content
         return number, block
+    raise AssertionError
 
 
 def shard_table_path(number: int) -> Path:

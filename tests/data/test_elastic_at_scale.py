@@ -1,6 +1,7 @@
 """One run, stopped and carried on again and again, on up to 64 ranks: the same batches, and no shard for nothing."""
 
 import itertools
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -171,6 +172,9 @@ def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_mor
     tmp_path, as_rank, downloads
 ):
     """Each rank a machine whose cache begins empty; the first leg ends in the first epoch, the last in the second."""
+    # All ranks are this one process, and each data set keeps its shared memory open until the process ends.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     remotes = {"a": write_shards(tmp_path / "a", 4_000, 0), "b": write_shards(tmp_path / "b", 2_000, 4_000)}
     batch, place, seen = 64, {"epoch": 0, "sample_in_epoch": 0}, []
 
