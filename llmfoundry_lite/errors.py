@@ -1,7 +1,7 @@
 """The errors a user is meant to read, and the exit codes of every process we start.
 
 Whoever raises one of these owns its sentence: what was given, what was expected, where, and what to do
-next, in one line. `scripts/` and `cli.py` print that line and exit with the error's code; anything else
+next, in one line. `ranks.ending` and `cli` print that line and exit with the error's code; anything else
 that escapes is a bug and keeps its traceback.
 """
 

@@ -17,6 +17,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -38,10 +39,7 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def uv():
-    found = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
-    if not os.access(found, os.X_OK):
-        pytest.skip("uv is neither on the PATH nor in .tools")
-    return found
+    return find_uv()
 
 
 def call(*command, **options):

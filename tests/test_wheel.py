@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.preflight import SECOND_STEP
+from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -20,10 +21,7 @@ DAY = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclud
 
 @pytest.fixture(scope="module")
 def uv():
-    found = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
-    if not os.access(found, os.X_OK):
-        pytest.skip("uv is neither on the PATH nor in .tools")
-    return found
+    return find_uv()
 
 
 def call(*command, cwd, code=0, **options):

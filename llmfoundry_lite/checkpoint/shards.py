@@ -1,6 +1,6 @@
 """Shard files: safetensors, written and read in one pass over their bytes, which hashes them block by block.
 
-Owns the layout of a file and the hashing; what the bytes mean is `format`'s, which tensors it has is the manifest's.
+Owns the layout of a file and the hashing; what the bytes mean is `save`'s, which tensors it has is the manifest's.
 Data starts at a multiple of 4096 and each slice at a multiple of its item size, so that a file can be mapped. No torch.
 
 The hashes of a shard's blocks are its own last tensor, HASHES: 16 bytes for each block of all bytes before it. So a

@@ -1,6 +1,6 @@
 """Rows of token ids -> batches, read ahead by worker processes, and the digest that tells whether two are the same.
 
-Owns collation, the loader, how long its workers live, and the batch digest. Leaves the rows to `text.py`.
+Owns collation, the loader, how long its workers live, and the batch digest. Leaves the rows to `dataset.py`.
 
 Shapes: b = samples in the batch of one rank, t = max_seq_len.
 """

@@ -1,7 +1,7 @@
 """Which sample stands at which place of which epoch: a pure function of a few integers.
 
 Owns the sample order: mixing of streams, shuffling, lanes, the dropped remainder. It knows
-nothing of nodes, ranks, DataLoader workers or files; `text.py` asks it for the slice a worker needs.
+nothing of nodes, ranks, DataLoader workers or files; `dataset.py` asks it for the slice a worker needs.
 
 How an epoch is laid out:
 

@@ -2,7 +2,7 @@
 
 Owns the description of a stream, and bringing its files: nothing that is downloaded gets its name before it has been
 checked against `index.json`, and nothing is removed that has no remote elsewhere. Leaves which shard is needed or given
-up, and when, to `text.py`; the transport itself is Stream's.
+up, and when, to `dataset.py`; the transport itself is Stream's.
 """
 
 import filecmp

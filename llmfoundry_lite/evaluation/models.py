@@ -47,7 +47,7 @@ from llmfoundry_lite.models.mpt import MPT
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shard = Callable[[nn.Module], None]
-"""Spreads a model over all ranks, in place (parallel.py's; the script brings it)."""
+"""Spreads a model over all ranks, in place (`parallel`'s; the suite brings it)."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Model in, parallel model out: meshes, tensor parallelism, FSDP2, precision, activation checkpointing, compilation.
+"""Model in, parallel model out: FSDP2 and compilation, around the other techniques of this room.
 
 Knows nothing of training. Composer is handed a model that is already parallel and is told fp32: the policy
 below does all the casting, on CPUs too, where Composer refuses bf16.

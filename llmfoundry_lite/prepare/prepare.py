@@ -1,8 +1,8 @@
 """Text to tokens to MDS shards: what `llmfoundry-lite data prepare` does.
 
 Owns the order of the steps, and the tokenizer. Leaves to `sources.py` and `documents.py` where text comes from, to
-`token_files.py` and `samples.py` the two steps, to `out_folder.py` carrying on after a kill, and to `text.py` how
-samples are read.
+`token_files.py` and `samples.py` the two steps, to `out_folder.py` carrying on after a kill, and to
+`data.dataset` how samples are read.
 
     OUT/train, OUT/val     MDS: one column `tokens`, `ndarray:uint16:N` (uint32 for vocabularies above 65,536)
     OUT/tokenizer          the tokenizer, in Hugging Face layout

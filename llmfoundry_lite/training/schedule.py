@@ -1,4 +1,4 @@
-"""The learning-rate multiplier as a pure function of how far a run has come: nothing to save, nothing to restore."""
+"""How far a run has come, and the learning rate that follows from it alone: nothing to save, nothing to restore."""
 
 import math
 from collections.abc import Callable

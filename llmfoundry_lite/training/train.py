@@ -165,7 +165,7 @@ def build_trainer(
         loggers=[run.log] if run.is_main else [],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
-        precision="fp32",  # parallel.py's policy does the casting
+        precision="fp32",  # the policy of parallel/fsdp.py does the casting
         device_train_microbatch_size=config.first_microbatch_size(config.global_train_batch_size // ranks.size),
         accumulate_train_batch_on_tokens=config.accumulate_train_batch_on_tokens,
         seed=config.seed,

@@ -18,7 +18,7 @@ if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
 fi
 
 # One task for each device, all of them visible to every task. The rendezvous is on the first node of the step:
-# launch.py reads srun's variables. When a rank has left the others have two minutes; the first to leave with 75 must
+# ranks/rank.py reads srun's variables. When a rank has left the others have two minutes; the first to leave with 75 must
 # not have the others killed. (Bash before 4.4 takes an empty array for one that is not set.)
 srun --kill-on-bad-exit=0 --wait=120 ${srun_options[@]+"${srun_options[@]}"} \
     ${container[@]+"${container[@]}"} python3 scripts/train.py "${options[@]}" "$@"
