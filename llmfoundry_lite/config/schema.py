@@ -1,7 +1,7 @@
 """A dataclass for every block of a training or evaluation YAML, in LLM Foundry's words; values and defaults.
 
-`load_train.py` and `load_eval.py` fill these from files and `key=value` arguments and check them; everybody else only reads
-them. They are frozen: what was validated once, before any device was touched, stays true.
+`load_train.py` and `load_eval.py` fill these from files and `key=value` arguments and check them; everybody else only
+reads them. They are frozen: what was validated once, before any device was touched, stays true.
 """
 
 import math

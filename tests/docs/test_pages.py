@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 
+from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import anchors, links
 
@@ -41,9 +42,7 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.fixture
 def build(tmp_path):
-    uv = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
-    if not os.access(uv, os.X_OK):
-        pytest.skip("uv is neither on the PATH nor in .tools")
+    uv = find_uv()
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "zensical.toml", tmp_path)
     command = (uv, "run", "--quiet", "--isolated", "--project", ROOT, "--only-group", "docs", "zensical", "build")
