@@ -39,6 +39,7 @@ from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, 
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
 from llmfoundry_lite.errors import UserError
@@ -108,8 +109,8 @@ def build(config: TrainConfig, num_ranks: int) -> tuple[torch.nn.Module, torch.o
     from llmfoundry_lite.parallel.precision import PRECISIONS
 
     fsdp = config.fsdp_config or FSDPConfig()
-    degree = config.tp_config.tensor_parallel_degree if config.tp_config else 1
-    mesh = build_mesh(fsdp, "cpu", num_ranks, DEVICES_OF_A_NODE, degree)
+    layout = divide_devices(fsdp, num_ranks, DEVICES_OF_A_NODE, config.tensor_parallel_degree)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = MPT(config.model, "sdpa")
     shard_model(model, fsdp, PRECISIONS["fp32", "DEFAULT"], mesh)

@@ -20,6 +20,7 @@ from llmfoundry_lite.bench.checkpoint.sides import Start, composer_save, dcp_asy
 from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.state import local_part, read_state
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.models.flops import count_parameters
@@ -73,7 +74,7 @@ def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     from llmfoundry_lite.parallel.precision import PRECISIONS
 
     fsdp = FSDPConfig()
-    mesh = build_mesh(fsdp, device_type(), NUM_RANKS, NUM_RANKS)
+    mesh = build_mesh(divide_devices(fsdp, NUM_RANKS), device_type())
     model = build_parallel_model(model_config(size), fsdp, PRECISIONS["fp32", "DEFAULT"], mesh, seed=17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for parameter in model.parameters():

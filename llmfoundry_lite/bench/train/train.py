@@ -291,6 +291,7 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
     """Seconds of each step of our model and our loss, without Composer."""
     import torch.distributed as dist
 
+    from llmfoundry_lite.config.layout import Layout
     from llmfoundry_lite.config.schema import FSDPConfig
     from llmfoundry_lite.parallel.fsdp import build_parallel_model
     from llmfoundry_lite.parallel.mesh import build_mesh
@@ -301,7 +302,7 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
     fsdp = FSDPConfig(sharding_strategy="NO_SHARD")
     precision = PRECISIONS["fp32" if dtype == "fp32" else "amp_bf16", fsdp.mixed_precision]
     config = ModelConfig(no_bias=True, max_seq_len=settings["seq_len"], **SHAPES[settings["shape"]])
-    model = build_parallel_model(config, fsdp, precision, build_mesh(fsdp, device_type(), 1, 1), seed=17)
+    model = build_parallel_model(config, fsdp, precision, build_mesh(Layout(), device_type()), seed=17)
 
     def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
         labels_bt = next_token_labels(tokens_bt)
