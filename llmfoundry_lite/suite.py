@@ -14,6 +14,7 @@ from torch import nn
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import (
     CheckpointError,
@@ -234,7 +235,7 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
     if not dist.is_initialized():  # one process: a group of its own, on no network
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     fsdp = FSDPConfig()
-    mesh = build_mesh(fsdp, device.type, this_rank().world_size, this_rank().local_world_size)
+    mesh = build_mesh(divide_devices(fsdp, this_rank().world_size), device.type)
     dtype = DTYPES[config.precision]
 
     def shard(model: nn.Module) -> None:

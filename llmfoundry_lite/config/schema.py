@@ -508,10 +508,6 @@ class TrainConfig:
     def tensor_parallel_degree(self) -> int:
         return self.tp_config.tensor_parallel_degree if self.tp_config else 1
 
-    def num_data_ranks(self, world_size: int) -> int:
-        """Into how many shares a global batch is divided: the devices that divide layers among them have one share."""
-        return world_size // self.tensor_parallel_degree
-
     @property
     def reduces_every_microbatch(self) -> bool:
         wish = self.sharding.reduce_every_microbatch

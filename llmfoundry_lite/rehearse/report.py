@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_flops_per_token
@@ -52,8 +53,8 @@ class Rehearsal:
 
 def describe(rehearsal: Rehearsal) -> str:
     config, device = rehearsal.config, rehearsal.device
-    num_ranks = config.num_data_ranks(rehearsal.num_devices)
-    estimate = estimate_training_memory(config, rehearsal.num_devices, rehearsal.per_node)
+    layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
+    num_ranks, estimate = layout.num_data_ranks, estimate_training_memory(config, layout)
     free_bytes = int(device.memory_bytes * FREE_SHARE)
     expected_bytes = estimate.total_bytes + rehearsal.workspaces_bytes
     lines = [
@@ -80,7 +81,7 @@ def describe(rehearsal: Rehearsal) -> str:
     for place, size in rehearsal.largest_bytes.items():
         lines.append(f"               held by {place}: {_bytes(size)}")
     tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
-    formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / config.tensor_parallel_degree
+    formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / layout.tensor
     total_flops = sum(rehearsal.flops.values())
     lines.append(
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "

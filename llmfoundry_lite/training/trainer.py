@@ -7,7 +7,7 @@ from composer import Trainer
 from composer.utils import collect_env
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.parallel.mesh import DataRanks
+from llmfoundry_lite.config.layout import DataRanks
 
 # Composer's Trainer asks for the processor's name, on every rank and for nobody, and py-cpuinfo starts processes and
 # times the processor to tell: more than a second of every launch.

@@ -140,7 +140,7 @@ def test_two_devices_of_one_name_are_told_apart_by_the_peak_of_the_run(tmp_path)
 def test_names_and_samples_stay_text_in_markdown():
     hostile = Section("<b>a\nb", ["x", "y"], [["[z](http://z)", "c|d"]], lines=["<script>"], text="`````\n# no heading")
     assert markdown([hostile], "loss.png") == (
-        "## &lt;b&gt;a\\nb\n\n| x | y |\n| --- | --- |\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
+        "## &lt;b&gt;a\\nb\n\n| x | y |\n|---|---|\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
         "``````text\n`````\n# no heading\n``````\n\n![loss](loss.png)\n"
     )
 
