@@ -10,8 +10,9 @@ Shapes: t = max_seq_len.
 
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from tempfile import gettempdir
 from time import sleep, time_ns
 from typing import Any, Protocol
@@ -39,11 +40,19 @@ from streaming.base.util import bytes_to_int, number_abbrev_to_int
 from streaming.base.world import World
 from torch import Tensor
 
-from llmfoundry_lite.data.agreement import check_alike, draw_launch_id, gather_notes
+from llmfoundry_lite.data.agreement import check_alike, failing_together, one_line
 from llmfoundry_lite.data.lazy_arrays import ShardBounds, ShardReaders, WorkerSampleIds
-from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, ORDER_VERSION, SampleOrder, share_of_worker
+from llmfoundry_lite.data.order import (
+    DEFAULT_WINDOW_SAMPLES,
+    MOST_UNITS,
+    NO_SAMPLE,
+    ORDER_VERSION,
+    SampleOrder,
+    share_of_worker,
+)
 from llmfoundry_lite.data.shard_table import ShardTable, write_table
 from llmfoundry_lite.data.shared_memory import (
+    ELSEWHERE,
     VERIFIED,
     clean_stale_shared_memory,
     one_start_at_a_time,
@@ -52,8 +61,9 @@ from llmfoundry_lite.data.shared_memory import (
     shard_table_path,
     wait_for_folders,
 )
-from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, one_line, remedy
+from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, remedy
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.ranks.exchange import gather_json, tell_all
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +130,7 @@ def build_text_dataset(
         "keep_zip": keep_zip,
     }
     return TextDataset(
-        streams=build_streams({name: defaults | stream for name, stream in described.items()}),
+        streams={name: defaults | stream for name, stream in described.items()},
         max_seq_len=max_seq_len,
         global_batch_size=global_batch_size,
         shuffle=shuffle and not evaluation,
@@ -147,7 +157,7 @@ class TextDataset(StreamingDataset):
     def __init__(
         self,
         *,
-        streams: Sequence[CheckedStream],
+        streams: Mapping[str, Mapping[str, Any]],
         max_seq_len: int,
         global_batch_size: int,
         shuffle: bool,
@@ -178,12 +188,9 @@ class TextDataset(StreamingDataset):
         self.token_dtype = np.dtype(token_encoding_type)
         self._background_error: Exception | None = None
         self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
-        self.cache_limit = bytes_to_int(cache_limit) if isinstance(cache_limit, str) else cache_limit
         self.replication = replication
         self._unique_rank_world = World.detect()
         self._parallel_rank_world = self._unique_rank_world.replicate(replication)
-        self.streams = streams
-        self.num_streams = len(streams)
         # [epoch, sample_in_epoch] to begin with. Shared with the DataLoader's workers, persistent ones included, and
         # anonymous: StreamingDataset's own block is found by its name, and when that is gone (unlinked by the
         # resource tracker of a killed run) it starts over from sample 0 without a word.
@@ -191,51 +198,50 @@ class TextDataset(StreamingDataset):
 
         initialised_dist = maybe_init_dist()
         try:
-            self._open()
-            self._choose_samples(epoch_size, shuffle_seed)
-            self.order = SampleOrder(
-                shard_sizes_per_stream=[self.table.of_stream(stream, "samples") for stream in range(len(streams))],
-                choose_per_stream=[int(stream.choose) for stream in streams],
-                num_lanes=global_batch_size,
-                seed=shuffle_seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                window_samples=window_samples,
-            )
-            self.order.shard_begins.setflags(write=False)  # worked out before workers are forked, who share it
+            self._open(streams, cache_limit)
+            with failing_together(self._cannot_open):
+                self._choose_samples(epoch_size, shuffle_seed)
+                self.order = SampleOrder(
+                    shard_sizes_per_stream=[self.table.of_stream(i, "samples") for i in range(self.num_streams)],
+                    choose_per_stream=[int(stream.choose) for stream in self.streams],
+                    num_lanes=global_batch_size,
+                    seed=shuffle_seed,
+                    shuffle=shuffle,
+                    drop_last=drop_last,
+                    window_samples=window_samples,
+                )
+                self._check_size()
+                self._check_columns()
+                self.order.shard_begins.setflags(write=False)  # worked out before workers are forked, who share it
             # Whoever comes back from here knows that the other ranks have opened the blocks as well.
-            check_alike(gather_notes(self._describe()))
+            check_alike(gather_json(self._describe()))
+        except BaseException:
+            self.__del__()  # lets go of the folders; the error may keep this object alive
+            raise
         finally:
             if initialised_dist:
                 torch.distributed.destroy_process_group()
-        self._check_columns()
-        if not self.order.num_batches:
-            raise DataError(
-                f"an epoch of {self.order.num_samples} samples is smaller than one global batch of "
-                f"{global_batch_size}; use a smaller batch, more data, or streams that repeat"
-            )
 
     # Opening: in place of StreamingDataset's constructor, which makes an object for each shard on each rank -----------
 
-    def _open(self) -> None:
+    def _open(self, streams: Mapping[str, Mapping[str, Any]], cache_limit: int | str | None) -> None:
         """The first rank of each node reads the indexes and makes what the node shares; the others open that."""
-        launch_id = draw_launch_id()
-        note: dict[str, Any] = {}
-        if get_local_rank() == 0:
-            try:
-                note["number"] = self._make_shared(launch_id)
-            except DataError as error:
-                note["error"] = str(error)
-            except (OSError, RuntimeError, ValueError, KeyError) as error:
-                folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
-                note["error"] = f"cannot open the data set {folders}: {one_line(error)}"
-        notes = gather_notes(note)
-        errors = [note["error"] for note in notes if "error" in note]
-        if errors:
-            self.__del__()  # lets go of the folders; the error may keep this object alive
-            raise DataError(errors[0])  # the same sentence everywhere, so that it is printed once
-        if get_local_rank() > 0:
-            self._open_shared(notes[get_rank() - get_local_rank()]["number"])
+        launch_id = tell_all(secrets.token_hex(8))
+        number = None
+        self._cannot_open = "cannot open the data set"
+        with failing_together(self._cannot_open):
+            self.streams = build_streams(streams)
+            self.num_streams = len(streams)
+            self.cache_limit = bytes_to_int(cache_limit) if isinstance(cache_limit, str) else cache_limit
+            folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
+        self._cannot_open += f" {folders}"
+        with failing_together(self._cannot_open):
+            if get_local_rank() == 0:
+                number = self._make_shared(launch_id)
+        numbers = gather_json(number)
+        with failing_together(self._cannot_open):
+            if get_local_rank() > 0:
+                self._open_shared(numbers[get_rank() - get_local_rank()])
 
     def _make_shared(self, launch_id: str) -> int:
         with one_start_at_a_time():
@@ -274,6 +280,8 @@ class TextDataset(StreamingDataset):
         self._shard_states = SharedArray(self.num_shards, np.uint8, _get_path(number, SHARD_STATES))
         self._shard_access_times = SharedArray(self.num_shards, np.uint64, _get_path(number, SHARD_ACCESS_TIMES))
         self._verified = SharedArray(self.num_shards, np.uint8, _get_path(number, VERIFIED))
+        self._elsewhere = SharedArray(self.num_shards, np.uint8, _get_path(number, ELSEWHERE))
+        """Which shards the remote has shown to hold: in this launch, they came from there or were compared."""
 
     def _choose_samples(self, epoch_size: int | str | None, seed: int) -> None:
         """How many samples an epoch takes from each stream, by its weight."""
@@ -281,12 +289,21 @@ class TextDataset(StreamingDataset):
         for stream, num_samples in zip(self.streams, samples_per_stream, strict=True):
             if not num_samples:
                 raise DataError(f"{folder_of(stream)} holds no samples; prepare the data again")
-        try:
-            epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
-            self.epoch_size = Stream.apply_weights(self.streams, samples_per_stream, epoch_samples, seed)
-        except ValueError as error:
-            folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
-            raise DataError(f"cannot open the data set {folders}: {one_line(error)}") from error
+        epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
+        self.epoch_size = Stream.apply_weights(self.streams, samples_per_stream, epoch_samples, seed)
+
+    def _check_size(self) -> None:
+        if not self.order.num_batches:
+            raise DataError(
+                f"an epoch of {self.order.num_samples} samples is smaller than one global batch of "
+                f"{self.global_batch_size}; use a smaller batch, more data, or streams that repeat"
+            )
+        if self.order.most_units > MOST_UNITS:
+            raise DataError(
+                f"an epoch of {self.order.num_samples} samples reads {self.num_shards} shards so often that "
+                f"{self.order.most_units} pieces would have to be shuffled, at most {MOST_UNITS} can be; use a smaller "
+                "epoch_size or repeat, and more epochs"
+            )
 
     def _describe(self) -> dict[str, Any]:
         """What all nodes must have alike, and where this one has it."""
@@ -501,10 +518,11 @@ class TextDataset(StreamingDataset):
         try:
             damage = find_damage(path, reader.raw_data)
             if damage and stream.remote:
-                log.warning("%s is damaged: %s; it is downloaded again", path, damage)
-                stream.remove_shard(reader)
-                self.prepare_shard(shard_id)
-                damage = find_damage(path, reader.raw_data)
+                with self._lock_cache():  # until which somebody else may have mended it, or given it up
+                    if damage := find_damage(path, reader.raw_data):
+                        log.warning("%s is damaged: %s; it is downloaded again", path, damage)
+                        self._bring_shard(shard_id, damage)
+                        damage = find_damage(path, reader.raw_data)
         except FileNotFoundError:
             return  # it has not been downloaded yet, or given up again
         if damage:
@@ -571,9 +589,7 @@ class TextDataset(StreamingDataset):
         if not blocking and self._verified[shard_id] and states[shard_id] == _ShardState.LOCAL:
             self._shard_access_times[shard_id] = time_ns()
             return
-        if not hasattr(self, CACHE_FILELOCK):
-            self._cache_filelock = FileLock(self._cache_filelock_path)  # cannot be pickled
-        with self._cache_filelock:
+        with self._lock_cache():
             is_here = states[shard_id] == _ShardState.LOCAL and os.path.exists(self._path(shard_id))
             is_ours = not is_here and states[shard_id] != _ShardState.PREPARING
             if is_ours:
@@ -586,14 +602,20 @@ class TextDataset(StreamingDataset):
             sleep(TICK)
         self._shard_access_times[shard_id] = time_ns()
 
-    def _bring_shard(self, shard_id: int) -> None:
+    def _lock_cache(self) -> FileLock:
+        return FileLock(self._cache_filelock_path)  # made anew, because it cannot be pickled
+
+    def _bring_shard(self, shard_id: int, damage: str = "") -> None:
+        """Bring a shard that is not there, or one whose file has this damage."""
         stream = self._stream_of(shard_id)
         try:
             self._verified[shard_id] = False
-            stream.prepare_shard(self.shards[shard_id])
+            if stream.prepare_shard(self.shards[shard_id], again=bool(damage)):
+                self._elsewhere[shard_id] = True
         except Exception as error:
             where = f"from {stream.remote}" if stream.remote else "which is not there, and no `remote` has it"
-            raise DataError(f"cannot get {self._path(shard_id)} {where}: {one_line(error)}") from error
+            what = f"{self._path(shard_id)} is damaged: {damage}; cannot get it again" if damage else ""
+            raise DataError(f"{what or f'cannot get {self._path(shard_id)}'} {where}: {one_line(error)}") from error
         finally:
             # Of a failure too: threads of other workers wait until the shard is there, and the DataLoader waits for
             # those workers. They go to read it, find no file, and try it themselves, with the same error to show.
@@ -612,7 +634,8 @@ class TextDataset(StreamingDataset):
         self.cache_usage += int(sizes[shard_id])
 
     def _evict_shard(self, shard_id: int) -> None:
-        self._stream_of(shard_id).check_elsewhere(self.shards[shard_id])
+        self._stream_of(shard_id).check_elsewhere(self.shards[shard_id], has_come=bool(self._elsewhere[shard_id]))
+        self._elsewhere[shard_id] = False
         self._shard_states[shard_id] = _ShardState.REMOTE
         self._verified[shard_id] = False
         self._stream_of(shard_id).remove_shard(self.shards[shard_id])

@@ -40,6 +40,9 @@ DEFAULT_WINDOW_SAMPLES = 4_000_000
 ORDER_VERSION = 1
 """Of the algorithm; kept in every checkpoint. A change of any epoch's order is a new version."""
 
+MOST_UNITS = 1 << 24
+"""In one epoch. Laying them out takes about 70 bytes for each, and every worker keeps 13."""
+
 NO_SAMPLE = -1
 
 _MAX_SLICE_ELEMENTS = 1 << 19
@@ -80,6 +83,14 @@ class SampleOrder:
     def num_samples(self) -> int:
         """Samples in an epoch, before the remainder is dropped."""
         return int(sum(self.choose_per_stream))
+
+    @property
+    def most_units(self) -> int:
+        """At most so many units does an epoch have: shards, each as often as it is read."""
+        return sum(
+            len(sizes) * -(-choose // max(int(np.sum(sizes)), 1))
+            for sizes, choose in zip(self.shard_sizes_per_stream, self.choose_per_stream, strict=True)
+        )
 
     @property
     def num_batches(self) -> int:
