@@ -1,7 +1,12 @@
 """Folders that plain `transformers` loads: same logits, nothing half-written, a reason when it cannot be."""
 
+import contextlib
 import json
+import os
+import shutil
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
+from llmfoundry_lite.convert.files import published, write_json
 from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
@@ -222,12 +228,84 @@ def test_a_full_disk_leaves_the_earlier_export_and_no_draft(tmp_path, monkeypatc
 def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_path):
     export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
     export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out")
-    assert import_model(tmp_path / "out")[0] == ALIBI
+    assert import_model(tmp_path / "out")[0] == ALIBI and [path.name for path in tmp_path.iterdir()] == ["out"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ExportError, match="exists and is not an earlier export"):
+    with pytest.raises(ExportError, match=r"exists and is not an earlier export: it has no export\.json that"):
         export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json"])
+def test_an_export_that_somebody_has_changed_is_theirs(name, tmp_path):
+    weights = random_model(SMALL).state_dict()
+    export_model(weights, SMALL, tmp_path / "out")
+    file = tmp_path / "out" / name
+    file.write_bytes((file.read_bytes() if file.exists() else b"") + b" ")
+    with pytest.raises(ExportError) as error:
+        export_model(weights, SMALL, tmp_path / "out")
+    assert str(error.value) == (
+        f"{tmp_path / 'out'}: exists and is not an earlier export: {name} is not what an export wrote; give another "
+        "folder or remove it"
+    )
+    assert file.read_bytes().endswith(b" ") and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_that_others_saved_under_the_same_names_is_never_replaced(tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs.lm_head.weight.data += 1  # trained further
+    theirs.save_pretrained(tmp_path / "out")
+    theirs.save_pretrained(tmp_path / "theirs")
+    for folder in ("out", "theirs"):
+        weights = (tmp_path / folder / "model.safetensors").read_bytes()
+        with pytest.raises(ExportError, match="exists and is not an earlier export"):
+            export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / folder)
+        assert (tmp_path / folder / "model.safetensors").read_bytes() == weights
+
+
+def in_a_process_of_its_own(function) -> int:
+    """Its exit status."""
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            function()
+        os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_renames", [0, 1, 2])
+def test_an_export_killed_at_a_rename_loses_neither_model(num_renames, tmp_path):
+    first, second = random_model(SMALL).state_dict(), random_model(SMALL, seed=1).state_dict()
+    export_model(first, SMALL, tmp_path / "out")
+    rename, done = Path.rename, []
+
+    def killing(self, target):
+        if len(done) == num_renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(rename(self, target))
+
+    def replace_it():
+        Path.rename = killing
+        shutil.rmtree = lambda *_args, **_options: len(done) == 2 and os.kill(os.getpid(), signal.SIGKILL)
+        export_model(second, SMALL, tmp_path / "out")
+
+    assert in_a_process_of_its_own(replace_it) == signal.SIGKILL
+    assert (tmp_path / "out").exists() == (num_renames != 1)
+    with pytest.raises(RuntimeError), published(tmp_path / "out"):  # the next export fails while it writes
+        raise RuntimeError
+    name = "transformer.wte.weight"
+    expected = second if num_renames == 2 else first
+    assert torch.equal(import_model(tmp_path / "out")[1][name], expected[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_of_two_exports_to_one_folder_the_second_is_refused(tmp_path):
+    with published(tmp_path / "out") as draft:
+        write_json(draft / "config.json", {})
+        with pytest.raises(ExportError, match="out: another export is writing it; wait for that one"):
+            export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "export.json"}
 
 
 # --------------------------------------------------------------------------------------------------- imports
