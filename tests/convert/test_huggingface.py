@@ -47,6 +47,7 @@ LAYOUTS = {
     "llama-bias-tied": replace(LLAMA, no_bias=False, tie_word_embeddings=True, norm_type="low_precision_rmsnorm"),
     "llama-linear": with_scaling(LLAMA, type="linear", factor=2.0),
     "llama-dynamic": replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16),
+    "llama-3": with_scaling(LLAMA, type="llama3", factor=8.0, original_max_position_embeddings=64),
     "llama-width": replace(LLAMA, ffn_config=replace(LLAMA.ffn_config, ffn_hidden_size=80)),
 }
 
@@ -347,6 +348,17 @@ def test_what_cannot_be_read_is_named(change, message):
     assert str(error.value).startswith(f"folder: {message}")
 
 
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
+"""Of a head's six frequencies one stays, two are mixed and three are divided."""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -355,7 +367,15 @@ def test_what_cannot_be_read_is_named(change, message):
         ({"hidden_act": "gelu_fast"}, 'hidden_act is "gelu_fast" in config.json; this model only has "silu" or '),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
-            'rope_parameters.rope_type is "llama3" in config.json; this model only has "default" or "linear"',
+            "rope_parameters.low_freq_factor is missing in config.json; it belongs to rope_type llama3 alone",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 16}},
+            "rope_parameters.original_max_position_embeddings is 16 in config.json; it belongs to rope_type llama3",
+        ),
+        (
+            {"rope_parameters": {**LLAMA_3, "low_freq_factor": 4.0}},
+            "config.json describes a model that cannot be: model.attn_config.rope_hf_config.high_freq_factor: 4.0",
         ),
         (
             {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 8.0}},
@@ -375,18 +395,19 @@ def test_what_cannot_be_read_of_a_llama_is_named(change, message):
     assert str(error.value).startswith(f"folder: {message}")
 
 
+THEIR_LLAMA = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "max_position_embeddings": 32,
+    "vocab_size": 97,
+}
 THEIR_OWN = {
     "gpt2": GPT2Config(n_embd=48, n_head=4, n_layer=3, n_positions=32, vocab_size=97),
-    "llama": LlamaConfig(
-        hidden_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        intermediate_size=128,
-        max_position_embeddings=32,
-        vocab_size=97,
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
-    ),
+    "llama": LlamaConfig(**THEIR_LLAMA, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}),
+    "llama 3": LlamaConfig(**THEIR_LLAMA, rope_parameters=LLAMA_3),
     "mpt": MptConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97),
 }
 
@@ -403,6 +424,15 @@ def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, t
     assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
 
 
+def test_what_llama_3_does_to_angles_changes_logits():
+    """So that agreement with transformers says something."""
+    config = LAYOUTS["llama-3"]
+    model, plain = random_model(config), MPT(with_scaling(LLAMA, type="no_scaling"))
+    plain.load_state_dict(model.state_dict())
+    tokens_bt = random_tokens(config)
+    assert (model(tokens_bt) - plain(tokens_bt)).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("change", [{"n_inner": "x"}, {"resid_pdrop": None}, {"embd_pdrop": 1.5}, {"model_type": []}])
 def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
     export_model(MPT(SMALL).state_dict(), SMALL, tmp_path / "model")
@@ -413,6 +443,10 @@ def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
 
 
 def test_the_older_spelling_of_rope_is_read():
+    hf_config = {**huggingface.build_hf_config(LAYOUTS["llama-3"])}
+    del hf_config["rope_parameters"]
+    state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    assert from_hugging_face(state, hf_config)[0] == LAYOUTS["llama-3"]
     hf_config = huggingface.build_hf_config(with_scaling(LLAMA, type="linear", factor=2.0))
     del hf_config["rope_parameters"]
     hf_config["rope_scaling"] = {"type": "linear", "factor": 2.0}
@@ -462,7 +496,13 @@ FOUNDRY = {
         "rope_theta": 500,
         "rope_impl": "hf",
         "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
-        "rope_hf_config": {"type": "linear", "factor": 2.0},
+        "rope_hf_config": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
         "kv_dim": None,
     },
     "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 80, "ffn_act_fn": {"name": "silu"}, "fc_type": "torch"},
@@ -495,7 +535,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
         rope=True,
         rope_theta=500,
         rope_impl="hf",
-        rope_hf_config=RopeScaling(type="linear", factor=2.0),
+        rope_hf_config=RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=16),
     )
     ffn = FFNConfig(ffn_type="mptglu", ffn_hidden_size=80, ffn_act_fn=FFNActivation(name="silu"))
     config = replace(
@@ -516,7 +556,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
 @pytest.mark.parametrize(
     ("block", "change", "message"),
     [
-        ("attn_config", {"rope_hf_config": {"type": "llama3"}}, 'attn_config.rope_hf_config.type is "llama3"'),
+        ("attn_config", {"rope_hf_config": {"type": "yarn"}}, 'attn_config.rope_hf_config.type is "yarn"'),
         ("attn_config", {"rope_impl": "dail", "rope_dail_config": {"type": "xpos"}}, 'rope_dail_config.type is "xpos"'),
         ("attn_config", {"attn_logit_softcapping": 30.0}, "attn_config.attn_logit_softcapping is 30.0"),
         ("attn_config", {"attn_temperature_tuning": {"attn_scale": 0.1}}, "attn_temperature_tuning.attn_scale is 0.1"),
