@@ -19,7 +19,7 @@ from llmfoundry_lite.evaluation import paired
 from llmfoundry_lite.evaluation.paired import Counts, Floats
 
 LEVEL, SEED = 0.05, 17
-TEXT_DRAWS = 20
+TEXT_DRAWS = 10
 """A draw of texts costs 10,000 resamples: there are so many times fewer of them."""
 
 
@@ -182,7 +182,7 @@ def texts(num_draws: int) -> Iterator[Row]:
         "skewed (log-normal, sigma 1)": lambda n: 0.05 * (generator.lognormal(0, 1, n) - math.exp(0.5)),
     }
     for name, draw in tails.items():
-        for n in (20, 100):
+        for n in (20, 50, 100):
             for difference in (0.0, 0.05):
                 tally = np.zeros(3)
                 for _ in range(num_draws):

@@ -21,6 +21,8 @@ HASHES = (
 )
 """What streaming.base.hashing finds in hashlib and xxhash."""
 
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 CHOICES = {
     "model.name": ("mpt_causal_lm",),
     "model.norm_type": ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm"),
@@ -29,7 +31,7 @@ CHOICES = {
     "model.attn_config.attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
     "model.attn_config.attn_impl": ("auto", "sdpa", "blocked", "flex", "flash", "reference", "torch"),
     "model.attn_config.rope_impl": ("dail", "hf"),
-    "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk"),
+    "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk", "llama3"),
     "model.ffn_config.ffn_type": ("mptmlp", "mptglu"),
     "model.ffn_config.ffn_act_fn.name": ("gelu", "quick_gelu", "relu", "silu"),
     "model.ffn_config.ffn_act_fn.approximate": ("none", "tanh"),
@@ -60,6 +62,7 @@ POSITIVE = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
     *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
     *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
+    *(f"model.attn_config.rope_hf_config.{key}" for key in LLAMA3_KEYS),
     *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
     "tp_config.tensor_parallel_degree",
     *("global_train_batch_size", "device_eval_batch_size"),
@@ -108,7 +111,7 @@ ALTERNATIVES = {
     "model.name": "LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
     "model.ffn_config.ffn_type": "mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
     "model.norm_type": "use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
-    "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
+    "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic, ntk or llama3",
     "train_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
     "eval_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
     "precision": "expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",

@@ -5,13 +5,17 @@ the tensors mean is the layouts'.
 """
 
 import contextlib
+import fcntl
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -24,41 +28,90 @@ TOKENIZER_FILES = (
 )
 
 
+LISTING = "export.json"
+"""The hash of every other file of an export: what tells it from somebody's own folder with files of the same names."""
+
+
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its place once everything in it is on disk."""
+    """A draft beside `folder` that takes its place, or that of an earlier export, once everything in it is on disk."""
     folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder)):
-        raise ExportError(f"{folder}: exists and is not an earlier export; give another folder or remove it")
-    # Fixed names: what a killed export leaves behind is cleared away by the next one.
-    draft = folder.with_name(f".{folder.name}.draft")
-    replaced = folder.with_name(f".{folder.name}.replaced")
+    # A fixed name: what a killed export leaves behind is put back or cleared away by the next one.
+    work = folder.parent / f".{folder.name}.export"
+    draft, replaced = work / "draft", work / "replaced"
     try:
-        for leftover in (draft, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
-        draft.mkdir(parents=True)
-        yield draft
-        sync_folder(draft)
-        if folder.exists():
-            folder.rename(replaced)
-        draft.rename(folder)
-        sync(folder.parent)
+        with _alone_in(work, folder):
+            if not folder.exists() and _find_foreign(replaced) is None:  # killed between the two renames below
+                replaced.rename(folder)
+            _check_replaceable(folder)
+            for leftover in (draft, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+            draft.mkdir()
+            yield draft
+            write_json(draft / LISTING, {"files": {path.name: _hash(path) for path in sorted(draft.iterdir())}})
+            sync_folder(draft)
+            if folder.exists():
+                folder.rename(replaced)
+            draft.rename(folder)
+            sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+@contextlib.contextmanager
+def _alone_in(work: Path, folder: Path) -> Iterator[None]:
+    """One export at a time, where the file system can lock. Whatever happens, `folder` stays or is put back."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        place = os.open(work, os.O_RDONLY)
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(place)
+            raise ExportError(
+                f"{folder}: another export is writing it; wait for that one, or give another folder"
+            ) from None
+        except OSError:  # no locks there
+            pass
+        with contextlib.suppress(FileNotFoundError):  # removed by another export that has just ended
+            if os.path.samestat(os.fstat(place), os.stat(work)):
+                break
+        os.close(place)
+    try:
+        yield
     finally:
-        if not folder.exists() and replaced.exists():
-            replaced.rename(folder)
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if not folder.exists() and (work / "replaced").exists():
+            (work / "replaced").rename(folder)
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(place)
 
 
-def _is_replaceable(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()}
-    known = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"}
-    return not names or (
-        "config.json" in names
-        and all(n in known or n in TOKENIZER_FILES or (n[:6] == "model-" and n[-12:] == ".safetensors") for n in names)
-    )
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if (foreign := _find_foreign(folder)) is not None:
+        raise ExportError(f"{folder}: exists and is not an earlier export: {foreign}; give another folder or remove it")
+
+
+def _find_foreign(folder: Path) -> str | None:
+    """What of `folder` no export has written; None for an export as it was written."""
+    try:
+        hashes = json.loads((folder / LISTING).read_text(encoding="utf-8"))["files"]
+        names = {path.name for path in folder.iterdir()} - {LISTING}
+        for name in sorted(names | set(hashes)):
+            path = folder / name
+            if name not in names:
+                return f"{name} is missing"
+            if path.is_symlink() or not path.is_file() or hashes.get(name) != _hash(path):
+                return f"{name} is not what an export wrote"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"it has no {LISTING} that can be read"
+    return None
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def write_weights(

@@ -189,14 +189,15 @@ WRONG = {
     "model.norm_type=triton_rmsnorm": (
         "'triton_rmsnorm' is not known; use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm"
     ),
-    "model.attn_config.rope_hf_config.type=llama3": (
-        "'llama3' is not known; expected no_scaling, linear, dynamic or ntk"
+    "model.attn_config.rope_hf_config.type=yarn": (
+        "'yarn' is not known; expected no_scaling, linear, dynamic, ntk or llama3"
     ),
+    "model.attn_config.rope_hf_config.low_freq_factor=2": "given for type no_scaling; only llama3 has it",
     "model.attn_config.kv_n_heads=2": (
         "2 given, but multihead_attention has 4; remove it, or use attn_type: grouped_query_attention"
     ),
     "model.attn_config.sliding_window_size=0": ("0 given, expected a number of tokens above 0, or -1 to see all"),
-    "model.attn_config.rope_hf_config.factor=2": ("given without a type; add type: linear, dynamic or ntk"),
+    "model.attn_config.rope_hf_config.factor=2": ("given without a type; add type: linear, dynamic, ntk or llama3"),
     "model.embedding_fraction=1.5": "1.5 given, expected a share, 0 < share <= 1",
     "algorithms.low_precision_layernorm={}": (
         "LLM Foundry's option is left out here; use model.norm_type: low_precision_layernorm"
@@ -218,6 +219,9 @@ IMPOSSIBLE_ATTENTION = {
     ),
     "model.attn_config={attn_type: grouped_query_attention, kv_n_heads: 3}": (
         "kv_n_heads: 3 does not divide n_heads, 4; use one of 1, 2 or 4"
+    ),
+    "model.attn_config.rope_hf_config={type: llama3, factor: 8, high_freq_factor: 1}": (
+        "rope_hf_config.high_freq_factor: 1.0 given, expected more than low_freq_factor, 1.0"
     ),
     "model.attn_config={alibi: true, rope: true}": "rope: both alibi and rope given; use one of them",
     "model.attn_config={qk_ln: true, qk_gn: true}": "qk_gn: both qk_ln and qk_gn given; use one of them",
