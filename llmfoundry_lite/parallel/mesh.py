@@ -23,6 +23,10 @@ class DataRanks:
     speaks: bool
     """One process of each group counts what the group has seen."""
 
+    @property
+    def is_first(self) -> bool:
+        return self.speaks and self.rank == 0
+
 
 def data_ranks(tensor_parallel_degree: int) -> DataRanks:
     """Of the process group as it stands; a process alone is one."""

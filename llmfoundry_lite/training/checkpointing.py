@@ -27,6 +27,7 @@ from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.ending import Preempted, leaving_because
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.carried_log import CarriedLog
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.loggers import SAVED, RunLog
@@ -44,11 +45,13 @@ class Checkpointing(Callback):
         model: LanguageModel,
         gradient_step: GradientStep,
         preemption: Preemption,
+        agreement: Agreement,
         start: Start,
     ):
         self.config = config
         self.model = model
         self.preemption = preemption
+        self.agreement = agreement
         self.store = CheckpointStore(config.checkpoint_folder)
         self.policy = SavePolicy(config, preemption)
         self.run_state = RunState(config, gradient_step)
@@ -68,6 +71,7 @@ class Checkpointing(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
+        self.agreement.is_writing = lambda: self.saver.is_writing
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
@@ -148,7 +152,7 @@ class Checkpointing(Callback):
     # ----------------------------------------------------------------------------------------------------- save
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._log(self.saver.poll(), logger)
+        self._log(self.saver.poll(all_written=self.agreement.all_written), logger)
         decision = self.policy.decide(state)
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:

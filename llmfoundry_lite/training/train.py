@@ -41,6 +41,7 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import (
     build_callbacks,
     build_eval_data,
@@ -149,9 +150,11 @@ def build_trainer(
     train_data = build_train_data(config, ranks.size)
     eval_data = build_eval_data(config, ranks.size)
     model = build_model(config, here.world_size, here.local_world_size)
-    callbacks = build_callbacks(config, model, preemption, start)
+    agreement = Agreement(ranks, preemption)
+    callbacks = build_callbacks(config, model, preemption, agreement, start)
     trainer = GroupedTrainer(
         ranks=ranks,
+        agreement=agreement,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,

@@ -53,7 +53,7 @@ class AllowingDevice(DeviceCPU):
 def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, allowed):
     devices.set_tf32(False)
     model = LanguageModel(MPT(SMALL), PRECISIONS[precision, "DEFAULT"])
-    GroupedTrainer(ranks=data_ranks(1), model=model, device=AllowingDevice(), progress_bar=False)
+    GroupedTrainer(ranks=data_ranks(1), agreement=None, model=model, device=AllowingDevice(), progress_bar=False)
     assert flags() == {allowed}
 
 
