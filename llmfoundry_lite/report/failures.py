@@ -9,7 +9,6 @@ without a word (killed, or its machine went down); of launches that ran elsewher
     lost            batches on dead branches, and their `time/batch_seconds` x devices
 """
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.checkpoint.folders import LocalFolder
+from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.log_lines import Record
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
 from llmfoundry_lite.status import is_running, read_status
@@ -66,22 +66,6 @@ def describe_failures(run: Run) -> dict[str, Any]:
         "save_every_seconds": every,
         "save_every_batches": max(1, round(every / batch_seconds)) if every and batch_seconds else None,
     }
-
-
-def suggest_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Seconds of training between saves that lose least to saves and failures together.
-
-    With d for what a save holds up and M for the mean time between failures: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 +
-    (d / 2M) / 9) - d where d < 2M, and M beyond. J. T. Daly, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps", Future Generation Computer Systems 22 (2006), equation 37. The first term is that of
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974). Both assume that
-    failures are independent, and that a restart costs the same whenever one saves.
-    """
-    d, m = save_seconds, seconds_between_failures
-    if d >= 2 * m:
-        return m
-    share = d / (2 * m)
-    return math.sqrt(2 * d * m) * (1 + math.sqrt(share) / 3 + share / 9) - d
 
 
 def find_trained(log: Log) -> list[Launch]:

@@ -53,7 +53,7 @@ class Checkpointing(Callback):
         self.preemption = preemption
         self.agreement = agreement
         self.store = CheckpointStore(config.checkpoint_folder)
-        self.policy = SavePolicy(config, preemption)
+        self.policy = SavePolicy(config, preemption, agreement)
         self.run_state = RunState(config, gradient_step)
         self.log = CarriedLog(config, self.store.root)
         self.begins = start
@@ -72,6 +72,7 @@ class Checkpointing(Callback):
     def after_load(self, state: State, logger: Logger) -> None:
         self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
         self.agreement.is_writing = lambda: self.saver.is_writing
+        self.agreement.is_saving = lambda: self.saver.is_saving
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
@@ -194,6 +195,8 @@ class Checkpointing(Callback):
     def _save(self, state: State, logger: Logger) -> None:
         self._log(self.saver.save(self.model.model, state.optimizers[0], self._about(state)), logger)
         self.last_saved_batch = int(state.timestamp.batch)
+        if self.policy.timer is not None:
+            self.policy.timer.note_begun()
 
     def _finish(self, logger: Logger) -> None:
         self._log(self.saver.wait(), logger)
@@ -201,14 +204,19 @@ class Checkpointing(Callback):
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:
             return
-        logger.log_metrics(
-            {
-                "checkpoint/stall_seconds": saved.stall_seconds,
-                "checkpoint/durable_seconds": saved.durable_seconds,
-                SAVED: saved.num_bytes,
-            }
-        )
+        metrics = {
+            "checkpoint/stall_seconds": saved.stall_seconds,
+            "checkpoint/durable_seconds": saved.durable_seconds,
+            SAVED: saved.num_bytes,
+        }
         self._say(f"saved {saved.name}")
+        timer = self.policy.timer
+        if timer is not None:
+            news = timer.note_published(saved.stall_seconds, saved.durable_seconds)
+            metrics["checkpoint/cost_seconds"] = timer.cost_seconds
+            metrics["checkpoint/interval_seconds"] = timer.seconds
+            self._say(*([news] if news else []))
+        logger.log_metrics(metrics)
 
     def _after_publish(self, lease: Lease) -> None:
         """In the background, on rank 0, after each save."""
@@ -266,6 +274,7 @@ class Checkpointing(Callback):
             last_batch=int(state.timestamp.batch),
             microbatch_size=int(state.device_train_microbatch_size or 0),
             tokens_per_second=tokens / seconds if seconds else None,
+            save_interval_seconds=self.policy.timer.seconds if self.policy.timer is not None else None,
             changes=self.changes,
         )
 
