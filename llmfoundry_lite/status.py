@@ -55,6 +55,23 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     return {"status": status, "batch": content.get("batch", 0), "reason": reason}
 
 
+def seconds_between_failures(folder: Path) -> float | None:
+    """Mean time of training that launches of this folder had between failures, start-up included; None of a run that
+    has not failed. A launch without a word for its end counts as a failure of no length."""
+    seconds, num_failures, begun = 0.0, 0, None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        for line in (folder / LAUNCHES).read_text().splitlines():
+            event = json.loads(line)
+            if event["status"] == "running":
+                num_failures += begun is not None
+                begun = event["time"]
+            elif begun is not None and event["has_begun"]:
+                seconds += event["time"] - begun
+                num_failures += event["status"] == "failed"
+                begun = None
+    return seconds / num_failures if num_failures and seconds > 0 else None
+
+
 def start_guard(folder: Path) -> None:
     """A process that outlives this one and writes down how it ended, if it has not done so itself."""
     command = [sys.executable, "-m", __name__, str(folder.resolve()), str(os.getpid())]

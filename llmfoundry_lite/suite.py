@@ -1,14 +1,12 @@
 """A suite: every model of a configuration on every task, and the table that compares them."""
 
 import datetime
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
@@ -32,13 +30,14 @@ from llmfoundry_lite.evaluation.tables import print_table, write_tables
 from llmfoundry_lite.plots import Panel, plot_curves
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.start import choose_device, start_process_group
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
     """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks."""
-    device = start_process_group(config)
+    device = start(config)
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
     found = find_models(config, tasks, device, shard)
@@ -212,18 +211,11 @@ def tell(lines: Sequence[str]) -> None:
             print(printable(line), file=sys.stderr)
 
 
-def start_process_group(config: EvalConfig) -> torch.device:
-    here = this_rank()
+def start(config: EvalConfig) -> torch.device:
     devices.set_tf32(config.precision == "tf32")
-    device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
-    if here.world_size > 1 and not dist.is_initialized():
-        timeout = datetime.timedelta(seconds=config.dist_timeout)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    return device
+    if this_rank().world_size > 1 or config.fsdp:
+        start_process_group(devices.device_type(), config.dist_timeout)
+    return choose_device(devices.device_type())
 
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:
@@ -232,8 +224,6 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import Precision
 
-    if not dist.is_initialized():  # one process: a group of its own, on no network
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     fsdp = FSDPConfig()
     mesh = build_mesh(divide_devices(fsdp, this_rank().world_size), device.type)
     dtype = DTYPES[config.precision]

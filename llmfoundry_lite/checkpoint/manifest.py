@@ -99,6 +99,8 @@ class Segment:
     environment: dict[str, str] = field(default_factory=dict)
     """What the hardware overlay sets, such as NCCL's variables, as the processes had it."""
     tokens_per_second: float | None = None
+    save_interval_seconds: float | None = None
+    """Of a run that saves by time: the interval as it was last, chosen or asked for."""
     changes: dict[str, list[Any]] = field(default_factory=dict)
     """Key of the configuration -> [before this segment, in it], of those that change by being said."""
     extra: Extra = field(default_factory=dict)
@@ -593,7 +595,12 @@ def _decode_segment(item: Item) -> Segment:
     content = {key: value for key, value in item.object().items() if key in names}
     content = decode_value(content, item.where)
     for name, value in content.items():
-        kinds = {"compile_config": (dict, type(None)), "tokens_per_second": (int, float, type(None))}
+        number = (int, float, type(None))
+        kinds = {
+            "compile_config": (dict, type(None)),
+            "tokens_per_second": number,
+            "save_interval_seconds": number,
+        }
         numbers = (
             *("num_devices", "world_size", "shard_degree", "tensor_parallel_degree"),
             "device_train_microbatch_size",

@@ -141,6 +141,11 @@ class Saver:
     def is_saving(self) -> bool:
         return self._flight is not None
 
+    @property
+    def is_writing(self) -> bool:
+        """This rank has something to write or to publish still."""
+        return self._flight is not None and not self._flight.task.done()
+
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
         """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""
         started = time.monotonic()
@@ -170,14 +175,18 @@ class Saver:
         )
         return earlier
 
-    def poll(self) -> Saved | None:
+    def poll(self, *, all_written: bool | None = None) -> Saved | None:
         """Move the save in flight on. Returns it when it has been published since the last call.
 
-        Every rank must call this at the same batches. Raises on all ranks when any could not write; the checkpoints
-        published before are untouched.
+        Every rank must call this at the same batches. `all_written`: no rank `is_writing`, where ranks have told each
+        other already. Raises on all ranks when any could not write; the checkpoints published before are untouched.
         """
         flight = self._flight
-        if flight is None or exchange.max_of([0 if flight.task.done() else 1], self.group)[0]:
+        if flight is None:
+            return None
+        if all_written is None:
+            all_written = not exchange.max_of([int(self.is_writing)], self.group)[0]
+        if not all_written:
             return None
         try:
             exchange.agree(_error_of(flight.task), self.group)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.layers import Layer, get, source_of
-from llmfoundry_lite.config.schema import TIME_UNITS, Duration, TrainConfig
+from llmfoundry_lite.config.schema import TIME_UNITS, Duration, SaveInterval, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
 Refuse = typing.Callable[[str, str], typing.NoReturn]
@@ -96,7 +96,6 @@ PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb
 DURATIONS = {
     "max_duration": TIME_UNITS,
     "eval_interval": TIME_UNITS,
-    "save_interval": TIME_UNITS,
     "stop_after": TIME_UNITS,
     "console_log_interval": ("ba", "ep"),
     "scheduler.t_warmup": (*TIME_UNITS, "dur"),
@@ -162,6 +161,10 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
         value = _attribute(config, key)
         if value is not None and not (key == "eval_interval" and value == 0):
             _check_duration(key, value, refuse)
+    try:
+        SaveInterval.parse(config.save_interval)
+    except ValueError as error:
+        refuse("save_interval", f"{config.save_interval!r} given, expected {error}")
 
 
 def check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:

@@ -44,6 +44,10 @@ class DataRanks:
     speaks: bool
     """One process of each data rank counts what they have all seen."""
 
+    @property
+    def is_first(self) -> bool:
+        return self.speaks and self.rank == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

@@ -41,6 +41,28 @@ class Duration:
         return f"{self.value}{self.unit}"
 
 
+@dataclass(frozen=True, slots=True)
+class SaveInterval:
+    """A span of training, a time, or neither: `auto`."""
+
+    span: Duration | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | int) -> "SaveInterval":
+        """Read `1000ba`, `5m`, `90s`, `1h30m` or `auto`. Raises ValueError, saying what was expected."""
+        if text == "auto":
+            return cls()
+        is_time = isinstance(text, str) and re.fullmatch(r"\s*(\d+(\.\d+)?[dhms]\s*)+", text)
+        try:
+            found = cls(seconds=parse_seconds(text)) if is_time else cls(span=Duration.parse(text, TIME_UNITS))
+        except ValueError:
+            raise ValueError("a span such as 1000ba, a time such as 5m, 90s or 1h, or auto") from None
+        if (found.span.value if found.span else found.seconds) == 0:
+            raise ValueError("more than 0")
+        return found
+
+
 def describe_span(units: Sequence[str]) -> str:
     """What is expected of a span in one of these units."""
     *others, last = units
@@ -467,7 +489,8 @@ class TrainConfig:
     save_folder: str | None = None
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: str | int = "1000ba"
-    """A span; the end of a launch always saves."""
+    """A span, a time such as 5m, 90s or 1h, or auto: as often as costs 2 % of training time, by what saves are measured
+    to cost, and more often in a run that has failed often. The end of a launch always saves."""
     save_num_checkpoints_to_keep: int = -1
     """The newest so many; -1 keeps all."""
     save_keep_every_batches: int | None = None

@@ -75,6 +75,7 @@ precision: amp_bf16
 # Carry on from the newest checkpoint whenever this file is launched again, on any number of devices.
 autoresume: true
 # save_folder: s3://bucket/{{run_name}}
+# Or a time (10m), or auto: as often as costs 2 % of training time.
 save_interval: {save_interval}ba
 """
 

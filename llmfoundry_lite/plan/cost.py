@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.plan.network import Node
 
@@ -56,22 +57,6 @@ def cost_of(
         save_every_seconds=every,
         hours_between_failures=between / 3600,
     )
-
-
-def suggest_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Seconds of training between saves that lose least to saves and failures together.
-
-    With d for what a save holds up and M for the mean time between failures: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 +
-    (d / 2M) / 9) - d where d < 2M, and M beyond. J. T. Daly, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps", Future Generation Computer Systems 22 (2006), equation 37. The first term is that of
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974). Both assume that
-    failures are independent, and that a restart costs the same whenever one saves.
-    """
-    d, m = save_seconds, seconds_between_failures
-    if d >= 2 * m:
-        return m
-    share = d / (2 * m)
-    return math.sqrt(2 * d * m) * (1 + math.sqrt(share) / 3 + share / 9) - d
 
 
 def lost_share(every: float, save_seconds: float, between: float, restart_seconds: float) -> float:

@@ -5,6 +5,7 @@ tensor instead. Without a process group there is one rank and nothing travels. F
 come here in the same order.
 """
 
+import datetime
 import json
 from typing import Any
 
@@ -17,8 +18,8 @@ from llmfoundry_lite.errors import CheckpointError, UserError
 from llmfoundry_lite.ranks.codec import write_json
 
 Group = dist.ProcessGroup | None
-"""None is the default group, or a process alone."""
-
+"""None is all ranks, or a process alone."""
+_host_group: Group = None
 
 # torch 2.13 gave it another name and warns of the first.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,7 +48,7 @@ def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
         return [raw]
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
     gathered = mine.new_empty(world_size * len(raw))
-    _all_gather(gathered, mine, group=group)
+    _all_gather(gathered, mine, group=group or _host_group)
     everything = gathered.cpu().numpy().tobytes()
     return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
 
@@ -79,18 +80,28 @@ def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
     device = _device(group)
     global_source = dist.get_global_rank(group, source) if group is not None else source
     length = torch.tensor([len(raw)], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=global_source, group=group)
+    dist.broadcast(length, src=global_source, group=group or _host_group)
     content = torch.frombuffer(bytearray(raw.ljust(int(length))), dtype=torch.uint8).to(device)
-    dist.broadcast(content, src=global_source, group=group)
+    dist.broadcast(content, src=global_source, group=group or _host_group)
     return raw if rank == source else bytes(content.cpu().numpy())
 
 
 def max_of(values: list[int], group: Group = None) -> list[int]:
-    """Each value's maximum over the ranks; a few dozen bytes, cheap enough for every batch."""
+    """Each value's maximum over the ranks."""
+    return _reduce(values, dist.ReduceOp.MAX, group)
+
+
+def sum_of(values: list[int], group: Group = None) -> list[int]:
+    """Each value's sum over the ranks, modulo 2**64: 64-bit addition wraps around in just that way. Negative numbers
+    and those from 2**63 on come back in either form."""
+    return _reduce([(value + (1 << 63)) % (1 << 64) - (1 << 63) for value in values], dist.ReduceOp.SUM, group)
+
+
+def _reduce(values: list[int], operation: Any, group: Group) -> list[int]:
     if rank_and_size(group)[1] == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.int64, device=_device(group))
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(tensor, op=operation, group=group or _host_group)
     return tensor.tolist()
 
 
@@ -116,7 +127,13 @@ def agree(error: Exception | None, group: Group = None) -> None:
     raise CheckpointError(f"rank {first}: {name}: {text}")
 
 
+def open_host_group(timeout: datetime.timedelta) -> None:
+    """From now on, what is not told which group to use travels over gloo, beside NCCL: no device is waited for."""
+    global _host_group
+    _host_group = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAssignmentType]
+
+
 def _device(group: Group) -> torch.device:
     """Where the group's backend wants its tensors."""
-    uses_accelerator = "nccl" in dist.get_backend(group) and torch.cuda.is_available()
+    uses_accelerator = "nccl" in dist.get_backend(group or _host_group) and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if uses_accelerator else torch.device("cpu")

@@ -27,6 +27,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.agreement import Agreement, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
@@ -136,14 +137,13 @@ class LazyTokenizer:
         return load_tokenizer(self.name)
 
 
-def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
-    """All tokens, and those with a loss: the last of each sample has no successor."""
-    real = batch["input_ids"] >= 0
-    return {"total": int(real.sum()), "loss_generating": int((real[:, 1:]).sum())}
-
-
 def build_callbacks(
-    config: TrainConfig, ranks: DataRanks, model: LanguageModel, preemption: Preemption, start: Start
+    config: TrainConfig,
+    ranks: DataRanks,
+    model: LanguageModel,
+    preemption: Preemption,
+    agreement: Agreement,
+    start: Start,
 ) -> list[Callback]:
     guard = GradientStep(
         model,
@@ -160,13 +160,13 @@ def build_callbacks(
         devices.computed_precision(config.precision).removeprefix("amp_"),
     )
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
-    callbacks: list[Callback] = [DataDigest(guard, ranks), rate, guard, monitor]
+    callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         callbacks.append(DropoutSeed(config.seed, ranks))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
-    callbacks.append(preemption)  # before what it may make needless
-    checkpointing = Checkpointing(config, model, guard, preemption, start)
+    callbacks.append(agreement)  # before what a reason to leave may make needless
+    checkpointing = Checkpointing(config, model, guard, preemption, agreement, start)
     if config.icl_tasks and config.eval_interval != 0:
         callbacks.append(build_in_context(config, ranks, model, preemption, checkpointing))
     return [*callbacks, checkpointing]

@@ -1,95 +1,78 @@
-"""When a run saves, what it saves besides tensors, and how it carries on: Composer's events <-> checkpoint package.
+"""A run and its checkpoints: Composer's events <-> checkpoint package. Restores once, saves when it is time.
 
 State is restored at AFTER_LOAD (the model is sharded by then, seeds and data are not yet touched) and saved at
-BATCH_CHECKPOINT, after the batch's evaluation. No generator's state is saved: everything random is a function of
-seed and position.
+BATCH_CHECKPOINT, after the batch's evaluation. Leaves when to save to `save_policy`, what a save holds besides tensors
+to `run_state`, and how the log travels to `carried_log`.
 """
 
-import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from composer.core import Callback, State, Timestamp
+from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import manifest as portable
-from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder
-from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
-from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
 from llmfoundry_lite.config.changes import Change, find_changes
-from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.ending import Preempted, leaving_because
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.carried_log import CarriedLog
 from llmfoundry_lite.training.gradients import GradientStep
-from llmfoundry_lite.training.loggers import METRICS, SAVED, RunLog, log_until, wandb_run_id
-from llmfoundry_lite.training.preemption import REASONS, Preemption
-from llmfoundry_lite.training.schedule import elapsed, is_evaluation_due
+from llmfoundry_lite.training.loggers import SAVED, RunLog
+from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.run_state import RunState, chosen_options
+from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.segments import build_segment, find_differences
 from llmfoundry_lite.training.start import Start, check_fit
 
-COUNTS = ("iteration", "epoch", "batch", "sample", "token")
-COUNTS_WITHIN = (
-    *("epoch_in_iteration", "token_in_iteration"),
-    *("batch_in_epoch", "sample_in_epoch", "token_in_epoch"),
-)
-CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-
 
 class Checkpointing(Callback):
-    """Restores once, saves at every `save_interval` and at the end of a launch."""
-
     def __init__(
         self,
         config: TrainConfig,
         model: LanguageModel,
         gradient_step: GradientStep,
         preemption: Preemption,
+        agreement: Agreement,
         start: Start,
     ):
         self.config = config
         self.model = model
-        self.gradient_step = gradient_step
         self.preemption = preemption
+        self.agreement = agreement
         self.store = CheckpointStore(config.checkpoint_folder)
-        self.interval = Duration.parse(config.save_interval)
-        self.end = Duration.parse(config.max_duration)
-        self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
+        self.policy = SavePolicy(config, preemption, agreement)
+        self.run_state = RunState(config, gradient_step)
+        self.log = CarriedLog(config, self.store.root)
         self.begins = start
         self.check_fit = partial(check_fit, config, start.fingerprints)
         self.segments: tuple[Segment, ...] = ()
         self.changes: list[Change] = []
         """What this launch does otherwise than the one it carries on, by being told so."""
         self.has_tokenizer_there = False
-        self.log_path = Path(config.run_folder) / METRICS
-        self.carries_log = not is_inside(self.store.root, Path(config.run_folder))
-        """Checkpoints that lie elsewhere than the log take it along, for the machine that carries on."""
-        self.history: bytes | None = None
-        """The log that came with the checkpoint, on rank 0."""
         self.wandb_run_id: str | None = None
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
-        self.eval_subset_samples: int | None = None
-        """What the run has evaluated on elsewhere; None: what the configuration says here."""
-        self.owes_evaluation = False
-        """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
 
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
         self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
+        self.agreement.is_writing = lambda: self.saver.is_writing
+        self.agreement.is_saving = lambda: self.saver.is_saving
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
@@ -100,15 +83,25 @@ class Checkpointing(Callback):
             if carries_on:
                 for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
                     group.update(options)
-                self._restore_scalars(restored.manifest, state)
-                self._restore_log(restored, self.begins.is_own)
-                self.segments = restored.manifest.segments
+                self._carry_on(restored.url, restored.manifest, state)
             self.saver.parent_save_id = restored.manifest.save_id
         if self.begins.note:
             self._say(self.begins.note)
         self.first_batch = int(state.timestamp.batch) + 1
         self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
         self.started_at = state.timestamp
+        self.policy.start(state.timestamp)
+
+    def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
+        self._say(*self.run_state.restore(manifest.scalars, state))
+        log = self.log.restore(url)
+        if log is not None:
+            self._say(*log.notes)
+            if self.begins.is_own:  # later checkpoints of this folder may refer to the log's parts
+                self.saver.log_parts = log.parts
+        if manifest.run_name == self.config.run_name:
+            self.wandb_run_id = manifest.scalars.get("wandb_run_id")
+        self.segments = manifest.segments
 
     def _differences(self, manifest: Manifest, state: State) -> str:
         if not manifest.segments:
@@ -157,82 +150,16 @@ class Checkpointing(Callback):
             raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({'; '.join(restored.notes)})")
         return restored
 
-    def _restore_scalars(self, manifest: Manifest, state: State) -> None:
-        scalars = manifest.scalars
-        clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
-        counts = {name: scalars["timestamp"][name] for name in (*COUNTS, *COUNTS_WITHIN)}
-        state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
-        dataset = getattr(state.train_dataloader, "dataset", None)
-        if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
-            dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
-            # Without this the Trainer would skip the batches that the data set has skipped already.
-            state.dataset_resumption["train"] = True
-        self.owes_evaluation = scalars["owes_evaluation"]
-        self._restore_eval_subset(scalars["eval_subset"], state)
-        if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
-            self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
-        for callback in self._users_callbacks(state):
-            saved = scalars["callbacks"].get(_name(callback))
-            if saved:
-                callback.load_state_dict(saved)
-
-    def _restore_eval_subset(self, saved: list[int] | None, state: State) -> None:
-        """As many samples as before, though a batch of evaluation has as many more as there are devices."""
-        here = self._eval_subset(state)
-        if saved is None or here is None or saved[0] != here[0]:  # the user has asked for something else now
-            return
-        (count, num_samples), batch_size = saved, here[1] // here[0]
-        self.eval_subset_samples = num_samples
-        num_batches = max(1, round(num_samples / batch_size))
-        state.evaluators[0].subset_num_batches = num_batches
-        if num_batches * batch_size != num_samples:
-            self._say(
-                f"eval_subset_num_batches: {count} were {num_samples} samples, here {num_batches * batch_size} are "
-                f"evaluated, until device_eval_batch_size x devices divides {num_samples}"
-            )
-
-    def _eval_subset(self, state: State) -> list[int] | None:
-        """[eval_subset_num_batches, samples of so many batches]; None if all are evaluated."""
-        count = self.config.eval_subset_num_batches
-        loader = getattr(state.evaluators[0].dataloader, "dataloader", None) if state.evaluators else None
-        batch_size = getattr(getattr(loader, "dataset", None), "global_batch_size", None)
-        return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
-
-    def _restore_log(self, restored: Restored, is_own: bool) -> None:
-        """`is_own`: from this run's folder, where later checkpoints may refer to the log's parts."""
-        assert restored.manifest is not None
-        error = None
-        try:
-            if dist.get_rank() == 0:
-                log = read_log(open_checkpoint(restored.url))
-                self.history = log.content
-                self._say(*log.notes)
-                if is_own:
-                    self.saver.log_parts = log.parts
-        except CheckpointError as caught:
-            error = caught
-        agree(error)
-        if restored.manifest.run_name == self.config.run_name:
-            self.wandb_run_id = restored.manifest.scalars.get("wandb_run_id")
-
     # ----------------------------------------------------------------------------------------------------- save
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._log(self.saver.poll(), logger)
-        is_last = elapsed(state, self.end.unit) >= self.end.value
-        stops = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
-        before = elapsed(state, self.interval.unit, state.previous_timestamp) // self.interval.value
-        due = elapsed(state, self.interval.unit) // self.interval.value > before
-        agreed = REASONS[self.preemption.agreed]
-        self.owes_evaluation = bool(agreed) and is_evaluation_due(self.config, state)
-        preempted_by = agreed if not is_last or self.owes_evaluation else ""
-        if due or is_last or stops or preempted_by:
+        self._log(self.saver.poll(all_written=self.agreement.all_written), logger)
+        decision = self.policy.decide(state)
+        self.run_state.owes_evaluation = decision.owes_evaluation
+        if decision.saves:
             self._save(state, logger)
-        if preempted_by:
-            self.was_preempted_by = preempted_by
-            state.stop_training()
-        elif stops and not is_last:
-            self.was_stopped = True
+        self.was_preempted_by, self.was_stopped = decision.preempted_by, decision.stops
+        if decision.preempted_by or decision.stops:
             state.stop_training()
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
@@ -249,7 +176,7 @@ class Checkpointing(Callback):
             for destination in logger.destinations:
                 if isinstance(destination, RunLog):
                     destination.write(state)
-            self.owes_evaluation = True
+            self.run_state.owes_evaluation = True
             self._save(state, logger)
             self._finish(logger)
             for destination in logger.destinations:
@@ -268,6 +195,8 @@ class Checkpointing(Callback):
     def _save(self, state: State, logger: Logger) -> None:
         self._log(self.saver.save(self.model.model, state.optimizers[0], self._about(state)), logger)
         self.last_saved_batch = int(state.timestamp.batch)
+        if self.policy.timer is not None:
+            self.policy.timer.note_begun()
 
     def _finish(self, logger: Logger) -> None:
         self._log(self.saver.wait(), logger)
@@ -275,14 +204,19 @@ class Checkpointing(Callback):
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:
             return
-        logger.log_metrics(
-            {
-                "checkpoint/stall_seconds": saved.stall_seconds,
-                "checkpoint/durable_seconds": saved.durable_seconds,
-                SAVED: saved.num_bytes,
-            }
-        )
+        metrics = {
+            "checkpoint/stall_seconds": saved.stall_seconds,
+            "checkpoint/durable_seconds": saved.durable_seconds,
+            SAVED: saved.num_bytes,
+        }
         self._say(f"saved {saved.name}")
+        timer = self.policy.timer
+        if timer is not None:
+            news = timer.note_published(saved.stall_seconds, saved.durable_seconds)
+            metrics["checkpoint/cost_seconds"] = timer.cost_seconds
+            metrics["checkpoint/interval_seconds"] = timer.seconds
+            self._say(*([news] if news else []))
+        logger.log_metrics(metrics)
 
     def _after_publish(self, lease: Lease) -> None:
         """In the background, on rank 0, after each save."""
@@ -317,19 +251,6 @@ class Checkpointing(Callback):
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp
-        scalars = {
-            "timestamp": {
-                **{name: int(getattr(stamp, name)) for name in (*COUNTS, *COUNTS_WITHIN)},
-                **{name: getattr(stamp, name).total_seconds() for name in CLOCKS},
-            },
-            "data": self._data_state(state),
-            "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
-            "seed": self.config.seed,
-            "owes_evaluation": self.owes_evaluation,
-            "eval_subset": self._eval_subset(state),
-            "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
-            "callbacks": {_name(c): c.state_dict() for c in self._users_callbacks(state)},
-        }
         return About(
             timestamp=portable.Timestamp(
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
@@ -338,15 +259,9 @@ class Checkpointing(Callback):
             fingerprints=self.begins.fingerprints,
             config=as_dict(self.config),
             segments=(*self.segments, self._segment(state)),
-            scalars=scalars,
-            log=partial(log_until, self.log_path, int(stamp.batch)) if self.carries_log else None,
+            scalars=self.run_state.collect(state),
+            log=self.log.until(int(stamp.batch)),
         )
-
-    def _data_state(self, state: State) -> dict[str, Any] | None:
-        dataset = getattr(state.train_dataloader, "dataset", None)
-        if not hasattr(dataset, "state_dict"):
-            return None
-        return dataset.state_dict(int(state.timestamp.sample_in_epoch), True)  # type: ignore[union-attr]
 
     def _segment(self, state: State) -> Segment:
         """Of this launch so far."""
@@ -359,33 +274,11 @@ class Checkpointing(Callback):
             last_batch=int(state.timestamp.batch),
             microbatch_size=int(state.device_train_microbatch_size or 0),
             tokens_per_second=tokens / seconds if seconds else None,
+            save_interval_seconds=self.policy.timer.seconds if self.policy.timer is not None else None,
             changes=self.changes,
         )
-
-    def _users_callbacks(self, state: State) -> list[Callback]:
-        wanted = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
-        return [c for c in state.callbacks if type(c).__name__ in wanted]
-
-    def _elapsed_in_launch(self, state: State) -> float:
-        assert self.stop_after is not None
-        return elapsed(state, self.stop_after.unit) - elapsed(state, self.stop_after.unit, self.started_at)
 
     def _say(self, *lines: str) -> None:
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)
-
-
-def _name(callback: Callback) -> str:
-    return f"{type(callback).__module__}:{type(callback).__qualname__}"
-
-
-def is_inside(folder: Folder, outer: Path) -> bool:
-    return isinstance(folder, LocalFolder) and folder.path.resolve().is_relative_to(outer.resolve())
-
-
-def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
-    """What the configuration says of a group of the optimizer, whatever a checkpoint says: see `config.changes`."""
-    chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
-    values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
-    return {**values, "initial_lr": values["lr"]}

@@ -5,6 +5,7 @@ clipping threshold and asked whether it is finite.
 """
 
 import math
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import local
+
+LOSS = "loss/train/total"
 
 
 class GradientStep(Callback):
@@ -69,8 +72,11 @@ class GradientStep(Callback):
         gradients = [local(p.grad) for p in parameters]
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
-        norm, num_bad_losses = measure(parameters, self.bad_losses)
-        metrics = {"grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
+        norm, loss, num_bad_losses = measure(
+            parameters, cast(torch.Tensor, state.total_loss_dict[LOSS]), self.bad_losses
+        )
+        state.total_loss_dict = {LOSS: loss}
+        metrics = {LOSS: loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
         finite = math.isfinite(norm) and num_bad_losses == 0
         if finite and self.clipping is not None:
             clip(gradients, norm, self.clipping)
@@ -107,8 +113,11 @@ class GradientStep(Callback):
             print(f"{where}: {what}; skipped", flush=True)
 
 
-def measure(parameters: list[torch.nn.Parameter], bad_losses: torch.Tensor) -> tuple[float, int]:
-    """(L2 norm of the whole gradient, number of microbatches whose loss is not finite), on every rank alike.
+def measure(
+    parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor
+) -> tuple[float, float, int]:
+    """(L2 norm of the whole gradient, mean of the ranks' losses, number of microbatches whose loss is not finite), on
+    every rank alike. The only collective of a batch, and the only time that the host waits for the device, beside FSDP.
 
     Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
     all ranks; ranks that divide layers among them each count the one they have in common.
@@ -117,10 +126,11 @@ def measure(parameters: list[torch.nn.Parameter], bad_losses: torch.Tensor) -> t
     for replicas, gradients in _by_replicas(parameters).items():
         norms = torch.stack(torch._foreach_norm(gradients))
         total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are the host's
-    both = torch.stack([total, bad_losses])
-    dist.all_reduce(both)
-    squares, num_bad_losses = both.tolist()
-    return math.sqrt(squares) if squares >= 0 else squares, int(num_bad_losses)
+    sums = torch.stack([total, loss.float(), bad_losses])
+    dist.all_reduce(sums)
+    squares, loss_sum, num_bad_losses = sums.tolist()
+    norm = math.sqrt(squares) if squares >= 0 else squares
+    return norm, loss_sum / dist.get_world_size(), int(num_bad_losses)
 
 
 def _by_replicas(parameters: list[torch.nn.Parameter]) -> dict[int, list[torch.Tensor]]:

@@ -12,7 +12,8 @@ from composer.loggers import Logger
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.config.schema import Duration
-from llmfoundry_lite.data.loader import batch_digest, format_digest
+from llmfoundry_lite.data.loader import format_digest
+from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.schedule import progress_of
 
@@ -20,16 +21,12 @@ from llmfoundry_lite.training.schedule import progress_of
 class DataDigest(Callback):
     """`data/digest`: two runs that print the same ones saw the same data in the same batches."""
 
-    def __init__(self, gradient_step: GradientStep, ranks: DataRanks):
+    def __init__(self, gradient_step: GradientStep, agreement: Agreement):
         self.gradient_step = gradient_step
-        self.ranks = ranks
+        self.agreement = agreement
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        own = batch_digest(state.batch["input_ids"]) if self.ranks.speaks else 0
-        # Sums modulo 2**64: signed 64-bit addition wraps around in just that way.
-        digest = torch.tensor(own - (1 << 64) if own >= 1 << 63 else own, device=state.device._device)
-        dist.all_reduce(digest)
-        text = format_digest(int(digest) % (1 << 64))
+        text = format_digest(self.agreement.current.digest)
         self.gradient_step.digest = text
         logger.log_metrics({"data/digest": text})  # pyright: ignore[reportArgumentType]
 

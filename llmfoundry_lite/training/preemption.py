@@ -21,8 +21,6 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from composer.core import Callback, State
-from composer.loggers import Logger
 
 from llmfoundry_lite.errors import EXIT_PREEMPTED
 from llmfoundry_lite.ranks.ending import (
@@ -41,7 +39,7 @@ STOP = "STOP"
 BY_FILE = REASONS.index("the file STOP")
 
 
-class Preemption(Callback):
+class Preemption:
     """`reason` is what this rank knows of; `agreed` is what all ranks have agreed on."""
 
     def __init__(
@@ -91,17 +89,22 @@ class Preemption(Callback):
         threading.Thread(target=self._listen, name="preemption", daemon=True).start()
         threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self.agree()
-
     def agree(self) -> str:
         """The reason to leave that any rank knows of, or nothing. Every rank must call this at the same places."""
+        return self.settle(max_of([self.look()])[0])
+
+    def look(self) -> int:
+        """What this rank knows of, at the end of a batch or of a part of an evaluation."""
         now = time.monotonic()
         if self._last_step is not None:
             self._longest_step_seconds = max(self._longest_step_seconds, now - self._last_step)
         self._last_step = now
         self._look_for_file()
-        self.agreed = max_of([self.reason])[0]
+        return self.reason
+
+    def settle(self, reason: int) -> str:
+        """All ranks have agreed on that one."""
+        self.agreed = reason
         if self.agreed and not self.reason:
             self._request(self.agreed)
         return REASONS[self.agreed]

@@ -24,6 +24,7 @@ def build_segment(
     last_batch: int,
     microbatch_size: int | None,
     tokens_per_second: float | None = None,
+    save_interval_seconds: float | None = None,
     changes: Sequence[Change] = (),
 ) -> Segment:
     """Of this launch; with an environment as it is, where the shell has overruled the configuration."""
@@ -48,6 +49,7 @@ def build_segment(
         compile_config=config.compile_config,
         environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
         tokens_per_second=tokens_per_second,
+        save_interval_seconds=save_interval_seconds,
         changes={change.key: [change.there, change.here] for change in changes},
     )
 

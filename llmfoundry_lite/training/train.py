@@ -17,7 +17,6 @@ import yaml
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist as composer_dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
@@ -40,8 +39,10 @@ from llmfoundry_lite.ranks.ending import (
 )
 from llmfoundry_lite.ranks.exchange import tell_all
 from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import (
     build_callbacks,
     build_eval_data,
@@ -74,7 +75,10 @@ def train(config: TrainConfig) -> None:
     """
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     devices.keep_freed_memory()
-    start_process_group(config)
+    if config.deterministic:
+        make_deterministic()
+    choose_device(devices.device_type())
+    start_process_group(devices.device_type(), config.dist_timeout)
     run = RunFolder(config)
     preemption = build_preemption(config, run.leave_late, run.note_request, run.leave_at_once)
     trainer, checkpointing = None, None
@@ -132,15 +136,10 @@ def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer |
     return explain_out_of_memory(error, config, when, size)
 
 
-def start_process_group(config: TrainConfig) -> None:
-    """Over NCCL (RCCL on AMD) with accelerators, over gloo without."""
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
-        torch.use_deterministic_algorithms(True)
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
-    if devices.device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // this_rank().local_world_size))
-    composer_dist.initialize_dist("gpu" if devices.device_type() == "cuda" else "cpu", timeout=config.dist_timeout)
+def make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
 
 
 def build_trainer(
@@ -151,9 +150,11 @@ def build_trainer(
     train_data = build_train_data(config, layout)
     eval_data = build_eval_data(config, layout)
     model = build_model(config, layout)
-    callbacks = build_callbacks(config, ranks, model, preemption, start)
+    agreement = Agreement(ranks, preemption)
+    callbacks = build_callbacks(config, ranks, model, preemption, agreement, start)
     trainer = GroupedTrainer(
         ranks=ranks,
+        agreement=agreement,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
@@ -200,14 +201,14 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
 
 def make_up_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkpointing) -> None:
     """Of the batch that the run carries on from, if the launch before had to leave in the middle of it."""
-    if not checkpointing.owes_evaluation:
+    if not checkpointing.run_state.owes_evaluation:
         return
     batch, last_metric = int(trainer.state.timestamp.batch), "eval/loss" if trainer.state.evaluators else "eval/icl/"
     # A run that is done is launched again at times, and has been evaluated by then.
     is_made_up = run.is_main and any(key.startswith(last_metric) for key in run.log.record_of(batch))
     if not tell_all(is_made_up) and evaluate(trainer) and run.is_main:
         run.log.add_to(batch)
-    checkpointing.owes_evaluation = False
+    checkpointing.run_state.owes_evaluation = False
 
 
 def evaluate(trainer: Trainer) -> bool:
@@ -293,7 +294,7 @@ class RunFolder(Callback):
                 start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)
                 mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
-                self.log.open(mirrors, checkpointing.history)
+                self.log.open(mirrors, checkpointing.log.history)
         self.trainer = trainer
         self.is_running = self.is_main
 

@@ -1,13 +1,24 @@
-"""Composer's Trainer, for ranks of which several may see the same samples."""
+"""Composer's Trainer with a batch of our own, in which ranks and devices are asked once.
+
+Composer's loop, events and evaluation stand. Its batch asks the device for a number, or all ranks, a dozen times and
+twice more in each microbatch; each time the host waits until the device has nothing left to do. Here the host asks the
+device once a batch (`gradients`), and the other ranks once (`agreement`).
+"""
 
 import datetime
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+import torch
 from composer import Trainer
-from composer.utils import collect_env
+from composer.core import Event
+from composer.utils import collect_env, ensure_tuple
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.gradients import LOSS
 
 # Composer's Trainer asks for the processor's name, on every rank and for nobody, and py-cpuinfo starts processes and
 # times the processor to tell: more than a second of every launch.
@@ -17,17 +28,80 @@ collect_env.get_cpu_model = devices.device_name
 class GroupedTrainer(Trainer):
     """Counts each sample and token once, although with tensor parallelism several ranks have them.
 
-    Nothing else in Composer's loop needs to know: losses and gradients are means over ranks, of which each group has
-    equally many.
+    Losses and gradients are means over ranks, of which each group has equally many.
     """
 
-    def __init__(self, *, ranks: DataRanks, **options: Any):
+    def __init__(self, *, ranks: DataRanks, agreement: Agreement, **options: Any):
         self.ranks = ranks
+        self.agreement = agreement
         super().__init__(**options)
         devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
+
+    def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
+        if trainer_mode.name != "TRAIN":
+            yield from super()._iter_dataloader(trainer_mode)
+            return
+        assert self.state.dataloader is not None
+        length = self.state.dataloader_len
+        self.agreement.open(islice(self.state.dataloader, None if length is None else int(length)))
+        try:
+            while True:
+                self.engine.run_event(Event.BEFORE_DATALOADER)
+                batch = self.agreement.take()
+                if batch is None:
+                    self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                    return
+                yield batch
+        finally:
+            self.agreement.close()
+
+    def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
+        """The gradient is that of the mean over the global batch's tokens, or samples, whatever each rank has of them.
+
+        None for Composer's loop, which would sum losses over ranks; `gradients` has done that.
+        """
+        state, spec = self.state, self._train_data_spec
+        assert spec is not None and state.device_train_microbatch_size is not None
+        batch, agreed = state.batch, self.agreement.current
+        total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_samples
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        for optimizer in ensure_tuple(state.optimizers):
+            optimizer.zero_grad(set_to_none=True)
+        loss_sum = torch.zeros((), device=state.device._device)
+        for microbatch in spec.split_batch(batch, state.device_train_microbatch_size):
+            if self.accumulate_train_batch_on_tokens:
+                size = spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating")
+            else:
+                size = spec.get_num_samples_in_batch(microbatch)
+            loss_sum += self._run_microbatch(microbatch, size / (total / self.ranks.size))
+        state.batch = batch
+        state.total_loss_dict = {LOSS: loss_sum}  # type: ignore[dict-item]
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        for optimizer in ensure_tuple(state.optimizers):
+            optimizer.step()
+        self.first_train_batch_complete = True
+
+    def _run_microbatch(self, microbatch: Any, weight: float) -> torch.Tensor:
+        """Its weighted loss, of which the gradient has been added up."""
+        state, spec = self.state, self._train_data_spec
+        assert spec is not None
+        state.batch = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+        self.engine.run_event(Event.BEFORE_FORWARD)
+        state.outputs = state.model(state.batch)
+        self.engine.run_event(Event.AFTER_FORWARD)
+        self.engine.run_event(Event.BEFORE_LOSS)
+        state.loss = self._original_model.loss(state.outputs, state.batch)
+        self.engine.run_event(Event.AFTER_LOSS)
+        self.engine.run_event(Event.BEFORE_BACKWARD)
+        assert isinstance(state.loss, torch.Tensor)
+        weighted = state.loss * weight
+        weighted.backward()
+        self.engine.run_event(Event.AFTER_BACKWARD)
+        return weighted.detach()
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
     ) -> tuple[int, int, datetime.timedelta]:
-        counts = (num_samples, num_tokens) if self.ranks.speaks else (0, 0)
-        return super()._accumulate_time_across_ranks(*counts, batch_time)
+        """All ranks' samples and tokens were agreed on before the batch. Each rank keeps its own clock; rank 0's is
+        recorded and saved."""
+        return self.agreement.current.num_samples, self.agreement.current.num_tokens, batch_time

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.cost import (
     compute_optimal,
@@ -12,7 +13,6 @@ from llmfoundry_lite.plan.cost import (
     join_clusters,
     lost_share,
     model_state_bytes,
-    suggest_save_interval,
 )
 from llmfoundry_lite.plan.network import find_node
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.plan.cost import suggest_save_interval
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
 from tests.helpers.launch import train

@@ -53,7 +53,9 @@ class AllowingDevice(DeviceCPU):
 def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, allowed):
     devices.set_tf32(False)
     model = LanguageModel(MPT(SMALL), PRECISIONS[precision, "DEFAULT"])
-    GroupedTrainer(ranks=Layout().data_ranks(0), model=model, device=AllowingDevice(), progress_bar=False)
+    GroupedTrainer(
+        ranks=Layout().data_ranks(0), agreement=None, model=model, device=AllowingDevice(), progress_bar=False
+    )
     assert flags() == {allowed}
 
 
@@ -61,7 +63,7 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
 def test_evaluation_computes_in_tf32_only_when_told(monkeypatch, flags, precision, allowed):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     devices.set_tf32(not allowed)
-    suite.start_process_group(EvalConfig(models={}, icl_tasks=[], suite="s", precision=precision))
+    suite.start(EvalConfig(models={}, icl_tasks=[], suite="s", precision=precision))
     assert flags() == {allowed}
 
 

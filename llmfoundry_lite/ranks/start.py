@@ -1,0 +1,39 @@
+"""Where the one process group of a launch starts: over NCCL (RCCL on AMD) with accelerators, over gloo without."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from llmfoundry_lite.ranks.exchange import open_host_group
+from llmfoundry_lite.ranks.rank import this_rank
+
+
+def start_process_group(device_type: str, timeout_seconds: float) -> None:
+    """Nothing happens when one has started. A process that no launcher has started is a world of one, on no network."""
+    if dist.is_initialized():
+        return
+    here, backend = this_rank(), "nccl" if device_type == "cuda" else "gloo"
+    if here.world_size > 1:
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        dist.init_process_group(backend, timeout=timeout)
+        if backend != "gloo":
+            open_host_group(timeout)
+        return
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": 0}
+    for name, value in alone.items():
+        os.environ.setdefault(name, str(value))  # Composer and StreamingDataset look there
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def choose_device(device_type: str) -> torch.device:
+    """This rank's device; on a CPU, its share of the cores."""
+    here = this_rank()
+    if device_type == "cuda":
+        device = torch.device("cuda", here.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
+    return torch.device("cpu")

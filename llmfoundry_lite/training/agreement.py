@@ -1,0 +1,114 @@
+"""What ranks tell each other between two batches: one sum over integers that lie in host memory, and nothing else.
+
+It is made at the end of each batch. By then the next one has been read ahead, so that its tokens and its digest are
+counted before it goes to the device. An epoch's first batch needs a sum of its own. The gradient step has the other
+collective of a batch: the one for numbers that lie on devices (`gradients.measure`).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.data.loader import batch_digest
+from llmfoundry_lite.ranks.exchange import sum_of
+from llmfoundry_lite.training.preemption import REASONS, Preemption
+
+
+class Upcoming(NamedTuple):
+    """The next batch, as all ranks together have it."""
+
+    is_there: bool
+    """Every rank has its share of one."""
+    num_samples: int
+    num_tokens: int
+    num_losses: int
+    """Tokens that have a loss."""
+    digest: int
+
+
+NOTHING = Upcoming(False, 0, 0, 0, 0)
+
+
+class Agreement(Callback):
+    """Reads batches one ahead, and carries what callbacks want to know of other ranks."""
+
+    def __init__(self, ranks: DataRanks, preemption: Preemption):
+        self.ranks = ranks
+        self.preemption = preemption
+        self.is_writing: Callable[[], bool] = lambda: False
+        """Whether this rank's part of a save is not written yet."""
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether a save is on its way, on any rank."""
+        self.wants_save: Callable[[State], bool] = lambda state: False
+        """Whether rank 0 wants a save after this batch; the other ranks are not asked."""
+        self.current = NOTHING
+        """The batch that is being trained."""
+        self.upcoming = NOTHING
+        self.all_written = True
+        """No rank `is_writing`, as of the last sum."""
+        self.save_is_due = False
+        self._batches: Iterator[Any] | None = None
+        self._batch: Any = None
+        self._error: Exception | None = None
+
+    # ------------------------------------------------------------------------------------------------- for the Trainer
+
+    def open(self, batches: Iterator[Any]) -> None:
+        """An epoch begins. Every rank must call this together."""
+        self._batches = batches
+        self._agree(self._read_ahead())
+
+    def take(self) -> Any:
+        """This rank's share of the next batch; None at the epoch's end, which is the end for all ranks. Raises what
+        the loader has raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        batch, self._batch = self._batch, None
+        self.current = self.upcoming
+        return batch if self.current.is_there else None
+
+    def close(self) -> None:
+        self._batches = self._batch = self._error = None
+
+    # ------------------------------------------------------------------------------------------------------- the event
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        assert state.max_duration is not None
+        reason = self.preemption.look()
+        counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
+        self.preemption.settle(self._agree(counted, reason, self.ranks.is_first and self.wants_save(state)))
+
+    def _read_ahead(self) -> Upcoming:
+        """What this rank knows of it."""
+        assert self._batches is not None
+        try:
+            self._batch = next(self._batches, None)
+        except Exception as error:  # of the next batch: this one must still be recorded and saved
+            self._error = error
+        if self._batch is None:
+            return NOTHING._replace(is_there=self._error is not None)
+        tokens_bt = self._batch["input_ids"]
+        count = count_tokens(self._batch)
+        return Upcoming(True, len(tokens_bt), count["total"], count["loss_generating"], batch_digest(tokens_bt))
+
+    def _agree(self, counted: Upcoming, reason: int = 0, wants_save: bool = False) -> int:
+        """The highest reason to leave that any rank has."""
+        counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
+        reasons = [int(reason == index) for index in range(1, len(REASONS))]
+        missing, samples, tokens, losses, digest, writing, wanting, *having = sum_of(
+            [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *reasons]
+        )
+        self.upcoming = Upcoming(missing == 0, samples, tokens, losses, digest % (1 << 64))
+        self.all_written, self.save_is_due = writing == 0, wanting > 0
+        return max((index for index, count in enumerate(having, 1) if count), default=0)
+
+
+def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
+    """All tokens, and those with a loss: the last of each sample has no successor. Of a batch in host memory."""
+    is_real_bt = batch["input_ids"].cpu().numpy() >= 0
+    return {"total": int(is_real_bt.sum()), "loss_generating": int(is_real_bt[:, 1:].sum())}
