@@ -18,6 +18,7 @@ from llmfoundry_lite.config.schema import Duration, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.plan.check import calibrate
 from llmfoundry_lite.plan.cost import Cost, Joined, cost_of, join_clusters
 from llmfoundry_lite.plan.memory import MemoryEstimate
 from llmfoundry_lite.plan.network import Node, find_node
@@ -58,12 +59,15 @@ def make_plan(
     link_gigabytes: float | None = None,
     adapter_gigabits: float | None = None,
     products_share: float | None = None,
+    measured: Path | None = None,
     pipeline: Pipeline | None = None,
     num_tokens: float | None = None,
     dollars_per_device_hour: float | None = None,
     device_hours_between_failures: float | None = None,
 ) -> Plan:
-    """Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
+    """`measured`: mfu.json of `bench mfu`, on such a device.
+
+    Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
     accelerator = accelerator_named(hardware)
     config = load_train_config(arguments).config
     node = find_node(accelerator.name)
@@ -74,6 +78,8 @@ def make_plan(
     }
     node = dataclasses.replace(node, **{name: value for name, value in changes.items() if value is not None})
     shares = find_shares(accelerator)
+    if measured is not None:
+        shares = calibrate(shares, measured)
     if products_share is not None:
         shares = dataclasses.replace(shares, products=products_share, source="as given")
     if num_devices > node.num_devices and num_devices % node.num_devices:

@@ -166,3 +166,44 @@ def test_torch_is_not_asked():
         "run(['plan', 'mpt-1b', '--hardware', 'h100', '--devices', '8']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def write_report(path, **changes):
+    rows = [
+        {"shape": "1b", "step": "matrix products", "flops_per_sec": 600e12},
+        {"shape": "7b", "step": "matrix products", "flops_per_sec": 640e12},
+        {"shape": "7b", "step": "sdpa, compiled", "flops_per_sec": 400e12},
+        {"shape": "30b", "step": "matrix products", "error": "out of memory"},
+    ]
+    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "peak_flops": 989.5e12, "rows": rows} | changes))
+    return str(path)
+
+
+def test_a_measured_rate_takes_the_place_of_the_fitted_one(capsys, tmp_path):
+    arguments = ["mpt-7b", "--hardware", "h100", "--devices", "8"]
+    facts = facts_of(capsys, *arguments, "--calibrate", write_report(tmp_path / "mfu.json"))
+    assert facts["rates"]["products"] == pytest.approx(620 / 989.5)
+    assert "measured on NVIDIA H100 80GB HBM3, mfu.json" in facts["rates"]["source"]
+    fitted = facts_of(capsys, *arguments)
+    assert facts["layouts"][0]["tokens_per_second"] > fitted["layouts"][0]["tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": []}, "has no rate of matrix products"),
+        ({"peak_flops": None}, "whose peak is not in the table"),
+        ({"rows": 3}, "is no report of `llmfoundry-lite bench mfu`"),
+    ],
+)
+def test_a_report_without_a_rate_is_refused(capsys, tmp_path, changes, words):
+    path = write_report(tmp_path / "mfu.json", **changes)
+    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "--calibrate", path) == 2
+    assert words in capsys.readouterr().err
+    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "--calibrate", str(tmp_path / "no.json")) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_nothing_to_plan_is_said_in_a_line(capsys):
+    assert plan("mpt-7b") == 2
+    assert "expected RUN.yaml, --hardware and --devices, or --check RUN" in capsys.readouterr().err
