@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
 
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def in_bytes(number: int) -> str:
+    """4096 -> 4.00 KiB"""
+    for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if number >= unit_bytes:
+            return f"{number / unit_bytes:,.2f} {unit}"
+    return f"{number} B"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -26,7 +26,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.hardware import GIB, Device
+from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.status import STATUS, write_ended_early
@@ -326,8 +326,8 @@ def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
     num_sums = 4 * config.model.n_layers
     return [
         f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
-        f"{num_sums} sums of {_bytes(num_bytes)} over the network, "
-        f"{_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
+        f"{num_sums} sums of {in_bytes(num_bytes)} over the network, "
+        f"{in_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
         "stays in a node"
     ]
 
@@ -351,12 +351,6 @@ def _describe_duration(config: TrainConfig, found: Preflight) -> str:
         return ""
     epochs = f", {num_batches * batch / samples:,.2f} epochs" if samples else ""
     return f" = {int(num_batches):,} batches, {_with_prefix(num_batches * batch_tokens)} tokens{epochs}"
-
-
-def _bytes(number: int) -> str:
-    """4096 -> 4.00 KiB"""
-    exponent = min(3, (max(number, 1).bit_length() - 1) // 10)
-    return f"{number / 1024**exponent:,.2f} {('B', 'KiB', 'MiB', 'GiB')[exponent]}"
 
 
 def _with_prefix(number: float) -> str:
