@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -80,9 +81,10 @@ def describe(report: dict[str, Any]) -> list[str]:
             ]
         ),
         "",
-        f"Opening took {opening['open_seconds']:.1f} s of it; the rank's own processor time was "
-        f"{opening['cpu_seconds']:.1f} s, and the load average {opening['load_average']:.1f}. Memory is what rank and "
-        "workers have more than the rank had before, shared pages counted once.",
+        f"Opening took {opening['open_seconds']:.1f} s of it. Processor time was {opening['cpu_seconds']:.1f} s in the "
+        f"rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; the {opening['num_cores']} cores had a "
+        f"load average of {opening['load_average']:.1f}. Memory is what rank and workers have more than the rank had "
+        "before, shared pages counted once.",
     ]
 
 
@@ -201,14 +203,17 @@ def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
     seconds = time.perf_counter() - begin
     cpu_seconds = time.process_time() - cpu_begin
     children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    workers_cpu_seconds = sum(sum(psutil.Process(child).cpu_times()[:2]) for child in children)
     after = _own_bytes([os.getpid(), *children])
     sender.send(
         {
             "seconds": seconds,
             "open_seconds": opened - begin,
             "cpu_seconds": cpu_seconds,
+            "workers_cpu_seconds": workers_cpu_seconds,
             "megabytes": (after - before) / 1e6,
             "load_average": load_average,
+            "num_cores": len(os.sched_getaffinity(0)),
         }
     )
 

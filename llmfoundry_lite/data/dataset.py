@@ -47,6 +47,7 @@ from llmfoundry_lite.data.order import (
     MOST_UNITS,
     NO_SAMPLE,
     ORDER_VERSION,
+    EpochOrder,
     SampleOrder,
     share_of_worker,
 )
@@ -187,6 +188,7 @@ class TextDataset(StreamingDataset):
         self.tokenizer = tokenizer
         self.token_dtype = np.dtype(token_encoding_type)
         self._background_error: Exception | None = None
+        self._laid_out: EpochOrder | None = None
         self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
         self.replication = replication
         self._unique_rank_world = World.detect()
@@ -429,10 +431,19 @@ class TextDataset(StreamingDataset):
             num_workers=world.workers_per_rank,
             first_batch=sample_in_epoch // self.global_batch_size,
         )
-        epoch_order = self.order.epoch(0 if self.same_every_epoch else epoch)
+        epoch_order = self._lay_out(epoch)
         last_ids_l = epoch_order.sample_ids(lanes, steps[-1:])
         self._num_padding_rows = int((last_ids_l == NO_SAMPLE).sum())
         return WorkerSampleIds(epoch_order, lanes, steps)
+
+    def lay_out_next_epoch(self) -> None:
+        """Work out here what each of the workers would: those that are forked from this process share it."""
+        self._laid_out = self._lay_out(self.next_epoch)
+
+    def _lay_out(self, epoch: int) -> EpochOrder:
+        epoch = 0 if self.same_every_epoch else epoch
+        laid_out, self._laid_out = self._laid_out, None
+        return laid_out if laid_out is not None and laid_out.epoch == epoch else self.order.epoch(epoch)
 
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
