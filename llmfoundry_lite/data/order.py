@@ -46,7 +46,7 @@ MOST_UNITS = 1 << 24
 
 NO_SAMPLE = -1
 
-_MAX_SLICE_ELEMENTS = 1 << 19
+_MAX_SLICE_ELEMENTS = 1 << 17
 """How many samples are worked out at once: the working memory is about 64 bytes for each."""
 
 # What a random number is for; part of every key, so that no two uses ever share a stream.
