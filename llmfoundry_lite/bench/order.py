@@ -83,8 +83,8 @@ def describe(report: dict[str, Any]) -> list[str]:
         "",
         f"Opening took {opening['open_seconds']:.1f} s of it. Processor time was {opening['cpu_seconds']:.1f} s in the "
         f"rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; before, the load average was "
-        f"{opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers have more than "
-        "the rank had before, shared pages counted once.",
+        f"{opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers have more "
+        "than the rank had before, shared pages counted once.",
     ]
 
 
