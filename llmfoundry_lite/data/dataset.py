@@ -8,6 +8,7 @@ loss to the training adapter. Iteration, with its threads, is StreamingDataset's
 Shapes: t = max_seq_len.
 """
 
+import errno
 import logging
 import os
 import secrets
@@ -253,7 +254,15 @@ class TextDataset(StreamingDataset):
         path = shard_table_path(number)
         remove_at_exit(self, path)
         indexes = [stream.fetch_index() for stream in self.streams]
-        write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        try:
+            write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DataError(
+                f"no space left in {path.parent} for the table of shards, about 150 bytes for each; make it larger "
+                "(a container's with --shm-size, or --ipc=host)"
+            ) from error
         self._open_shared(number)
         self._check_cache_limit()
 
@@ -281,7 +290,8 @@ class TextDataset(StreamingDataset):
         self._cache_usage = SharedScalar(np.int64, _get_path(number, CACHE_USAGE))
         self._shard_states = SharedArray(self.num_shards, np.uint8, _get_path(number, SHARD_STATES))
         self._shard_access_times = SharedArray(self.num_shards, np.uint64, _get_path(number, SHARD_ACCESS_TIMES))
-        self._verified = SharedArray(self.num_shards, np.uint8, _get_path(number, VERIFIED))
+        self._verified = SharedArray(self.num_shards, np.uint64, _get_path(number, VERIFIED))
+        """The state of each shard's file when it was found to be whole, or 0."""
         self._elsewhere = SharedArray(self.num_shards, np.uint8, _get_path(number, ELSEWHERE))
         """Which shards the remote has shown to hold: in this launch, they came from there or were compared."""
 
@@ -468,7 +478,7 @@ class TextDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Tensor:
         """Row [t] of a sample; downloads its shard if need be."""
         shard_id, _ = self.spanner[sample_id]
-        self._verify_shard(shard_id)
+        is_whole = self._verify_shard(shard_id)
         try:
             sample = super().get_item(sample_id, retry)
         except DataError:
@@ -476,10 +486,11 @@ class TextDataset(StreamingDataset):
         except Exception as error:
             if self._background_error:
                 raise self._background_error from None
-            self._verified[shard_id] = False
+            self._verified[shard_id] = 0
             self._verify_shard(shard_id)  # a damaged file explains whatever went wrong
             raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error
-        self._verify_shard(shard_id)
+        if not is_whole:
+            self._verify_shard(shard_id)
         try:
             return torch.from_numpy(self._row_of(sample))
         except Exception as error:
@@ -521,24 +532,31 @@ class TextDataset(StreamingDataset):
                     "match the one the data was prepared with, or the shard is damaged"
                 )
 
-    def _verify_shard(self, shard_id: int) -> None:
-        """Once on each node: is the file what the index says it is? A damaged copy of a remote is brought again."""
-        if self._verified[shard_id]:
-            return
-        path, stream, reader = self._path(shard_id), self._stream_of(shard_id), self.shards[shard_id]
+    def _verify_shard(self, shard_id: int) -> bool:
+        """Whether the file is there; raises DataError unless it is what the index says, after bringing it again.
+
+        Asked for each sample. The file is hashed once on each node, and again should it be replaced.
+        """
+        path = self._path(shard_id)
         try:
-            damage = find_damage(path, reader.raw_data)
+            if self._verified[shard_id] == _state_of(path):
+                return True
+            stream, reader = self._stream_of(shard_id), self.shards[shard_id]
+            state, damage = _state_of(path), find_damage(path, reader.raw_data)
             if damage and stream.remote:
                 with self._lock_cache():  # until which somebody else may have mended it, or given it up
                     if damage := find_damage(path, reader.raw_data):
                         log.warning("%s is damaged: %s; it is downloaded again", path, damage)
                         self._bring_shard(shard_id, damage)
-                        damage = find_damage(path, reader.raw_data)
+                    state, damage = _state_of(path), find_damage(path, reader.raw_data)
         except FileNotFoundError:
-            return  # it has not been downloaded yet, or given up again
+            return False  # it has not been downloaded yet, or given up again
+        except OSError as error:
+            raise DataError(f"{path} cannot be read on {socket.gethostname()}: {one_line(error)}") from error
         if damage:
             raise DataError(f"{path} is damaged: {damage}; {remedy(stream)}")
-        self._verified[shard_id] = True
+        self._verified[shard_id] = state
+        return True
 
     def _place(self, sample_id: int) -> str:
         shard_id, sample_in_shard = self.spanner[sample_id]
@@ -620,7 +638,7 @@ class TextDataset(StreamingDataset):
         """Bring a shard that is not there, or one whose file has this damage."""
         stream = self._stream_of(shard_id)
         try:
-            self._verified[shard_id] = False
+            self._verified[shard_id] = 0
             if stream.prepare_shard(self.shards[shard_id], again=bool(damage)):
                 self._elsewhere[shard_id] = True
         except Exception as error:
@@ -648,7 +666,7 @@ class TextDataset(StreamingDataset):
         self._stream_of(shard_id).check_elsewhere(self.shards[shard_id], has_come=bool(self._elsewhere[shard_id]))
         self._elsewhere[shard_id] = False
         self._shard_states[shard_id] = _ShardState.REMOTE
-        self._verified[shard_id] = False
+        self._verified[shard_id] = 0
         self._stream_of(shard_id).remove_shard(self.shards[shard_id])
         self.cache_usage -= int(self._sizes_in_cache()[shard_id])
 
@@ -672,3 +690,9 @@ class TextDataset(StreamingDataset):
         self._background_error = error  # for `__iter__` to raise
         self._event.set()
         it.on_exit()
+
+
+def _state_of(path: str) -> int:
+    """Another for a file that was replaced or written to; never 0. Raises FileNotFoundError."""
+    status = os.stat(path)
+    return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

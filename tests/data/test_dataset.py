@@ -1,5 +1,6 @@
 """Reading MDS: the order on real files and processes, what samples may look like, and every error's text."""
 
+import errno
 import functools
 import gc
 import json
@@ -587,6 +588,41 @@ def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, 
     message = message_of(numbers_of, dataset)
     assert message.startswith(f"cannot get {tmp_path / 'cache' / 'shard.00003.mds'} from {remote}: it arrives damaged")
     assert not list((tmp_path / "cache").glob("shard.00003*")) and downloads.count(path.name) >= 2
+
+
+def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path):
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    dataset = open_data(shards)
+    numbers_of(dataset)
+    shutil.rmtree(shards)
+    write_shards(shards, first=1, hashes=["xxh64"])
+    assert f"{shards}/shard.000" in (message := message_of(numbers_of, dataset)) and "is damaged: its xxh64" in message
+
+
+def test_a_disk_that_fails_is_named_with_its_node(shards, monkeypatch):
+    def fail(path, info):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(dataset, "find_damage", fail)
+    message = message_of(numbers_of, open_data(shards))
+    assert f" cannot be read on {socket.gethostname()}: [Errno 5] Input/output error" in message
+
+
+def test_shared_memory_that_is_too_small_is_named(shards, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(dataset, "write_table", fail)
+    assert "no space left in /dev/shm for the table of shards" in message_of(open_data, shards)
+
+
+def test_an_index_that_came_damaged_is_brought_again_when_the_remote_is_mended(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
+    whole = (remote / "index.json").read_bytes()
+    (remote / "index.json").write_bytes(whole[:100])
+    assert "index.json" in message_of(open_data, cache, remote=str(remote))
+    (remote / "index.json").write_bytes(whole)
+    assert len(numbers_of(open_data(cache, remote=str(remote)))) == 8
 
 
 def test_a_shard_that_is_missing_where_there_is_no_remote_is_named(shards):
