@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
@@ -69,9 +70,10 @@ def table_of_opening(report: dict[str, Any]) -> Table:
 def opening_in_words(report: dict[str, Any]) -> str:
     opening = report["opening"]
     return (
-        f"Opening took {opening['open_seconds']:.1f} s of it; the rank's own processor time was "
-        f"{opening['cpu_seconds']:.1f} s, and the load average {opening['load_average']:.1f}. Memory is what rank and "
-        "workers have more than the rank had before, shared pages counted once."
+        f"Opening took {opening['open_seconds']:.1f} s of it. Processor time was {opening['cpu_seconds']:.1f} s in the "
+        f"rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; before, the load average was "
+        f"{opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers have more "
+        "than the rank had before, shared pages counted once."
     )
 
 
@@ -190,14 +192,17 @@ def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
     seconds = time.perf_counter() - begin
     cpu_seconds = time.process_time() - cpu_begin
     children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    workers_cpu_seconds = sum(sum(psutil.Process(child).cpu_times()[:2]) for child in children)
     after = _own_bytes([os.getpid(), *children])
     sender.send(
         {
             "seconds": seconds,
             "open_seconds": opened - begin,
             "cpu_seconds": cpu_seconds,
+            "workers_cpu_seconds": workers_cpu_seconds,
             "megabytes": (after - before) / 1e6,
             "load_average": load_average,
+            "num_cores": len(os.sched_getaffinity(0)),
         }
     )
 

@@ -23,7 +23,7 @@ def failing_together(what: str) -> Iterator[None]:
         yield
     except UserError as caught:
         error = caught
-    except (OSError, RuntimeError, ValueError, KeyError) as caught:
+    except (OSError, RuntimeError, ValueError, KeyError, OverflowError) as caught:
         error = DataError(f"{what}: {one_line(caught)}")
         error.__cause__ = caught
     except Exception as caught:

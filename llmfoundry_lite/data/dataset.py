@@ -8,6 +8,7 @@ loss to the training adapter. Iteration, with its threads, is StreamingDataset's
 Shapes: t = max_seq_len.
 """
 
+import errno
 import logging
 import os
 import secrets
@@ -47,6 +48,7 @@ from llmfoundry_lite.data.order import (
     MOST_UNITS,
     NO_SAMPLE,
     ORDER_VERSION,
+    EpochOrder,
     SampleOrder,
     share_of_worker,
 )
@@ -187,6 +189,7 @@ class TextDataset(StreamingDataset):
         self.tokenizer = tokenizer
         self.token_dtype = np.dtype(token_encoding_type)
         self._background_error: Exception | None = None
+        self._laid_out: EpochOrder | None = None
         self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
         self.replication = replication
         self._unique_rank_world = World.detect()
@@ -251,7 +254,15 @@ class TextDataset(StreamingDataset):
         path = shard_table_path(number)
         remove_at_exit(self, path)
         indexes = [stream.fetch_index() for stream in self.streams]
-        write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        try:
+            write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DataError(
+                f"no space left in {path.parent} for the table of shards, about 150 bytes for each; make it larger "
+                "(a container's with --shm-size, or --ipc=host)"
+            ) from error
         self._open_shared(number)
         self._check_cache_limit()
 
@@ -279,7 +290,8 @@ class TextDataset(StreamingDataset):
         self._cache_usage = SharedScalar(np.int64, _get_path(number, CACHE_USAGE))
         self._shard_states = SharedArray(self.num_shards, np.uint8, _get_path(number, SHARD_STATES))
         self._shard_access_times = SharedArray(self.num_shards, np.uint64, _get_path(number, SHARD_ACCESS_TIMES))
-        self._verified = SharedArray(self.num_shards, np.uint8, _get_path(number, VERIFIED))
+        self._verified = SharedArray(self.num_shards, np.uint64, _get_path(number, VERIFIED))
+        """The state of each shard's file when it was found to be whole, or 0."""
         self._elsewhere = SharedArray(self.num_shards, np.uint8, _get_path(number, ELSEWHERE))
         """Which shards the remote has shown to hold: in this launch, they came from there or were compared."""
 
@@ -429,10 +441,19 @@ class TextDataset(StreamingDataset):
             num_workers=world.workers_per_rank,
             first_batch=sample_in_epoch // self.global_batch_size,
         )
-        epoch_order = self.order.epoch(0 if self.same_every_epoch else epoch)
+        epoch_order = self._lay_out(epoch)
         last_ids_l = epoch_order.sample_ids(lanes, steps[-1:])
         self._num_padding_rows = int((last_ids_l == NO_SAMPLE).sum())
         return WorkerSampleIds(epoch_order, lanes, steps)
+
+    def lay_out_next_epoch(self) -> None:
+        """Work out here what each of the workers would: those that are forked from this process share it."""
+        self._laid_out = self._lay_out(self.next_epoch)
+
+    def _lay_out(self, epoch: int) -> EpochOrder:
+        epoch = 0 if self.same_every_epoch else epoch
+        laid_out, self._laid_out = self._laid_out, None
+        return laid_out if laid_out is not None and laid_out.epoch == epoch else self.order.epoch(epoch)
 
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
@@ -457,7 +478,7 @@ class TextDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Tensor:
         """Row [t] of a sample; downloads its shard if need be."""
         shard_id, _ = self.spanner[sample_id]
-        self._verify_shard(shard_id)
+        is_whole = self._verify_shard(shard_id)
         try:
             sample = super().get_item(sample_id, retry)
         except DataError:
@@ -465,10 +486,11 @@ class TextDataset(StreamingDataset):
         except Exception as error:
             if self._background_error:
                 raise self._background_error from None
-            self._verified[shard_id] = False
+            self._verified[shard_id] = 0
             self._verify_shard(shard_id)  # a damaged file explains whatever went wrong
             raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error
-        self._verify_shard(shard_id)
+        if not is_whole:
+            self._verify_shard(shard_id)
         try:
             return torch.from_numpy(self._row_of(sample))
         except Exception as error:
@@ -510,24 +532,31 @@ class TextDataset(StreamingDataset):
                     "match the one the data was prepared with, or the shard is damaged"
                 )
 
-    def _verify_shard(self, shard_id: int) -> None:
-        """Once on each node: is the file what the index says it is? A damaged copy of a remote is brought again."""
-        if self._verified[shard_id]:
-            return
-        path, stream, reader = self._path(shard_id), self._stream_of(shard_id), self.shards[shard_id]
+    def _verify_shard(self, shard_id: int) -> bool:
+        """Whether the file is there; raises DataError unless it is what the index says, after bringing it again.
+
+        Asked for each sample. The file is hashed once on each node, and again should it be replaced.
+        """
+        path = self._path(shard_id)
         try:
-            damage = find_damage(path, reader.raw_data)
+            if self._verified[shard_id] == _state_of(path):
+                return True
+            stream, reader = self._stream_of(shard_id), self.shards[shard_id]
+            state, damage = _state_of(path), find_damage(path, reader.raw_data)
             if damage and stream.remote:
                 with self._lock_cache():  # until which somebody else may have mended it, or given it up
                     if damage := find_damage(path, reader.raw_data):
                         log.warning("%s is damaged: %s; it is downloaded again", path, damage)
                         self._bring_shard(shard_id, damage)
-                        damage = find_damage(path, reader.raw_data)
+                    state, damage = _state_of(path), find_damage(path, reader.raw_data)
         except FileNotFoundError:
-            return  # it has not been downloaded yet, or given up again
+            return False  # it has not been downloaded yet, or given up again
+        except OSError as error:
+            raise DataError(f"{path} cannot be read on {socket.gethostname()}: {one_line(error)}") from error
         if damage:
             raise DataError(f"{path} is damaged: {damage}; {remedy(stream)}")
-        self._verified[shard_id] = True
+        self._verified[shard_id] = state
+        return True
 
     def _place(self, sample_id: int) -> str:
         shard_id, sample_in_shard = self.spanner[sample_id]
@@ -609,7 +638,7 @@ class TextDataset(StreamingDataset):
         """Bring a shard that is not there, or one whose file has this damage."""
         stream = self._stream_of(shard_id)
         try:
-            self._verified[shard_id] = False
+            self._verified[shard_id] = 0
             if stream.prepare_shard(self.shards[shard_id], again=bool(damage)):
                 self._elsewhere[shard_id] = True
         except Exception as error:
@@ -637,7 +666,7 @@ class TextDataset(StreamingDataset):
         self._stream_of(shard_id).check_elsewhere(self.shards[shard_id], has_come=bool(self._elsewhere[shard_id]))
         self._elsewhere[shard_id] = False
         self._shard_states[shard_id] = _ShardState.REMOTE
-        self._verified[shard_id] = False
+        self._verified[shard_id] = 0
         self._stream_of(shard_id).remove_shard(self.shards[shard_id])
         self.cache_usage -= int(self._sizes_in_cache()[shard_id])
 
@@ -661,3 +690,9 @@ class TextDataset(StreamingDataset):
         self._background_error = error  # for `__iter__` to raise
         self._event.set()
         it.on_exit()
+
+
+def _state_of(path: str) -> int:
+    """Another for a file that was replaced or written to; never 0. Raises FileNotFoundError."""
+    status = os.stat(path)
+    return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

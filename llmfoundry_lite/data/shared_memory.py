@@ -265,11 +265,10 @@ def _find_holders(inodes: set[Inode]) -> tuple[dict[Inode, set[int]], set[int]]:
 def _mapped_inodes(process: Path) -> set[Inode]:
     inodes = set()
     for line in process.joinpath("maps").read_text(errors="replace").splitlines():
-        # address permissions offset major:minor inode path
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and "_" in fields[5]:
-            major, minor = fields[3].split(":")
-            inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+        if _BLOCK_NAME.search(line):
+            _address, _permissions, _offset, device, inode, _path = line.split(maxsplit=5)
+            major, minor = device.split(":")
+            inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return inodes
 
 

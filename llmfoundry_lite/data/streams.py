@@ -52,8 +52,10 @@ class CheckedStream(Stream):
             raise DataError(
                 f"cannot get {INDEX} of {self.remote}: {one_line(error)} (if {folder} is complete, leave `remote` out)"
             ) from error
-        if not path.exists():
-            if any(".mds" in entry.name and not entry.name.endswith(PART) for entry in os.scandir(folder)):
+        names = (name for _, _, names in os.walk(folder) for name in names)
+        has_shards = any(".mds" in name and not name.endswith(PART) for name in names)
+        if not path.exists() or not has_shards:
+            if has_shards:
                 os.remove(arrived)
                 raise DataError(f"{folder} holds shards without the {INDEX} they belong to; remove the folder")
             os.replace(arrived, path)

@@ -1,5 +1,6 @@
 """Reading MDS: the order on real files and processes, what samples may look like, and every error's text."""
 
+import errno
 import functools
 import gc
 import json
@@ -23,6 +24,7 @@ from llmfoundry_lite.data import dataset
 from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset
 from llmfoundry_lite.data.lazy_arrays import ShardBounds
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
+from llmfoundry_lite.data.order import EpochOrder, SampleOrder
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
@@ -94,6 +96,22 @@ def test_state_counts_from_where_this_launch_began_if_asked_to(shards):
     next(iter(build_text_loader(dataset)))
     assert dataset.state_dict(12, from_beginning=False)["sample_in_epoch"] == 48
     assert dataset.state_dict(48, from_beginning=True)["sample_in_epoch"] == 48
+
+
+def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypatch):
+    rank = os.getpid()
+
+    def only_in_the_rank(order, epoch):
+        assert os.getpid() == rank
+        return EpochOrder(order, epoch)
+
+    monkeypatch.setattr(SampleOrder, "epoch", only_in_the_rank)
+    dataset = open_data(shards)
+    dataset.load_state_dict(dataset.state_dict(36, True) | {"epoch": 2})
+    assert numbers_of(dataset, num_workers=2) == expected_numbers(dataset, 2)[3:]
+    loader = build_text_loader(dataset, num_workers=1)
+    loader.collate_fn = lambda rows: gc.get_freeze_count()
+    assert next(iter(loader)) > 10_000  # objects that the garbage collector leaves where they are
 
 
 def test_going_back_to_an_earlier_epoch_works_with_persistent_workers(shards):
@@ -572,6 +590,41 @@ def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, 
     assert not list((tmp_path / "cache").glob("shard.00003*")) and downloads.count(path.name) >= 2
 
 
+def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path):
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    dataset = open_data(shards)
+    numbers_of(dataset)
+    shutil.rmtree(shards)
+    write_shards(shards, first=1, hashes=["xxh64"])
+    assert f"{shards}/shard.000" in (message := message_of(numbers_of, dataset)) and "is damaged: its xxh64" in message
+
+
+def test_a_disk_that_fails_is_named_with_its_node(shards, monkeypatch):
+    def fail(path, info):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(dataset, "find_damage", fail)
+    message = message_of(numbers_of, open_data(shards))
+    assert f" cannot be read on {socket.gethostname()}: [Errno 5] Input/output error" in message
+
+
+def test_shared_memory_that_is_too_small_is_named(shards, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(dataset, "write_table", fail)
+    assert "no space left in /dev/shm for the table of shards" in message_of(open_data, shards)
+
+
+def test_an_index_that_came_damaged_is_brought_again_when_the_remote_is_mended(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
+    whole = (remote / "index.json").read_bytes()
+    (remote / "index.json").write_bytes(whole[:100])
+    assert "index.json" in message_of(open_data, cache, remote=str(remote))
+    (remote / "index.json").write_bytes(whole)
+    assert len(numbers_of(open_data(cache, remote=str(remote)))) == 8
+
+
 def test_a_shard_that_is_missing_where_there_is_no_remote_is_named(shards):
     (shards / "shard.00003.mds").unlink()
     message = message_of(numbers_of, open_data(shards))
@@ -644,6 +697,12 @@ def test_batches_that_cannot_be_are_refused(shards, as_rank):
     )
     as_rank(0, 5)
     assert "a global batch of 12 samples cannot be split evenly over 5 ranks" in message_of(open_data, shards)
+
+
+@pytest.mark.parametrize("epoch_size", [10**12, "10t", 10**30])
+def test_an_epoch_of_too_many_repeats_is_refused_at_once(shards, epoch_size):
+    message = message_of(open_data, shards, epoch_size=epoch_size)
+    assert "at most 16777216 can be; use a smaller epoch_size or repeat" in message or epoch_size == 10**30
 
 
 def test_a_state_of_another_run_is_refused(shards, tmp_path):
