@@ -118,7 +118,9 @@ def test_another_model_tokenizer_data_or_batch_size_is_refused_by_name(tmp_path,
         "model.no_bias is true here and false in the checkpoint": {"model": {**config["model"], "no_bias": True}},
         "tokenizer is 'sha256:": {"tokenizer": make_tokenizer(tmp_path / "theirs", "xyxyxz")},
         "global_train_batch_size is 4 here and 8": {"global_train_batch_size": 4},
-        "the data is not what the checkpoint was trained with": dataset(local=str(write_data(tmp_path / "data", num_train=400))),
+        "the data is not what the checkpoint was trained with": dataset(
+            local=str(write_data(tmp_path / "data", num_train=400))
+        ),
         "shuffle_seed is 4": dataset(shuffle_seed=4),
     }.items():
         refused = attempt(tmp_path, config, "other", **changes)
