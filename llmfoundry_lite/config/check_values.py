@@ -134,9 +134,7 @@ SYNONYMS = {
 
 def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
     """Check every key of the tables above, and that every number is finite. `refuse` raises."""
-    for key, value in _numbers(config):
-        if not math.isfinite(value):
-            refuse(key, f"{value!r} given, expected a finite number")
+    check_numbers(config, "", refuse)
     for key, expected in NOT_EMPTY.items():
         value = _attribute(config, key)
         if value is not None and not value.strip():
@@ -145,18 +143,6 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
         value = _attribute(config, key)
         if value is not None:
             _check_choice(key, value, layers)
-    for key in POSITIVE:
-        value = _attribute(config, key)
-        if value is not None and not value > 0:
-            refuse(key, f"{value!r} given, expected a number above 0")
-    for key in NON_NEGATIVE:
-        value = _attribute(config, key)
-        if value is not None and value < 0:
-            refuse(key, f"{value!r} given, expected 0 or more")
-    for key in PROBABILITIES:
-        value = _attribute(config, key)
-        if not 0 <= value < 1:
-            refuse(key, f"{value!r} given, expected a probability, 0 <= p < 1")
     for key in DURATIONS:
         value = _attribute(config, key)
         if value is not None and not (key == "eval_interval" and value == 0):
@@ -165,6 +151,22 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
         SaveInterval.parse(config.save_interval)
     except ValueError as error:
         refuse("save_interval", f"{config.save_interval!r} given, expected {error}")
+
+
+def check_numbers(block: Any, place: str, refuse: Refuse) -> None:
+    """Those of a block that stands at `place` (`model.`; "" for the whole): finite, and within their limits."""
+    for key, value in _numbers(block, place.removesuffix(".")):
+        if not math.isfinite(value):
+            refuse(key, f"{value!r} given, expected a finite number")
+    for table, is_right, expected in (
+        (POSITIVE, lambda value: value > 0, "a number above 0"),
+        (NON_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (PROBABILITIES, lambda value: 0 <= value < 1, "a probability, 0 <= p < 1"),
+    ):
+        for key in table:
+            value = _attribute(block, key.removeprefix(place)) if key.startswith(place) else None
+            if value is not None and not is_right(value):
+                refuse(key, f"{value!r} given, expected {expected}")
 
 
 def check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:

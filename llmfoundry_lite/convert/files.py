@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.files import sync, sync_folder
+
+T = TypeVar("T")
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -137,7 +139,7 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
     check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
     if files is not None:
-        return _together(folder, ((file, _read_safetensors(folder / file)) for file in files))
+        return _together(folder, ((file, _read_safetensors(folder / file, _tensor_of)) for file in files))
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
     if not pickles:
         raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
@@ -174,9 +176,16 @@ def check_no_adapter(folder: Path) -> None:
 ADAPTER_FILE = "adapter_config.json"
 
 
-def _together(folder: Path, contents: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+def read_dtypes(folder: Path) -> dict[str, str]:
+    """Tensor -> its dtype in safetensors' words, such as BF16; empty where there are only pickles. Raises ExportError
+    as `read_weights` does."""
+    files = _weight_files(folder, "model", "safetensors") or []
+    return _together(folder, ((file, _read_safetensors(folder / file, _dtype_of)) for file in files))
+
+
+def _together(folder: Path, contents: Iterable[tuple[str, dict[str, T]]]) -> dict[str, T]:
     """The tensors of all files. Raises ExportError for one that two files have."""
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, T] = {}
     for file, content in contents:
         if repeated := sorted(state.keys() & content.keys()):
             raise ExportError(
@@ -191,7 +200,10 @@ def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
     index, single = folder / f"{stem}.{suffix}.index.json", f"{stem}.{suffix}"
     if not index.is_file():
         return [single] if (folder / single).is_file() else None
-    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ExportError(f"{index}: weight_map gives no file for each tensor; copy the file again from its source")
+    files = sorted(set(weight_map.values()))
     if (folder / single).is_file() and single not in files:
         raise ExportError(
             f"{folder}: holds {single} and {index.name}, which names other files; remove those that are not the model's"
@@ -202,12 +214,20 @@ def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
     return files
 
 
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]:
     try:
         with safe_open(path, framework="pt") as reader:
-            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
+            return {name: read(reader, name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise ExportError(f"{path}: damaged: {error}") from None
+
+
+def _tensor_of(reader: Any, name: str) -> torch.Tensor:
+    return reader.get_tensor(name)
+
+
+def _dtype_of(reader: Any, name: str) -> str:
+    return reader.get_slice(name).get_dtype()
 
 
 def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
@@ -234,7 +254,7 @@ def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExportError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -163,16 +163,16 @@ def _read_rope(hf_config: HFConfig, where: str) -> dict[str, Any]:
     rope = {"rope_type": found.get("type", "default"), **found}
     check_values({key: rope}, {f"{key}.{name}": values for name, values in ROPE_MUST_BE.items()}, where)
     ours = next(ours for ours, theirs in SCALINGS.items() if theirs == rope["rope_type"])
-    expected = LLAMA3_KEYS if ours == "llama3" else ()
-    for name in LLAMA3_KEYS:
+    expected = () if ours == "no_scaling" else ("factor", *LLAMA3_KEYS) if ours == "llama3" else ("factor",)
+    for name in ("factor", *LLAMA3_KEYS):
         if (name in expected) != (rope.get(name) is not None):
-            wrong = "is missing" if name in expected else f"is {json.dumps(rope[name])}"
-            raise ExportError(f"{where}: {key}.{name} {wrong} in config.json; it belongs to rope_type llama3 alone")
+            wrong, does = (
+                ("is missing", "needs") if name in expected else (f"is {json.dumps(rope[name])}", "does not have")
+            )
+            raise ExportError(f"{where}: {key}.{name} {wrong} in config.json; rope_type {rope['rope_type']} {does} it")
     return {
         "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta", 10_000)),
-        "rope_hf_config": RopeScaling(
-            type=ours, factor=rope.get("factor", 1.0), **{name: rope[name] for name in expected}
-        ),
+        "rope_hf_config": RopeScaling(type=ours, **{name: rope[name] for name in expected}),
     }
 
 

@@ -34,7 +34,7 @@ from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.convert.files import check_no_adapter
+from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
@@ -347,7 +347,8 @@ def _not_loaded(folder: Path, error: Exception) -> DataError:
             f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model that "
             "transformers has itself"
         )
-    reason = str(error).strip().split("\n")[0]
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reason = f"{first} {more[0]}" if first.endswith(":") and more else first
     return DataError(f"models: {folder} is no causal language model that transformers loads: {reason}")
 
 
@@ -355,6 +356,7 @@ def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainMod
     from transformers import AutoModelForCausalLM
 
     config = _read_plain_config(folder)
+    _check_numbers(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=DTYPES[precision], output_loading_info=True, trust_remote_code=False
@@ -381,6 +383,22 @@ def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainMod
         )
     return plain
 
+
+def _check_numbers(folder: Path) -> None:
+    """transformers takes the last of two tensors of one name, and packed weights for the numbers they are packed in.
+    Raises ExportError or DataError."""
+    dtypes = read_dtypes(folder)
+    if read_hf_config(folder).get("quantization_config"):  # which says how to unpack them
+        return
+    packed = [name for name, dtype in dtypes.items() if name.endswith(".weight") and dtype not in FLOATS]
+    if packed:
+        raise DataError(
+            f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
+            f"expected {', '.join(FLOATS)}"
+        )
+
+
+FLOATS = ("F32", "BF16", "F16", "F64")
 
 PROBED_TOKENS = 1024
 """Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
@@ -460,8 +478,8 @@ def _text_config(model: Any) -> Any:
 def _max_seq_len(model: Any) -> int:
     """What config.json says, or fewer where the table of positions begins behind that of padding, as RoBERTa's does."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    said = [value for name in names if (value := getattr(_text_config(model), name, None))]
-    longest = int(said[0]) if said else 2048
+    said = [int(value) for name in names if (value := getattr(_text_config(model), name, None))]
+    longest = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
             longest = min(longest, table.num_embeddings - table.padding_idx - 1)

@@ -338,6 +338,7 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"n_head": None}, "n_head is null in config.json; expected a whole number"),
         ({"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
         ({"n_layer": 4}, "tensor transformer.h.3.ln_1.weight is missing"),
+        ({"n_layer": 10**9}, "config.json has 1,000,000,000 layers, and there are 40 tensors"),
     ],
 )
 def test_what_cannot_be_read_is_named(change, message):
@@ -367,11 +368,11 @@ LLAMA_3 = {
         ({"hidden_act": "gelu_fast"}, 'hidden_act is "gelu_fast" in config.json; this model only has "silu" or '),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
-            "rope_parameters.low_freq_factor is missing in config.json; it belongs to rope_type llama3 alone",
+            "rope_parameters.low_freq_factor is missing in config.json; rope_type llama3 needs it",
         ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 16}},
-            "rope_parameters.original_max_position_embeddings is 16 in config.json; it belongs to rope_type llama3",
+            "rope_parameters.original_max_position_embeddings is 16 in config.json; rope_type dynamic does not have it",
         ),
         (
             {"rope_parameters": {**LLAMA_3, "low_freq_factor": 4.0}},
@@ -380,6 +381,22 @@ LLAMA_3 = {
         (
             {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 8.0}},
             'rope_scaling.rope_type is "yarn" in config.json; this model only has',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_parameters.factor is missing in config.json; rope_type linea",
+        ),
+        (
+            {"rms_norm_eps": "8"},
+            "config.json describes a model that cannot be: model.norm_eps: '8' given, expected a number",
+        ),
+        (
+            {"rms_norm_eps": -1.0},
+            "config.json describes a model that cannot be: model.norm_eps: -1.0 given, expected a number above 0",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": float("inf")}},
+            "config.json describes a model that cannot be: model.attn_config.rope_theta: inf given, expected a finite",
         ),
         ({"num_key_value_heads": 4}, "tensor model.layers.0.self_attn.k_proj.weight has shape [24, 48], the model's"),
         (
@@ -440,6 +457,32 @@ def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
     config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **change}))
     with pytest.raises(ExportError, match=r"config\.json describes a model that cannot be: |cannot be read; expected"):
         import_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_packed_are_not_taken_for_numbers(dtype):
+    hf_state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ExportError) as error:
+        from_hugging_face({**hf_state, name: hf_state[name].to(dtype)}, huggingface.build_hf_config(LLAMA), "folder")
+    kind = str(dtype).removeprefix("torch.")
+    assert str(error.value) == f"folder: tensor {name} is {kind}; expected fp32, bf16 or fp16"
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "x", {"a": None}, {"a": ["x"]}])
+def test_an_index_that_names_no_files_is_refused(weight_map, tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out", max_shard_bytes=40_000)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ExportError) as error:
+        import_model(tmp_path / "out")
+    assert str(error.value) == f"{index}: weight_map gives no file for each tensor; copy the file again from its source"
+
+
+def test_json_of_any_depth_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ExportError, match=r"config\.json: cannot be read as JSON: "):
+        import_model(tmp_path)
 
 
 def test_the_older_spelling_of_rope_is_read():

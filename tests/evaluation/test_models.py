@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
@@ -205,6 +212,38 @@ def test_weights_that_transformers_would_ignore_make_up_or_misread_are_refused(n
     )
     edit_config(neox, final_logit_softcapping=None, model_type=None)
     assert refusal(neox).endswith("config.json has no model_type, which says what the weights are of")
+
+
+def test_weights_that_transformers_would_take_for_others_are_refused(neox):
+    weights = load_file(neox / "model.safetensors")
+    name = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    for dtype, said in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        save_file({**weights, name: weights[name].to(dtype)}, neox / "model.safetensors", metadata={"format": "pt"})
+        assert refusal(neox) == (
+            f"models: {neox}: tensor {name} is {said}, and config.json has no quantization_config; expected F32, BF16, "
+            "F16, F64"
+        )
+    (neox / "model.safetensors").unlink()
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**GPT_NEO_X))
+    model.save_pretrained(neox, max_shard_size="6KB")
+    first, *_, last = sorted(neox.glob("model-*.safetensors"))
+    twice = {**load_file(last), **load_file(first)}
+    save_file(twice, last, metadata={"format": "pt"})
+    assert f"{min(load_file(first))} is in {last.name} and in another file; it cannot be told which" in refusal(neox)
+    save_file(weights, neox / "model.safetensors", metadata={"format": "pt"})
+    assert "holds model.safetensors and model.safetensors.index.json, which names other files" in refusal(neox)
+
+
+def test_a_model_without_a_limit_to_its_length_is_probed_too(folder):
+    torch.manual_seed(0)
+    config = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=32)
+    XLNetLMHeadModel(config).save_pretrained(folder)
+    assert "later tokens change its earlier logits" in refusal(folder)
+
+
+def test_why_transformers_takes_no_config_is_said_whole(neox):
+    edit_config(neox, max_position_embeddings="8")
+    assert "'max_position_embeddings': TypeError: Field 'max_position_embeddings' expected int" in refusal(neox)
 
 
 def test_a_model_that_sees_later_tokens_is_refused(folder):
