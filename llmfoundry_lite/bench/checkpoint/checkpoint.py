@@ -14,13 +14,13 @@ makes its buffers, is reported apart. `async_save` is given a stager that lives 
 buffers are reused too. Loads start from a page cache from which the files were dropped (posix_fadvise after fsync),
 checked with mincore; a host's cache below a virtual disk cannot be dropped from here. "Unverified" is our own `load`
 with its hashing left out (`verify=False`, of the Python function only). Before each measurement, whosever it is, the
-ranks touch and free the memory it will need, see `checkpoint_meters.warm_up`.
+ranks touch and free the memory it will need, see `meters.warm_up`.
 
 Nothing is left in `--folder` unless this process is killed with SIGKILL.
 
-Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `checkpoint_rank.py`, what it
-measures with to `checkpoint_meters.py`, who saves to `checkpoint_sides.py`, and targets and tables to
-`checkpoint_report.py`.
+Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it
+measures with to `meters.py`, who saves to `sides.py`, and targets and tables to
+`report.py`.
 """
 
 import json

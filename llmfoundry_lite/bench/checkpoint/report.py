@@ -1,6 +1,6 @@
 """What `bench checkpoint` makes of its numbers: the targets, and the tables that are shown and written.
 
-Owns the names of the sides, which are keys of the report. Leaves measuring to `checkpoint_rank.py`.
+Owns the names of the sides, which are keys of the report. Leaves measuring to `rank_program.py`.
 """
 
 import statistics
