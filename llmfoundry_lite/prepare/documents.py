@@ -290,8 +290,10 @@ def read_lines(unit: LineRange | LinePiece, text_keys: tuple[str, ...], problem:
         except UnicodeDecodeError as error:
             problem("invalid_utf8", where, f" is not valid UTF-8 (byte {error.start} of the line){OTHER_ENCODING}")
             continue
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        except (ValueError, RecursionError) as error:  # a ValueError alone: a number of more than 4,300 digits
+            reason = "too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"{error.msg}, column {error.colno}"
             problem("invalid_json", where, f" does not parse as JSON ({reason}); expected one object per line")
             continue
         if not isinstance(row, dict):
@@ -343,6 +345,7 @@ def read_row_group(unit: RowGroup, text_keys: tuple[str, ...], problem: Problem)
     groups = list(range(parquet.num_row_groups)) if unit.index is None else [unit.index]
     first_row = sum(parquet.metadata.row_group(index).num_rows for index in range(groups[0] if groups else 0))
     num_rows = sum(parquet.metadata.row_group(index).num_rows for index in groups)
+    check_one_of_each(unit.path, parquet.schema_arrow, text_keys)
     columns = [column_of(key, parquet.schema_arrow) for key in text_keys]
     if not all(columns):
         yield from without_column(unit.path, parquet.schema_arrow, text_keys, num_rows, problem)
@@ -360,6 +363,7 @@ def read_arrow_batches(unit: ArrowBatches, text_keys: tuple[str, ...], problem: 
 
     try:
         schema, batches = open_arrow(unit.path)
+        check_one_of_each(unit.path, schema, text_keys)
         wanted = [batch for index, batch in enumerate(batches) if unit.first <= index < unit.end]
         num_rows = sum(batch.num_rows for batch in wanted)
         if not all(column_of(key, schema) for key in text_keys):
@@ -414,6 +418,15 @@ def column_of(key: str, schema: Any) -> tuple[str, ...] | None:
     return names
 
 
+def check_one_of_each(path: Path, header: Any, text_keys: tuple[str, ...]) -> None:
+    """Raises DataError where several columns bear the name of one that is wanted. `header`: names or a schema."""
+    names = header if isinstance(header, list) else header.names
+    for key in text_keys:
+        name = key if key in names else key.partition(".")[0]
+        if (count := names.count(name)) > 1:
+            raise DataError(f"{path} has {count} columns named {name!r}; rename all but one")
+
+
 def text_column(batch: Any, key: str) -> Any:
     """A column of a record batch as bytes, or the name of its type if that is no string.
 
@@ -463,7 +476,9 @@ def open_parquet(path: Path) -> Any:
 
     try:
         return pq.ParquetFile(decompressed_copy(path) if path.suffix in COMPRESSED_SUFFIXES else path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise  # the disk's, not the content's
         raise DataError(f"{path} is not a parquet file: {' '.join(str(error).split())}") from error
 
 

@@ -83,7 +83,7 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
                 chosen.append(path)
             else:
                 found.repeated.append(f"{path} is the same file as {first}")
-        if not chosen and not own and not linked and not found.unreadable:
+        if not chosen and not own and not linked and not num_other and not found.unreadable:
             raise DataError(f"{source} is an empty folder; expected files: {READABLE}")
         if not any(kind_of(path) for path in (*own, *linked)) and not found.unreadable:
             raise DataError(f"{source}: nothing here can be read; expected {READABLE}")
@@ -108,18 +108,32 @@ Unreadable = Callable[[Path, str], None]
 
 def expand(source: str, split: str, unreadable: Unreadable, repeated: list[str]) -> tuple[list[Path], list[Path], int]:
     """The files that a path, folder or glob stands for: its own, those behind links, and a count of what is no file."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         return walk(path, split, unreadable, repeated)
     if os.path.isfile(path):
         return [path], [], 0
     if os.path.islink(path):
         raise DataError(f"{source} is a link to {os.readlink(path)}, which does not exist or cannot be reached")
-    found = [Path(file) for file in glob.glob(str(path), recursive=True) if os.path.isfile(file)]
+    # A folder that matches is read as if it were named, but not one that the glob goes through by itself.
+    matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    found = [match for match in matches if "**" not in path.parts or not os.path.isdir(match)]
     if not found:
         raise DataError(f"{source}: {'no file matches' if glob.has_magic(source) else 'no such file or folder'}")
-    linked = [file for file in found if os.path.realpath(file) != os.path.abspath(file)]
-    return [file for file in found if file not in set(linked)], linked, 0
+    own: list[Path] = []
+    linked: list[Path] = []
+    num_other = 0
+    for path in found:
+        if os.path.isdir(path):
+            its_own, its_linked, its_other = walk(path, split, unreadable, repeated)
+            own, linked, num_other = own + its_own, linked + its_linked, num_other + its_other
+        elif os.path.isfile(path):
+            (linked if os.path.realpath(path) != os.path.abspath(path) else own).append(path)
+        elif os.path.islink(path):
+            unreadable(path, f"it is a link to {os.readlink(path)}, which does not exist or cannot be reached")
+        else:
+            num_other += 1
+    return own, linked, num_other
 
 
 def walk(folder: Path, split: str, unreadable: Unreadable, repeated: list[str]) -> tuple[list[Path], list[Path], int]:

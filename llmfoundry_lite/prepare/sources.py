@@ -37,6 +37,7 @@ from llmfoundry_lite.prepare.documents import (
     RowPiece,
     Unit,
     WholeFiles,
+    check_one_of_each,
     damaged_table,
     open_arrow,
     open_parquet,
@@ -292,11 +293,11 @@ def csv_texts(path: Path, content: BlockReader, encoding: str | None, text_keys:
     delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
     rows = csv.reader(text_lines(path, content, encoding), delimiter=delimiter, strict=True)
     header = next_row(rows, path)
-    if not isinstance(header, list):
+    if header is None:
         return
-    repeated = next((key for key in text_keys if header.count(key) > 1), None)
-    if repeated:
-        raise DataError(f"{path} has {header.count(repeated)} columns named {repeated!r}; rename all but one")
+    if isinstance(header, Bad):  # without it no row can be read
+        raise DataError(f"{path}: its header{header.sentence}; repair the file")
+    check_one_of_each(path, header, text_keys)
     while (row := next_row(rows, path)) is not None:
         if isinstance(row, Bad):
             yield row

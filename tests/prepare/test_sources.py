@@ -86,6 +86,24 @@ def test_a_key_with_a_dot_is_first_of_all_a_name(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "a.parquet", text_keys=("meta.text",)) == ["a"]
 
 
+def test_a_table_with_two_columns_of_the_name_or_a_torn_footer_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet has 2 columns named 'text'; rename all but one"):
+        texts_of(tmp_path / "a.parquet", on_error="skip")
+    torn = plain(tmp_path / "b.parquet", b"PAR1" + b"\x99" * 100 + (60).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(DataError, match=r"b.parquet is not a parquet file: Couldn't deserialize"):
+        texts_of(torn)
+
+
+def test_a_number_too_long_for_python_is_one_bad_line(tmp_path: Path) -> None:
+    path = plain(tmp_path / "a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b'}\n{"text": "b"}\n')
+    with pytest.raises(
+        DataError, match=r"a.jsonl, line 1 does not parse as JSON \(Exceeds the limit .*\); expected one"
+    ):
+        texts_of(path)
+    assert texts_of(path, on_error="skip") == ["b"]
+
+
 def test_a_parquet_file_without_the_column_is_counted_row_by_row_when_skipped(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
@@ -143,6 +161,7 @@ def test_bad_rows_of_csv_are_named_or_counted(tmp_path: Path) -> None:
     [
         (b"id,body\n1,x\n", r"a.csv, row 1 has no 'text'; there are: id, body \(choose one with --text-key\)"),
         (b"text,text\n1,x\n", "a.csv has 2 columns named 'text'; rename all but one"),
+        (b'"i"d,text\n1,x\n', r"a.csv: its header \(line 1\) does not parse as CSV \(.*\); repair the file"),
         (b'text\none\n"two\nthree\n', r"a.csv: a quote that opens in line 3 or after is never closed \(.*\); repair"),
     ],
 )
@@ -309,6 +328,26 @@ def test_links_to_folders_are_followed_once_and_circles_end(tmp_path: Path) -> N
         f"{tree}/0-link is the same folder as {tree}/real",
         f"{tree}/far/back is the same folder as {tree}",
     ]
+
+
+def test_a_glob_takes_the_folders_and_names_the_dead_links_that_it_matches(tmp_path: Path) -> None:
+    (tmp_path / "part-0").mkdir()
+    plain(tmp_path / "part-0" / "a.txt", b"a")
+    plain(tmp_path / "part-1.txt", b"b")
+    os.mkfifo(tmp_path / "part-2.txt")
+    found = listing.list_files([str(tmp_path / "part-*")], split="train", on_error="stop")
+    assert [path.name for path in found.files] == ["a.txt", "part-1.txt"]
+    assert found.num_ignored == 1
+    with pytest.raises(DataError, match=r"part-2.txt: nothing here can be read"):
+        listing.list_files([str(tmp_path / "*-2*")], split="train", on_error="stop")
+    assert texts_of(tmp_path / "**" / "a*") == ["a"]
+    (tmp_path / "part-3.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(DataError, match=r"part-3.txt cannot be read: it is a link to .*gone.txt, which does not exist"):
+        listing.list_files([str(tmp_path / "part-*")], split="train", on_error="stop")
+    found = listing.list_files([str(tmp_path / "**" / "*.txt")], split="train", on_error="skip")
+    assert [sentence.partition(": ")[0] for sentence in found.unreadable] == [f"{tmp_path}/part-3.txt"]
+    with pytest.raises(DataError, match="~nobody-here/a: no such file or folder"):
+        texts_of("~nobody-here/a")
 
 
 def test_a_file_under_two_names_is_read_once_and_said(tmp_path: Path, tokenizer_folder: Path) -> None:
