@@ -208,7 +208,7 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse:
         )
     for key, units, example in (("epoch_size", "kmb", "100k"), ("cache_limit", "kmgt", "100gb")):
         value = getattr(dataset, key)
-        is_text = isinstance(value, str) and re.fullmatch(rf"[0-9][0-9_.]*[{units}]?b?", value.lower())
+        is_text = isinstance(value, str) and re.fullmatch(rf"(?=.*[1-9])[0-9][0-9_.]*[{units}]?b?", value.lower())
         if not (value is None or is_text or (isinstance(value, int) and value > 0)):
             refuse(f"{block}.dataset.{key}", f"{value!r} given, expected a number above 0, such as {example}")
 

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from streaming.base.format import get_index_basename, reader_from_json
+from streaming.base.compression import decompress
+from streaming.base.format import FileInfo, get_index_basename, reader_from_json
+
+from llmfoundry_lite.data.streams import find_damage
 
 
 class Baselines(NamedTuple):
@@ -35,13 +39,32 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
 
 
 def read_tokens(folder: Path) -> NDArray[np.int64]:
-    """All samples of a local MDS folder, [n, t]. Raises FileNotFoundError or ValueError if it holds no token shards."""
+    """All samples of a local MDS folder, [n, t], compressed or not, each shard checked against the index. Raises
+    OSError, KeyError or ValueError if it holds no whole token shards."""
     index = json.loads((folder / get_index_basename()).read_text())
+    if not isinstance(index, dict):
+        raise ValueError(f"{get_index_basename()} is no JSON object")
     rows = []
-    for entry in index["shards"]:
-        shard = reader_from_json(str(folder.parent), folder.name, entry)
-        rows += [_row(shard[i]["tokens"]) for i in range(shard.samples)]
+    with TemporaryDirectory() as scratch:
+        for entry in index["shards"]:
+            shard = reader_from_json(str(folder), None, entry)
+            if shard.zip_data is not None and not (folder / shard.raw_data.basename).exists():
+                _check(folder / shard.zip_data.basename, shard.zip_data)
+                content = decompress(shard.compression, (folder / shard.zip_data.basename).read_bytes())
+                shard = reader_from_json(scratch, None, entry)
+                Path(scratch, shard.raw_data.basename).parent.mkdir(parents=True, exist_ok=True)
+                Path(scratch, shard.raw_data.basename).write_bytes(content)
+            raw = Path(shard.dirname, shard.raw_data.basename)
+            _check(raw, shard.raw_data)
+            rows += [_row(shard[i]["tokens"]) for i in range(shard.samples)]
+            if shard.dirname == scratch:
+                raw.unlink()
     return np.stack(rows)
+
+
+def _check(path: Path, info: FileInfo) -> None:
+    if damage := find_damage(str(path), info):
+        raise ValueError(f"{path.name} is damaged: {damage}")
 
 
 def _row(tokens: bytes | NDArray) -> NDArray[np.int64]:

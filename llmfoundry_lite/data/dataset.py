@@ -35,6 +35,7 @@ from streaming.base.constant import (
 )
 from streaming.base.dataset import _ShardState
 from streaming.base.distributed import get_local_rank, get_rank, get_world_size, maybe_init_dist
+from streaming.base.format.mds import MDSReader
 from streaming.base.shared import SharedArray, SharedBarrier, SharedScalar
 from streaming.base.shared.prefix import _get_path
 from streaming.base.util import bytes_to_int, number_abbrev_to_int
@@ -511,6 +512,11 @@ class TextDataset(StreamingDataset):
                     "set token_encoding_type to the type they were written with"
                 )
             tokens = np.frombuffer(tokens, self.token_dtype)
+            if self.token_dtype.itemsize < 8 and tokens[::2].any() and not tokens[1::2].any() and len(tokens) > 2:
+                raise DataError(
+                    f"every second token is 0, so the tokens are of a wider type than {self.token_dtype}; set "
+                    "token_encoding_type to the type they were written with"
+                )
         if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"):
             raise DataError(f"column tokens holds {type(tokens).__name__}, not a row of whole numbers")
         if len(tokens) < self.max_seq_len:
@@ -542,13 +548,13 @@ class TextDataset(StreamingDataset):
             if self._verified[shard_id] == _state_of(path):
                 return True
             stream, reader = self._stream_of(shard_id), self.shards[shard_id]
-            state, damage = _state_of(path), find_damage(path, reader.raw_data)
+            state, damage = _state_of(path), _find_damage(path, reader)
             if damage and stream.remote:
                 with self._lock_cache():  # until which somebody else may have mended it, or given it up
-                    if damage := find_damage(path, reader.raw_data):
+                    if damage := _find_damage(path, reader):
                         log.warning("%s is damaged: %s; it is downloaded again", path, damage)
                         self._bring_shard(shard_id, damage)
-                    state, damage = _state_of(path), find_damage(path, reader.raw_data)
+                    state, damage = _state_of(path), _find_damage(path, reader)
         except FileNotFoundError:
             return False  # it has not been downloaded yet, or given up again
         except OSError as error:
@@ -690,6 +696,16 @@ class TextDataset(StreamingDataset):
         self._background_error = error  # for `__iter__` to raise
         self._event.set()
         it.on_exit()
+
+
+def _find_damage(path: str, reader: MDSReader) -> str:
+    """As `streams.find_damage`; of an index that was written to, too, which no hash is of."""
+    if damage := find_damage(path, reader.raw_data):
+        return damage
+    num_samples = int(np.fromfile(path, "<u4", 1)[0])  # an MDS shard begins with it
+    return (
+        "" if num_samples == reader.samples else f"it holds {num_samples} samples, {reader.samples} by its index.json"
+    )
 
 
 def _state_of(path: str) -> int:

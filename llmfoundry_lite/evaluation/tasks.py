@@ -6,7 +6,6 @@ context and the answer apart (`separate`); lm-evaluation-harness tokenises all t
 """
 
 import bisect
-import datetime
 import hashlib
 import json
 import random
@@ -14,7 +13,6 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -140,7 +138,7 @@ def _read_jsonl(path: Path, label: str) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{label}: {path}, line {number} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{label}: {path}, line {number} is not a JSON object")
@@ -188,8 +186,12 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Dates, times and decimals of a column as text, like what a JSON file would have."""
-    return str(value) if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal) else value
+    """What JSON has no word for as text: dates, times, decimals and bytes, wherever in a column they stand."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _join(row: dict[str, Any], columns: list[str]) -> Any:

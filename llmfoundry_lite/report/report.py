@@ -137,7 +137,11 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
     losses, validation = finite(log[LOSS]), finite(log[VALIDATION])
     tokens, rates = finite(log[TOKENS]), finite(log[RATE])
     evaluated = log.batch[np.isfinite(log[VALIDATION])]
-    baselines, bytes_per_token = measure_data(run)
+    try:
+        baselines, bytes_per_token = measure_data(run)
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:  # a summary.json of something else
+        baselines, bytes_per_token = None, {"training": None, "validation": None}
+        run.notes.append(f"no baselines and no bits per byte: the summary.json of the data cannot be read ({error!r})")
     segments = segment_facts(run, prices)
     return {
         "run": run.where,
@@ -219,7 +223,11 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
     from llmfoundry_lite.data.baselines import measure_baselines
 
     vocab_size = config["model"]["vocab_size"]
-    baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
+    try:
+        baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
+    except (OSError, ValueError, KeyError) as error:  # its shards are gone, or damaged
+        run.notes.append(f"no baselines: {folder} cannot be read ({error})")
+        return None, bytes_per_token
     return {"bigram": baselines.bigram, "unigram": baselines.unigram}, bytes_per_token
 
 

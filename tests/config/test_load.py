@@ -133,6 +133,7 @@ WRONG = {
     "train_loader.num_workers=-1": "-1 given, expected 0 or more",
     "train_loader.dataset.epoch_size=-3": "-3 given, expected a number above 0, such as 100k",
     "train_loader.dataset.cache_limit=lots": "'lots' given, expected a number above 0, such as 100gb",
+    "train_loader.dataset.cache_limit=0gb": "'0gb' given, expected a number above 0, such as 100gb",
     "eval_subset_num_batches=0": "0 given, expected -1 (all) or a count",
     # names of kinds
     "train_loader.name=parquet": (

@@ -282,6 +282,16 @@ class LetterTokenizer:
         return [ord(letter) - ord("a") for letter in text]
 
 
+@pytest.mark.parametrize("token_encoding_type", ["int32", "uint16"])
+def test_bytes_read_as_a_narrower_type_are_refused(shards, token_encoding_type):
+    with pytest.raises(
+        DataError,
+        match=f"every second token is 0, so the tokens are of a wider type than "
+        f"{token_encoding_type}; set token_encoding_type",
+    ):
+        numbers_of(open_data(shards, token_encoding_type=token_encoding_type, vocab_size=200))
+
+
 def test_shards_of_text_are_tokenized_cut_and_padded(tmp_path):
     with MDSWriter(out=str(tmp_path), columns={"text": "str"}) as writer:
         for words in ["abc", "abcdefghijkl", ""] * 4:
@@ -522,6 +532,14 @@ def test_damaged_index_is_named(shards, content):
 def test_missing_remote_is_named(tmp_path):
     message = message_of(open_data, tmp_path / "cache", remote=str(tmp_path / "no"))
     assert message.startswith(f"cannot get index.json of {tmp_path / 'no'}: ")
+
+
+def test_an_index_that_leaves_out_samples_of_a_shard_is_found(shards):
+    index = json.loads((shards / "index.json").read_text())
+    index["shards"][1]["samples"] -= 2
+    (shards / "index.json").write_text(json.dumps(index, sort_keys=True))
+    with pytest.raises(DataError, match=r"shard.00001.mds is damaged: it holds (\d+) samples, \d+ by its index.json"):
+        numbers_of(open_data(shards))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

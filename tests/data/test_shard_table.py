@@ -96,6 +96,33 @@ def test_an_index_that_could_do_harm_is_refused(tmp_path, key, value, words):
         read_table(tmp_path, folder)
 
 
+@pytest.mark.parametrize("value", [-5, 10.0, "10", True], ids=repr)
+@pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
+def test_a_number_of_samples_that_cannot_be_is_refused(tmp_path, value, indent):
+    folder = write_mds(tmp_path / "a")
+    content = json.loads((folder / "index.json").read_text())
+    content["shards"][2]["samples"] = value
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
+    with pytest.raises(DataError, match=r"gives for samples something else than whole numbers of at least 0"):
+        read_table(tmp_path, folder)
+
+
+def test_a_shard_that_is_listed_twice_is_refused(tmp_path):
+    folder = write_mds(tmp_path / "a")
+    content = json.loads((folder / "index.json").read_text())
+    content["shards"].append(content["shards"][3])
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
+    with pytest.raises(DataError, match=r"lists shard.00003.mds twice, so that its samples would be read twice"):
+        read_table(tmp_path, folder)
+
+
+def test_a_merged_index_of_folders_with_any_letters_is_read(tmp_path):
+    write_mds(tmp_path / "all" / "größe", 40)
+    merge_index(str(tmp_path / "all"), keep_local=True)
+    table = read_table(tmp_path, tmp_path / "all")
+    assert {table.text("raw_name", i).split("/")[0] for i in range(len(table))} == {"größe"}
+
+
 @pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
 def test_a_single_name_outside_of_the_folder_is_found(tmp_path, indent):
     folder = write_mds(tmp_path / "a")

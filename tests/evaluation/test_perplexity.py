@@ -172,6 +172,8 @@ def test_results_of_two_tokenizers_are_about_the_same_text(tmp_path, tokenizer) 
             '{"text": "a"}\n{"body": "b"}\n',
             "line 2: KeyError('text'); expected a JSON object with the column",
         ),
+        ("a.jsonl", '{"text":' + "[" * 200_000, "line 1: RecursionError("),
+        ("val/index.json", "[]", "is no MDS split of tokens (index.json is no JSON object)"),
         ("a.jsonl", '{"text": 3}\n', "line 1: text is 3, expected a text"),
         ("a.jsonl", '{"text": "a \\ud83d"}\n', "line 1 has half a character, such as"),
         ("val/index.json", '{"shards": []}', "is no MDS split of tokens"),
@@ -186,6 +188,28 @@ def test_what_is_no_text_is_refused(tmp_path, tokenizer, name, content, message)
         prepare_text(task(place), tokenizer, max_seq_len=8, limit=None)
     assert message in str(caught.value)
     assert str(place) in str(caught.value)
+
+
+def test_a_compressed_split_is_read_and_a_damaged_one_refused(tmp_path, tokenizer) -> None:
+    def write(name, **options):
+        with MDSWriter(
+            out=str(tmp_path / name), columns={"tokens": "ndarray:uint16"}, hashes=["xxh64"], **options
+        ) as w:
+            for first in (1, 50):
+                w.write({"tokens": np.arange(first, first + 20, dtype=np.uint16)})
+        return tmp_path / name
+
+    def prepared(place):
+        return prepare_text(task(place), tokenizer, max_seq_len=8, limit=None)
+
+    whole, compressed = write("whole"), write("compressed", compression="zstd")
+    assert prepared(compressed).items == prepared(whole).items
+    for place, name in ((whole, "shard.00000.mds"), (compressed, "shard.00000.mds.zstd")):
+        content = bytearray((place / name).read_bytes())
+        content[-3] ^= 1
+        (place / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"no MDS split of tokens \({name} is damaged: its xxh64 is not the one"):
+            prepared(place)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:

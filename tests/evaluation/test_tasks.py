@@ -633,6 +633,7 @@ GOOD = json.dumps(QUESTIONS[0]) + "\n"
             "multiple_choice",
             ", line 1 has half a character, such as \\ud83d alone",
         ),
+        (GOOD + '{"query":' + "[" * 200_000, "multiple_choice", ", line 2 is not JSON: maximum recursion depth"),
         (GOOD + "{", "multiple_choice", ", line 2 is not JSON: Expecting property name enclosed in double quotes: "),
     ],
 )
@@ -703,10 +704,12 @@ def test_dates_in_a_column_of_a_hub_data_set_are_text(tmp_path):
     (tmp_path / "set").mkdir()
     when = datetime.datetime(2024, 1, 2, 3)
     columns = {"context": ["a"], "continuation": ["b"], "when": [when], "day": [when.date()]}
+    columns |= {"within": [{"days": [when.date()], "raw": b"\xff"}]}
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "set/test.parquet")
     where = {"dataset_uri": f"hf://{tmp_path}/set", "hf_loading_vars": {"split": "test"}}
     rows = read_rows(task("language_modeling", **where))
-    assert rows == [{"context": "a", "continuation": "b", "when": "2024-01-02 03:00:00", "day": "2024-01-02"}]
+    expected = {"context": "a", "continuation": "b", "when": "2024-01-02 03:00:00", "day": "2024-01-02"}
+    assert rows == [{**expected, "within": {"days": ["2024-01-02"], "raw": "b'\\xff'"}}]
     ask(task("language_modeling"), rows=rows)
 
 

@@ -39,5 +39,6 @@ def assert_holds(folder: Path, summary: Summary, tokenizer: Tokenizer, documents
 
 
 def plain(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path

@@ -369,6 +369,26 @@ def test_the_training_loss_is_also_in_bits_per_byte(tmp_path):
     assert "| validation loss | 3.4657 | 1.000 |" in page
 
 
+def test_a_run_whose_data_are_gone_or_of_something_else_has_its_report(tmp_path):
+    (tmp_path / "data").mkdir()
+    loaders = {
+        key: {"dataset": {"local": str(tmp_path / "data"), "split": split}}
+        for key, split in (("train_loader", "train"), ("eval_loader", "val"))
+    }
+    splits = {split: {"tokens": 90, "remainder_tokens": 10, "text_bytes": 400} for split in ("train", "val")}
+    run = write_run(tmp_path / "run", [record(1, 4 * math.log(2))], model={"vocab_size": 9}, **loaders)
+    for content, words in (
+        (json.dumps({"splits": splits}), "no baselines: "),
+        ("{", "no baselines and no bits per byte: the summary.json of the data cannot be read"),
+        ("{}", "no baselines and no bits per byte: the summary.json of the data cannot be read"),
+    ):
+        (tmp_path / "data/summary.json").write_text(content)
+        (facts,) = report([run])["runs"]
+        assert facts["baselines"] is None
+        assert any(note.startswith(words) for note in facts["notes"])
+        assert (facts["bytes_per_token"] == 4) == ("splits" in content)
+
+
 # ------------------------------------------------------------------------------------------ launches and failures
 
 
