@@ -20,9 +20,10 @@ def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record
     for line in content.splitlines(keepends=True) if isinstance(content, bytes) else content:
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("batch"), int):
+        batch = record.get("batch") if isinstance(record, dict) else None
+        if type(batch) is int and 0 <= batch < 2**53:
             yield line, record
 
 

@@ -140,7 +140,8 @@ def read_config(hf_config: HFConfig, _state: Mapping[str, torch.Tensor], where: 
     no_bias = hf_config.get("no_bias", is_transformers)
     same = {"attention_bias": (None, not no_bias), "head_dim": (None, d_model // n_heads)}
     check_values(hf_config, same, where)
-    norm_eps = hf_config.get("layer_norm_epsilon", hf_config.get("norm_eps", 1e-5))
+    default_eps = 1e-5 if is_transformers else hf_config.get("norm_eps", 1e-5)  # transformers knows no norm_eps
+    norm_eps = hf_config.get("layer_norm_epsilon", default_eps)
     check_values(hf_config, {"norm_eps": (norm_eps,)}, where)
     ffn = hf_config.get("ffn_config") or {}
     return ModelConfig(

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ def read_tokens(folder: Path) -> NDArray[np.int64]:
     rows = []
     with TemporaryDirectory() as scratch:
         for entry in index["shards"]:
-            shard = reader_from_json(str(folder), None, entry)
+            shard: Any = reader_from_json(str(folder), None, entry)
             if shard.zip_data is not None and not (folder / shard.raw_data.basename).exists():
                 _check(folder / shard.zip_data.basename, shard.zip_data)
                 content = decompress(shard.compression, (folder / shard.zip_data.basename).read_bytes())

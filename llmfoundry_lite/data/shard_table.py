@@ -258,7 +258,7 @@ class _Rows:
             if alike and (record is None or _shape_of(record) != _shape_of(alike[0])):
                 flat = [_flatten(each) for each in alike]
                 columns = {
-                    name: np.array([row[name] for row in flat], np.int64 if type(value) is int else np.bytes_)
+                    name: np.array([row[name] for row in flat], np.int64 if isinstance(value, int) else np.bytes_)
                     for name, value in flat[0].items()
                 }
                 self._keep(alike[0], columns)
@@ -274,11 +274,6 @@ class _Rows:
                 raise DataError(
                     f"{self.index}: column {name} is of type {encoding}, which may run code when it is read"
                 )
-        for name in ("samples", "raw_data.bytes", "zip_data.bytes"):
-            if name not in columns and name.startswith("zip"):
-                continue
-            if columns[name].dtype.kind != "i" or columns[name].min() < 0:
-                raise self._wrong(f"gives for {name} something else than whole numbers of at least 0")
         for name in ("raw_data.basename", "zip_data.basename"):
             if name not in columns:
                 continue
@@ -304,13 +299,16 @@ def _fields(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _flatten(record: dict[str, Any]) -> dict[str, int | bytes]:
-    """As `_fields` names them."""
+    """As `_fields` names them. Raises ValueError for a number that is none."""
     flat: dict[str, int | bytes] = {"samples": record["samples"]}
     for part in ("raw_data", "zip_data"):
         if record[part]:
             flat[f"{part}.basename"] = record[part]["basename"].encode()
             flat[f"{part}.bytes"] = record[part]["bytes"]
             flat |= {f"{part}.hashes.{name}": value.encode() for name, value in record[part]["hashes"].items()}
+    for name, value in flat.items():
+        if not (isinstance(value, bytes) or (type(value) is int and 0 <= value < 2**62)):
+            raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0")
     return flat
 
 

@@ -139,7 +139,8 @@ def _read_jsonl(path: Path, label: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{label}: {path}, line {number} is not JSON: {error}") from None
+            reason = "too deep" if isinstance(error, RecursionError) else error
+            raise DataError(f"{label}: {path}, line {number} is not JSON: {reason}") from None
         if not isinstance(row, dict):
             raise DataError(f"{label}: {path}, line {number} is not a JSON object")
         if is_broken_text(line):

@@ -152,7 +152,7 @@ def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
 
 def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None) -> str:
     """The `save_folder` of the configuration; else where a run directory has its own, wherever that was moved to."""
-    return (config or {}).get("save_folder") or folder.child("checkpoints").url
+    return str((config or {}).get("save_folder") or folder.child("checkpoints").url)
 
 
 def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
@@ -246,7 +246,7 @@ class Branches:
         self.last: Row | None = None
 
     def add(self, line: bytes, record: Record) -> None:
-        values = tuple(record.get(key) for key in COLUMNS)
+        values = tuple(value if isinstance(value := record.get(key), int | float) else None for key in COLUMNS)
         is_not_finite = LOSS in record and record[LOSS] is None
         row = Row(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, line)
         at = len(self.live)

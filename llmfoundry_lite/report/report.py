@@ -139,9 +139,11 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
     evaluated = log.batch[np.isfinite(log[VALIDATION])]
     try:
         baselines, bytes_per_token = measure_data(run)
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:  # a summary.json of something else
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         baselines, bytes_per_token = None, {"training": None, "validation": None}
-        run.notes.append(f"no baselines and no bits per byte: the summary.json of the data cannot be read ({error!r})")
+        run.notes.append(
+            f"no baselines and no bits per byte: the data that config.yaml names cannot be read ({error!r})"
+        )
     segments = segment_facts(run, prices)
     return {
         "run": run.where,

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_a_number_of_samples_that_cannot_be_is_refused(tmp_path, value, indent):
     content = json.loads((folder / "index.json").read_text())
     content["shards"][2]["samples"] = value
     (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
-    with pytest.raises(DataError, match=r"gives for samples something else than whole numbers of at least 0"):
+    with pytest.raises(DataError, match=rf"samples is {re.escape(repr(value))}, expected a whole number of"):
         read_table(tmp_path, folder)
 
 

@@ -633,7 +633,7 @@ GOOD = json.dumps(QUESTIONS[0]) + "\n"
             "multiple_choice",
             ", line 1 has half a character, such as \\ud83d alone",
         ),
-        (GOOD + '{"query":' + "[" * 200_000, "multiple_choice", ", line 2 is not JSON: maximum recursion depth"),
+        (GOOD + '{"query":' + "[" * 200_000, "multiple_choice", ", line 2 is not JSON: too deep"),
         (GOOD + "{", "multiple_choice", ", line 2 is not JSON: Expecting property name enclosed in double quotes: "),
     ],
 )

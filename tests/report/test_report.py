@@ -369,6 +369,18 @@ def test_the_training_loss_is_also_in_bits_per_byte(tmp_path):
     assert "| validation loss | 3.4657 | 1.000 |" in page
 
 
+def test_lines_that_somebody_has_written_to_cost_no_more_than_themselves(tmp_path):
+    lines = [record(batch, 1.0) for batch in (1, 2)]
+    odd = [b'{"batch": -4}', b'{"batch": true}', b'{"batch": 1%s}' % (b"0" * 30), b"[" * 200_000]
+    odd += [b'{"batch": 3, "launch": 1, "loss/train/total": "abc", "time/elapsed_seconds": [1]}']
+    run = write_run(tmp_path / "run", lines, train_loader=5, save_folder=6)
+    with open(f"{run}/metrics.jsonl", "ab") as file:
+        file.write(b"\n".join(odd) + b"\n")
+    (facts,) = report([run])["runs"]
+    assert (facts["last_batch"], facts["num_batches"], facts["dead_branches"]) == (3, 3, [])
+    assert "4 half-written lines passed over" in facts["notes"]
+
+
 def test_a_run_whose_data_are_gone_or_of_something_else_has_its_report(tmp_path):
     (tmp_path / "data").mkdir()
     loaders = {
@@ -379,8 +391,8 @@ def test_a_run_whose_data_are_gone_or_of_something_else_has_its_report(tmp_path)
     run = write_run(tmp_path / "run", [record(1, 4 * math.log(2))], model={"vocab_size": 9}, **loaders)
     for content, words in (
         (json.dumps({"splits": splits}), "no baselines: "),
-        ("{", "no baselines and no bits per byte: the summary.json of the data cannot be read"),
-        ("{}", "no baselines and no bits per byte: the summary.json of the data cannot be read"),
+        ("{", "no baselines and no bits per byte: the data that config.yaml names cannot be read"),
+        ("{}", "no baselines and no bits per byte: the data that config.yaml names cannot be read"),
     ):
         (tmp_path / "data/summary.json").write_text(content)
         (facts,) = report([run])["runs"]
