@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS, Floats
+from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS, Floats, effective_units
 from llmfoundry_lite.evaluation.reading import (
     BITS,
     Loaded,
@@ -136,10 +136,18 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
     if alone := len(asked[0] ^ asked[1]):
         notes.append(f"{alone:,} items that only one could be asked are left out")
     answers = answers_of(task, first, other, records[0]["metric"])
-    num_units = len(set(answers.clusters or answers.items))
-    if num_units < MIN_UNITS:
+    shares: dict[object, float] = {}
+    for unit, weight in zip(answers.clusters or answers.items, answers.weights, strict=True):
+        shares[unit] = shares.get(unit, 0.0) + weight
+    num_units, effective = len(shares), effective_units(np.array(list(shares.values())))
+    if effective < MIN_UNITS:
         noun = _count(num_units, "cluster" if answers.clusters else "item")
-        notes.append(f"{noun}: no interval and no verdict below {MIN_UNITS}")
+        worth = (
+            ""
+            if num_units < MIN_UNITS
+            else f", of such different weight that they are worth {effective:.1f} equal ones"
+        )
+        notes.append(f"{noun}{worth}: no interval and no verdict below {MIN_UNITS}")
     elif answers.clusters:
         notes.append(f"{len(answers.items):,} items in {num_units:,} clusters, which are what is independent")
     return notes

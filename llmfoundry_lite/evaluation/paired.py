@@ -29,7 +29,8 @@ NUM_RESAMPLES = 10_000
 MAX_RESAMPLED = 5_000
 """Units beyond which the normal distribution stands for the bootstrap."""
 MIN_UNITS = 6
-"""Independent items below which nothing is claimed: even five of five won have an exact p above 0.05."""
+"""Independent items below which nothing is claimed: even five of five won have an exact p above 0.05. Units of
+different sizes count as `effective_units`: an interval of 31 of which one holds 5 of 8 items covers .50, not .95."""
 MIN_DOCUMENTS = 20
 """As MIN_UNITS, for real numbers, whose tails a few documents do not show."""
 CAUTION = 40
@@ -56,6 +57,8 @@ class Counts(NamedTuple):
     losses: float | Floats
     num_units: int
     jump: float | Floats
+    num_effective: float = math.inf
+    """Units of one size that would be worth as much."""
 
     @property
     def difference(self) -> float | Floats:
@@ -64,7 +67,7 @@ class Counts(NamedTuple):
     @property
     def variance(self) -> float | Floats:
         """Of the difference."""
-        wins, losses, n, jump = self
+        wins, losses, n, jump, _ = self
         return (jump / n) ** 2 * (wins + losses - (wins - losses) ** 2 / n)
 
 
@@ -77,23 +80,32 @@ def count(added_u: Floats, share_u: Floats) -> Counts:
     """
     n = len(added_u)
     total, absolute, squares = float(added_u.sum()), float(np.abs(added_u).sum()), float((added_u**2).sum())
+    effective = effective_units(share_u)
     if squares == 0:
-        return Counts(0.0, 0.0, n, n * float((share_u**2).sum()))
+        return Counts(0.0, 0.0, n, n * float((share_u**2).sum()), effective)
     ratio = absolute / squares / 2
-    return Counts((absolute + total) * ratio, (absolute - total) * ratio, n, n * squares / absolute)
+    return Counts((absolute + total) * ratio, (absolute - total) * ratio, n, n * squares / absolute, effective)
+
+
+def effective_units(share_u: Floats) -> float:
+    """Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one holds most of the items, the
+    others say little of how far the difference may be off."""
+    return round(float(share_u.sum() ** 2 / (share_u**2).sum()), 6)
 
 
 def score_p(counts: Counts) -> float:
     """Two-sided p of McNemar's test with half a continuity correction; 1 below MIN_UNITS."""
-    wins, losses, n, _ = counts
+    wins, losses, n, _, effective = counts
     distance = max(0.0, abs(wins - losses) - CORRECTION)
-    return 1.0 if n < MIN_UNITS or not distance else math.erfc(distance / math.sqrt(2 * (wins + losses)))
+    return (
+        1.0 if min(n, effective) < MIN_UNITS or not distance else math.erfc(distance / math.sqrt(2 * (wins + losses)))
+    )
 
 
 def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
     """What `score_p` would not reject at `level` (0.05 for 95 %). None below MIN_UNITS."""
-    wins, losses, n, jump = counts
-    if n < MIN_UNITS:
+    wins, losses, n, jump, effective = counts
+    if min(n, effective) < MIN_UNITS:
         return None
     z = z_of(level)
     low, high = -upper_limit(losses, wins, n, z), upper_limit(wins, losses, n, z)

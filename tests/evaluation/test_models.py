@@ -125,7 +125,7 @@ def test_a_pickled_llm_foundry_folder_is_evaluated_as_the_model_it_describes(con
         ({"n_layers": 5}, "tensor transformer.blocks.4.norm_1.weight is missing"),
         ({"architectures": ["MptForCausalLM"]}, "attn_config.alibi is false in config.json; this model only has true"),
         (
-            {"architectures": ["MptForCausalLM"], "attn_config": {"alibi": True}, "norm_eps": 0.1},
+            {"architectures": ["MptForCausalLM"], "attn_config": {"alibi": True}, "no_bias": True, "norm_eps": 0.1},
             "norm_eps is 0.1 in config.json; this model only has 1e-05",
         ),
         ({"architectures": ["MPTForTokens"]}, 'architectures is ["MPTForTokens"] in config.json; this model only has '),

@@ -81,6 +81,15 @@ def test_units_of_whole_items_are_counted_and_others_weighed():
     assert high == -low == pytest.approx(0.2005, abs=1e-4)
 
 
+def test_a_cluster_that_holds_most_items_leaves_no_evidence():
+    share = np.array([50.0] + [1.0] * 30) / 80
+    counts = paired.count(share, share)
+    assert counts.num_effective == pytest.approx(2.53, abs=0.01)
+    assert paired.score_p(counts) == 1 and paired.score_interval(counts, 0.05) is None
+    equal = np.full(6, 1 / 6)
+    assert paired.score_interval(paired.count(equal, equal), 0.05) is not None
+
+
 def test_too_few_are_no_evidence():
     assert score_p(Counts(5, 0, 5, 1.0)) == 1 and score_interval(Counts(5, 0, 5, 1.0), 0.05) is None
     few = np.stack([np.arange(1.0, 20), np.ones(19)], axis=1)

@@ -338,7 +338,7 @@ def test_a_glob_takes_the_folders_and_names_the_dead_links_that_it_matches(tmp_p
     found = listing.list_files([str(tmp_path / "part-*")], split="train", on_error="stop")
     assert [path.name for path in found.files] == ["a.txt", "part-1.txt"]
     assert found.num_ignored == 1
-    with pytest.raises(DataError, match=r"part-2.txt: nothing here can be read"):
+    with pytest.raises(DataError, match=r"\*-2\*: nothing here can be read"):
         listing.list_files([str(tmp_path / "*-2*")], split="train", on_error="stop")
     assert texts_of(tmp_path / "**" / "a*") == ["a"]
     (tmp_path / "part-3.txt").symlink_to(tmp_path / "gone.txt")
