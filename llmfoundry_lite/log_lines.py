@@ -22,7 +22,9 @@ def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record
             record = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             continue
-        batch = record.get("batch") if isinstance(record, dict) else None
+        if not isinstance(record, dict):
+            continue
+        batch = record.get("batch")
         if type(batch) is int and 0 <= batch < 2**53:
             yield line, record
 

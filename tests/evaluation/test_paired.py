@@ -73,7 +73,7 @@ def test_an_interval_excludes_0_exactly_where_the_test_says_so(values, level):
 
 
 def test_units_of_whole_items_are_counted_and_others_weighed():
-    assert count(np.array([1, 1, -1, 0, 0, 0]) / 6, np.full(6, 1 / 6)) == pytest.approx((2, 1, 6, 1))
+    assert count(np.array([1, 1, -1, 0, 0, 0]) / 6, np.full(6, 1 / 6)) == pytest.approx((2, 1, 6, 1, 6))
     counts = count(np.array([3, 1, -1, 0, 0, 0]) / 18, np.full(6, 1 / 6))
     assert (counts.wins - counts.losses) / math.sqrt(counts.wins + counts.losses) == pytest.approx(3 / math.sqrt(11))
     # Nothing won or lost: (20 h - 1/2)² = 1.96² 20 h (1 - h).
