@@ -45,8 +45,9 @@ def cell(record: Record | None) -> tuple[str, str]:
     if record is None:
         return "", ""
     metric = record["metric"]
-    # Of a single item or cluster it is 0, and says nothing.
-    error = record.get(f"{metric}_stderr") if (record.get("num_clusters") or record["n"]) > 1 else None
+    error = record.get(f"{metric}_stderr")
+    if metric in ACCURACIES and (record.get("num_clusters") or record["n"]) == 1:
+        error = None  # it is 0, and says nothing
     return f"{record[metric]:.3f}", "" if error is None else f"{error:.3f}"
 
 

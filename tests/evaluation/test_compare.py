@@ -506,8 +506,10 @@ def test_what_no_evaluation_writes_is_refused_in_one_line_wherever_results_are_r
 
 @pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])
 def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
+    path = write_result(tmp_path, "odd", {"t/0-shot": TEN})
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=f"it has {next(iter(change))} .*, which no result has"):
-        load_results([write_result(tmp_path, "odd", {"t/0-shot": TEN}, **change)])
+        load_results([path])
 
 
 def test_depth_is_no_reason_for_a_traceback(tmp_path):
