@@ -105,7 +105,7 @@ def _texts(path: Path, label: str) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{label}: {path}, line {number}: {error!r}; expected a JSON object with the column text"
             ) from None
