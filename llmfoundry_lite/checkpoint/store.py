@@ -319,7 +319,7 @@ class CheckpointStore:
             self.on_phase("after rename")
         self._logs[manifest.save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
         with contextlib.suppress(OSError):
-            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
+            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n", is_durable=False)
         return Checkpoint(name, folder, manifest)
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
@@ -339,7 +339,7 @@ class CheckpointStore:
 
     def _commit_by_rename(self, root: LocalFolder, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)
-        draft.put(MANIFEST, raw)  # syncs the folder, and with it the names of the shards
+        draft.put_last(MANIFEST, raw)
         name = _committed_name(manifest.save_id)
         self.check(lease)
         self._check_not_newer(name, manifest)

@@ -14,13 +14,14 @@ makes its buffers, is reported apart. `async_save` is given a stager that lives 
 buffers are reused too. Loads start from a page cache from which the files were dropped (posix_fadvise after fsync),
 checked with mincore; a host's cache below a virtual disk cannot be dropped from here. "Unverified" is our own `load`
 with its hashing left out (`verify=False`, of the Python function only). Before each measurement, whosever it is, the
-ranks touch and free the memory it will need, see `checkpoint_meters.warm_up`.
+ranks touch and free the memory it will need, see `meters.warm_up`.
 
 Nothing is left in `--folder` unless this process is killed with SIGKILL.
 
-Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `checkpoint_rank.py`, what it
-measures with to `checkpoint_meters.py`, who saves to `checkpoint_sides.py`, and targets and tables to
-`checkpoint_report.py`.
+A save after every batch: real training, with saves and without in turns (`interval.py`).
+
+Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it measures
+with to `meters.py`, who saves to `sides.py`, and targets and tables to `report.py`.
 """
 
 import json
@@ -49,6 +50,7 @@ from llmfoundry_lite.bench.checkpoint.report import (
     markdown,
     print_table,
     table_of_growth,
+    table_of_intervals,
     table_of_sides,
     table_of_targets,
 )
@@ -59,6 +61,8 @@ from llmfoundry_lite.models.flops import count_parameters
 
 GROWTH_ROUNDS = 2
 """Warm saves of each size are enough to see how it grows."""
+INTERVAL_ROUNDS = 3
+"""Of batches that take half a minute each on two cores."""
 BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 
@@ -99,6 +103,10 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
         tables = [table_of_sides(report), table_of_targets(report)]
         for table in tables:
             print_table(console, *table)
+        settings["num_rounds"] = min(num_rounds, INTERVAL_ROUNDS)
+        report |= _measure_on_ranks({"what": "interval", "size": size, **settings}, console)
+        tables.append(table_of_intervals(report))
+        print_table(console, *tables[-1])
         settings["num_rounds"] = min(num_rounds, GROWTH_ROUNDS)
         for name in sizes:
             missing = _missing_memory(name)
