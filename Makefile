@@ -1,6 +1,6 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
 #   make quickstart   text -> shards -> a small MPT on 1 rank, then on 2 -> tables, samples, a plot, an evaluation (6 minutes, no GPU)
-#   make test         the tests (11 minutes on 2 cores)
+#   make test         the tests (12 minutes on 2 cores)
 
 SHELL := bash
 PYTHON ?= python3
@@ -38,7 +38,7 @@ quickstart: install
 	    results_folder=runs/mpt-quickstart/results redo=true
 
 test: install
-	pytest -m "not slow and not long and not gpu" --durations=20
+	pytest -n 2 --dist loadfile -m "not slow and not long and not gpu" --durations=20
 
 test-slow: install
 	pytest -m "slow and not gpu" --durations=20

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MIB, GIB = 1 << 20, 1 << 30
+from llmfoundry_lite.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def in_bytes(number: int) -> str:
+    """4096 -> 4.00 KiB"""
+    for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if number >= unit_bytes:
+            return f"{number / unit_bytes:,.2f} {unit}"
+    return f"{number} B"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,6 +68,23 @@ def find_accelerator(device_name: str, num_compute_units: int | None = None) -> 
     if num_compute_units is not None:
         rows = [row for row in rows if row.num_compute_units == num_compute_units]
     return rows[0] if len(rows) == 1 else None
+
+
+def accelerator_named(name: str) -> Accelerator:
+    """The row of this name, upper or lower case; `h100` and `h100-8` are the first H100.
+
+    Raises ConfigError, which lists the rows and says how to add one.
+    """
+    wanted = name.lower()
+    rows = [row for row in ACCELERATORS.values() if row.name.lower() == wanted]
+    stem = re.sub(r"-\d+$", "", wanted)
+    rows = rows or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
+    if not rows:
+        raise ConfigError(
+            f"hardware {name!r} is not in the table; expected one of {', '.join(ACCELERATORS)}. For a new device, copy "
+            "the row of one like it in llmfoundry_lite/hardware.py and change its figures"
+        )
+    return rows[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the table

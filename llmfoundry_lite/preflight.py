@@ -1,7 +1,7 @@
 """Everything that can be checked before a process group exists, and what `--dry-run` prints.
 
-Configuration against world size, data, tokenizer and memory. Reads index files and JSON, never a shard; imports
-neither Composer nor streaming, so that the answer comes quickly.
+Configuration against the layout of the devices, data, tokenizer and memory. Reads index files and JSON, never a shard;
+imports neither Composer nor streaming, so that the answer comes quickly.
 """
 
 import contextlib
@@ -19,13 +19,14 @@ from typing import Any
 
 import yaml
 
-from llmfoundry_lite.config.check import check_world_size
+from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.hardware import GIB, Device
+from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.status import STATUS, write_ended_early
@@ -45,12 +46,12 @@ class Preflight:
     not_checked: list[str] = field(default_factory=list)
 
 
-def check(config: TrainConfig, world_size: int, *, must_exist: bool) -> Preflight:
+def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight:
     """Check the configuration against the world around it. Raises ConfigError or DataError, in one line.
 
     `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
     """
-    check_world_size(config, world_size)
+    check_batch(config, layout)
     _check_import_paths(config)
     found = Preflight()
     for name, loader in (("train", config.train_loader), ("eval", config.eval_loader)):
@@ -81,7 +82,7 @@ def check_installed(*packages: str) -> None:
         )
 
 
-def check_here(config: TrainConfig, world_size: int, local_world_size: int, devices: Sequence[Device]) -> None:
+def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -> None:
     """What a launch on this machine would stumble over that `check` leaves to it: tokenizer and memory.
 
     `devices`: those of this machine, in order; ranks take one each, or share the one there is. Raises ConfigError.
@@ -92,14 +93,14 @@ def check_here(config: TrainConfig, world_size: int, local_world_size: int, devi
             f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache; fetch it first "
             f"(`hf download {name}`) or name a local folder"
         )
-    needed = estimate_training_memory(config, world_size, local_world_size).total_bytes
+    needed, num_here = estimate_training_memory(config, layout).total_bytes, layout.node_size
     asking = "each rank needs"
     if devices[0].is_shared:
-        needed *= local_world_size
-        asking = "one rank needs" if local_world_size == 1 else f"{local_world_size} ranks need"
-    elif len(devices) < local_world_size:
-        raise ConfigError(f"{local_world_size} ranks given, and this machine has {len(devices)} devices; start as many")
-    least = min(devices[:local_world_size], key=lambda device: device.free_bytes)
+        needed *= num_here
+        asking = "one rank needs" if num_here == 1 else f"{num_here} ranks need"
+    elif len(devices) < num_here:
+        raise ConfigError(f"{num_here} ranks given, and this machine has {len(devices)} devices; start as many")
+    least = min(devices[:num_here], key=lambda device: device.free_bytes)
     if needed > least.free_bytes:
         raise ConfigError(
             f"memory: {asking} about {needed / GIB:,.1f} GiB by the estimate, and {least.name} has "
@@ -271,23 +272,16 @@ def _round_up(vocab_size: int) -> int:
 # ------------------------------------------------------------------------------------------------ dry run
 
 
-def describe(
-    config: TrainConfig,
-    world_size: int,
-    found: Preflight,
-    local_world_size: int | None = None,
-    *,
-    is_for_here: bool = False,
-) -> str:
-    """The resolved configuration as YAML; then parameters, batch arithmetic and memory, as lines for people.
+def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_here: bool = False) -> str:
+    """The resolved configuration as YAML; then parameters, layout, batch arithmetic and memory, as lines for people.
 
-    `local_world_size`: devices in each node, default all of them; HYBRID_SHARD shards within a node. `is_for_here`:
-    this machine has been looked at too.
+    `is_for_here`: this machine has been looked at too.
     """
     batch, length = config.global_train_batch_size, config.max_seq_len
-    num_ranks, degree = config.num_data_ranks(world_size), config.tensor_parallel_degree
+    num_ranks, degree = layout.num_data_ranks, layout.ranks_per_data_rank
     device_batch = batch // num_ranks
-    groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{world_size} device(s)"
+    groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{num_ranks} device(s)"
+    devices = "\n".join(f"{'' if i else 'devices':<15}{line}" for i, line in enumerate(describe_layout(layout)))
     microbatch = config.first_microbatch_size(device_batch)
     is_auto = config.device_train_microbatch_size == "auto"
     division = (
@@ -300,6 +294,7 @@ def describe(
         yaml.safe_dump(as_dict(config), sort_keys=False),
         f"run            {config.run_name} in {config.run_folder}",
         f"parameters     {count_parameters(config.model):,}",
+        devices,
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
         f"               {groups} x {device_batch} samples in {division}",
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
@@ -310,8 +305,8 @@ def describe(
         dropped = f", {count % batch} of them left out of each epoch" if is_dropped else ""
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
     at = " (microbatches of 1 sample)" if is_auto else ""
-    lines.append(f"memory         {estimate_training_memory(config, world_size, local_world_size)}{at}")
-    lines += [f"warning        {text}" for text in _describe_network(config, world_size, local_world_size)]
+    lines.append(f"memory         {estimate_training_memory(config, layout)}{at}")
+    lines += [f"warning        {text}" for text in _describe_network(config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     lines += [f"not checked    {note}" for note in found.not_checked]
     if not is_for_here:
@@ -321,18 +316,18 @@ def describe(
     return "\n".join(lines)
 
 
-def _describe_network(config: TrainConfig, world_size: int, local_world_size: int | None) -> list[str]:
+def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
     """The cost of tensor parallelism across nodes: four sums in each layer (Shoeybi et al. 2019, "Megatron-LM")."""
-    degree, in_node = config.tensor_parallel_degree, local_world_size or world_size
-    if in_node >= world_size or in_node % degree == 0:
+    if not layout.spans_nodes("tensor"):
         return []
-    samples = config.global_train_batch_size // config.num_data_ranks(world_size)
+    degree, in_node = layout.tensor, layout.node_size
+    samples = config.global_train_batch_size // layout.num_data_ranks
     num_bytes = config.max_seq_len * config.model.d_model * (4 if config.precision in ("fp32", "tf32") else 2)
     num_sums = 4 * config.model.n_layers
     return [
         f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
-        f"{num_sums} sums of {_bytes(num_bytes)} over the network, "
-        f"{_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
+        f"{num_sums} sums of {in_bytes(num_bytes)} over the network, "
+        f"{in_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
         "stays in a node"
     ]
 
@@ -356,12 +351,6 @@ def _describe_duration(config: TrainConfig, found: Preflight) -> str:
         return ""
     epochs = f", {num_batches * batch / samples:,.2f} epochs" if samples else ""
     return f" = {int(num_batches):,} batches, {_with_prefix(num_batches * batch_tokens)} tokens{epochs}"
-
-
-def _bytes(number: int) -> str:
-    """4096 -> 4.00 KiB"""
-    exponent = min(3, (max(number, 1).bit_length() - 1) // 10)
-    return f"{number / 1024**exponent:,.2f} {('B', 'KiB', 'MiB', 'GiB')[exponent]}"
 
 
 def _with_prefix(number: float) -> str:

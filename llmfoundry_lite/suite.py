@@ -12,6 +12,7 @@ from torch import nn
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
 from llmfoundry_lite.errors import (
     CheckpointError,
@@ -224,7 +225,7 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
     from llmfoundry_lite.parallel.precision import Precision
 
     fsdp = FSDPConfig()
-    mesh = build_mesh(fsdp, device.type, this_rank().world_size, this_rank().local_world_size)
+    mesh = build_mesh(divide_devices(fsdp, this_rank().world_size), device.type)
     dtype = DTYPES[config.precision]
 
     def shard(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
@@ -41,9 +42,10 @@ def main(arguments: Sequence[str]) -> None:
         config = invocation.config
         if invocation.dry_run != "plan":
             preflight.check_installed("composer", "streaming")
-        found = preflight.check(config, here.world_size, must_exist=invocation.dry_run != "plan")
+        layout = layout_here(config)
+        found = preflight.check(config, layout, must_exist=invocation.dry_run != "plan")
         if invocation.dry_run == "here":
-            check_this_machine(config)
+            check_this_machine(config, layout)
     except UserError as error:
         if here.local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
             preflight.record_refusal(arguments, str(error))
@@ -53,11 +55,7 @@ def main(arguments: Sequence[str]) -> None:
             print(printable(note))
     if invocation.dry_run:
         if here.rank == 0:
-            print(
-                preflight.describe(
-                    config, here.world_size, found, here.local_world_size, is_for_here=invocation.dry_run == "here"
-                )
-            )
+            print(preflight.describe(config, layout, found, is_for_here=invocation.dry_run == "here"))
         return
 
     for name, value in config.environment.items():
@@ -67,12 +65,11 @@ def main(arguments: Sequence[str]) -> None:
     train(config)
 
 
-def check_this_machine(config: TrainConfig) -> None:
+def check_this_machine(config: TrainConfig, layout: Layout) -> None:
     """Raises ConfigError for a tokenizer or for memory that is not here."""
     from llmfoundry_lite.devices import local_devices  # imports torch
 
-    here = this_rank()
-    preflight.check_here(config, here.world_size, here.local_world_size, local_devices())
+    preflight.check_here(config, layout, local_devices())
 
 
 if __name__ == "__main__":

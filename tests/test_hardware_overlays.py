@@ -11,6 +11,7 @@ import yaml
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.layers import HARDWARE_KEYS, leaf_keys
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
@@ -80,7 +81,7 @@ def test_every_overlay_lies_over_every_run_and_one_sample_fits(name, run):
 
 
 def fits(config, device, num_nodes, num_devices):
-    needed = estimate_training_memory(config, num_nodes * num_devices, num_devices).total_bytes
+    needed = estimate_training_memory(config, layout_of(config, num_nodes * num_devices, num_devices)).total_bytes
     # Beside the tensors: the device's context, libraries, communication buffers and fragments.
     return needed + 4 * GIB < ACCELERATORS[device].memory_bytes * 0.95
 
@@ -93,7 +94,8 @@ def test_an_overlay_keeps_the_model_in_a_node_only_where_every_run_fits_there(na
     fits_in_node = fits(hybrid, device, 32, num_devices)
     config = load_train_config([middle, overlay(name)], {}).config
     assert config.sharding.sharding_strategy == ("HYBRID_SHARD" if fits_in_node else "FULL_SHARD")
-    one_node, many = (estimate_training_memory(config, n, num_devices).total_bytes / GIB for n in (8, 256))
+    layouts = (layout_of(config, n, num_devices) for n in (8, 256))
+    one_node, many = (estimate_training_memory(config, layout).total_bytes / GIB for layout in layouts)
     assert round(one_node) == 16
     assert round(many) == (16 if fits_in_node else 4)
 

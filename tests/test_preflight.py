@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -23,7 +24,7 @@ def data(tmp_path_factory):
 
 def check(tmp_path, config, world_size=1, must_exist=True):
     loaded = load_train_config([write_config(tmp_path / "run.yaml", config)]).config
-    return loaded, preflight.check(loaded, world_size, must_exist=must_exist)
+    return loaded, preflight.check(loaded, layout_of(loaded, world_size), must_exist=must_exist)
 
 
 def write_summary(folder, tokenizer, max_seq_len=32):
@@ -41,15 +42,15 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     assert found.not_checked == [
         "tokenizer.name: tests/not-on-this-disk is neither a local folder nor in the Hub's cache"
     ]
-    text = preflight.describe(config, 1, found)
+    text = preflight.describe(config, Layout(), found)
     assert "batch          8 samples x 32 tokens = 256 tokens" in text
     assert "train data     60 samples, 4 of them left out of each epoch" in text
     assert re.search(r"model FLOPs +[\d.]+ k per token, [\d.]+ M per batch", text)
     assert "10ba = 10 batches, 2.56 k tokens, 1.33 epochs" in text
 
 
-def memory_line(config, world_size, local_world_size=None):
-    text = preflight.describe(config, world_size, preflight.Preflight(), local_world_size)
+def memory_line(config, world_size):
+    text = preflight.describe(config, layout_of(config, world_size), preflight.Preflight())
     return re.search(r"parameters ([\d.]+), gradients ([\d.]+),", text).groups()
 
 
@@ -67,9 +68,9 @@ def test_tensor_parallelism_across_nodes_is_told_with_its_cost(tmp_path, data):
         tiny_config(data, tp_config={"tensor_parallel_degree": 4}, model__attn_config__fused_qkv=False),
         world_size=8,
     )
-    for local_world_size in (None, 4, 8):
-        assert "warning" not in preflight.describe(config, 8, preflight.Preflight(), local_world_size)
-    text = preflight.describe(config, 8, preflight.Preflight(), 2)
+    for node_size in (None, 4, 8):
+        assert "warning" not in preflight.describe(config, layout_of(config, 8, node_size), preflight.Preflight())
+    text = preflight.describe(config, layout_of(config, 8, 2), preflight.Preflight())
     (line,) = [line for line in text.splitlines() if line.startswith("warning")]
     assert line == (
         "warning        tp_config.tensor_parallel_degree: groups of 4 devices span nodes of 2: each sample takes 8 "
@@ -106,26 +107,27 @@ ROOM = Device("this machine's RAM", 8 * GIB, True)
 def test_a_dry_run_for_this_machine_refuses_what_a_launch_here_would_stumble_over(tmp_path, data, monkeypatch):
     config, _ = check(tmp_path, tiny_config(data))
     with pytest.raises(ConfigError, match=r"^tokenizer.name: tests/not-on-this-disk is neither a local folder nor in"):
-        preflight.check_here(config, 1, 1, [ROOM])
+        preflight.check_here(config, Layout(), [ROOM])
     monkeypatch.setattr(preflight, "is_local_or_cached", lambda name: True)
-    preflight.check_here(config, 2, 2, [ROOM])
-    need = preflight.estimate_training_memory(config, 2).total_bytes
+    two = layout_of(config, 2)
+    preflight.check_here(config, two, [ROOM])
+    need = preflight.estimate_training_memory(config, two).total_bytes
     with pytest.raises(
         ConfigError, match=r"^memory: 2 ranks need about .* GiB by the estimate, and this machine's RAM"
     ):
-        preflight.check_here(config, 2, 2, [ROOM._replace(free_bytes=2 * need - 1)])
+        preflight.check_here(config, two, [ROOM._replace(free_bytes=2 * need - 1)])
     gpus = [Device("cuda:0", need, False), Device("cuda:1", need - 1, False)]
     with pytest.raises(ConfigError, match=r"^memory: each rank needs about .* and cuda:1 has .* free"):
-        preflight.check_here(config, 2, 2, gpus)
+        preflight.check_here(config, two, gpus)
     with pytest.raises(ConfigError, match="4 ranks given, and this machine has 2 devices"):
-        preflight.check_here(config, 4, 4, gpus)
+        preflight.check_here(config, layout_of(config, 4), gpus)
 
 
 def test_a_dry_run_lists_what_it_has_not_checked(tmp_path, data):
     config, found = check(tmp_path, tiny_config(data), must_exist=False)
     memory = "not checked    the memory of this machine's devices; --dry-run=here also checks"
-    assert memory in preflight.describe(config, 1, found)
-    assert memory not in preflight.describe(config, 1, found, is_for_here=True)
+    assert memory in preflight.describe(config, Layout(), found)
+    assert memory not in preflight.describe(config, Layout(), found, is_for_here=True)
 
 
 def test_a_dry_run_for_this_machine_ends_with_2_where_data_are_missing(tmp_path, data, monkeypatch, capsys):
@@ -183,9 +185,9 @@ def test_samples_shorter_than_the_run_wants(tmp_path):
 def test_what_an_epoch_of_streams_leaves_out_is_not_guessed(tmp_path, data):
     streams = {"a": {"local": str(data), "repeat": 2.0}}
     config, found = check(tmp_path, tiny_config(data, train_loader={"dataset": {"split": "train", "streams": streams}}))
-    assert "train data     60 samples\n" in preflight.describe(config, 1, found)
+    assert "train data     60 samples\n" in preflight.describe(config, Layout(), found)
     config, found = check(tmp_path, tiny_config(data, train_loader__dataset__epoch_size=500, max_duration="10ba"))
-    text = preflight.describe(config, 1, found)
+    text = preflight.describe(config, Layout(), found)
     assert "left out" not in text and "epochs" not in text
 
 

@@ -117,8 +117,9 @@ def test_other_pythons_install_and_run_it_too(uv, wheel, tmp_path, version):
 @pytest.mark.long
 def test_plain_pip_resolves_it(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "environment"], check=True)
-    resolve = ("-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", f"{wheel}[train]")
-    report = call(tmp_path / "environment/bin/python", *resolve, cwd=Path(tmp_path))
-    names = {item["metadata"]["name"].lower() for item in json.loads(report[report.index("{") :])["install"]}
+    report = tmp_path / "report.json"
+    resolve = ("-m", "pip", "install", "--dry-run", "--quiet", "--report", report, f"{wheel}[train]")
+    call(tmp_path / "environment/bin/python", *resolve, cwd=Path(tmp_path))
+    names = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
     assert {"torch", "wandb", "omegaconf", "llmfoundry-lite"} <= names
     assert "mosaicml" not in names

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.evaluation import paired
 from llmfoundry_lite.evaluation.paired import Counts, Floats
-from llmfoundry_lite.evaluation.tables import markdown_table
 
 LEVEL, SEED = 0.05, 17
-TEXT_DRAWS = 20
+TEXT_DRAWS = 10
 """A draw of texts costs 10,000 resamples: there are so many times fewer of them."""
 
 
@@ -35,14 +35,18 @@ class Row(NamedTuple):
 
 
 def run(*, num_draws: int, out: Path | None) -> list[Row]:
-    rows = []
+    """Simulate, print tables, write intervals.json and .md to `out`."""
+    console, rows = open_console(), []
     for row in [*items(num_draws), *means(num_draws), *texts(max(1, num_draws // TEXT_DRAWS))]:
-        print(f"{row.case}, {row.size}: {row.difference:+.2f} covered {row.coverage:.3f} claimed {row.claimed:.3f}")
+        console.print(f"{row.case}, {row.size}: {row.difference:+.2f}", markup=False)
         rows.append(row)
     powers = list(promised_power(num_draws))
+    tables = table_of_cases(rows), table_of_powers(powers)
+    show(console, *tables)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "intervals.md").write_text(report(rows, powers))
+        report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers}
+        heading, command = "What intervals and verdicts of `compare` keep of what they promise", "bench intervals"
+        write_report(out, "intervals", heading, f"llmfoundry-lite {command}", report, PROMISE, *tables)
     return rows
 
 
@@ -178,7 +182,7 @@ def texts(num_draws: int) -> Iterator[Row]:
         "skewed (log-normal, sigma 1)": lambda n: 0.05 * (generator.lognormal(0, 1, n) - math.exp(0.5)),
     }
     for name, draw in tails.items():
-        for n in (20, 100):
+        for n in (20, 50, 100):
             for difference in (0.0, 0.05):
                 tally = np.zeros(3)
                 for _ in range(num_draws):
@@ -212,36 +216,27 @@ def promised_power(num_draws: int) -> Iterator[tuple[float, float, int, float]]:
         yield discordance, difference, n, found / num_draws
 
 
-def report(rows: list[Row], powers: list[tuple[float, float, int, float]]) -> str:
-    heading = ["case", "size", "difference", "covered by 95 % interval", "called different", "contradictions", "draws"]
+PROMISE = (
+    "By simulation. An interval should cover the true difference in 95 % of draws. Where there is no difference, one "
+    "may be claimed in at most 5 %. A contradiction is an interval that excludes 0 beside a verdict that claims "
+    f"nothing, or the reverse. Below {paired.MIN_UNITS} items or clusters, or {paired.MIN_DOCUMENTS} documents, "
+    "nothing is claimed."
+)
+
+
+def table_of_cases(rows: list[Row]) -> Table:
+    headings = ["case", "size", "difference", "covered by 95 % interval", "called different", "contradictions", "draws"]
     cells = [
         [
-            r.case,
-            r.size,
-            f"{r.difference:.2f}",
-            f"{r.coverage:.3f}",
-            f"{r.claimed:.3f}",
-            str(r.num_contradictions),
-            f"{r.num_draws:,}",
+            *(r.case, r.size, f"{r.difference:.2f}", f"{r.coverage:.3f}", f"{r.claimed:.3f}"),
+            *(str(r.num_contradictions), f"{r.num_draws:,}"),
         ]
         for r in rows
     ]
-    needed = [["discordant", "difference", "items needed", "found"]]
-    needed += [[f"{q:.0%}", f"{d:.2f}", f"{n:,}", f"{power:.3f}"] for q, d, n, power in powers]
-    return "\n".join(
-        [
-            "# What intervals and verdicts of `compare` keep of what they promise",
-            "",
-            "By simulation: `llmfoundry-lite bench intervals --out docs/measurements`. An interval should cover the",
-            "true difference in 95 % of draws. Where there is no difference, one may be claimed in at most 5 %. A",
-            "contradiction is an interval that excludes 0 beside a verdict that claims nothing, or the reverse.",
-            f"Below {paired.MIN_UNITS} items or clusters, or {paired.MIN_DOCUMENTS} documents, nothing is claimed.",
-            "",
-            *markdown_table([heading, *cells]),
-            "",
-            "How often as many items as `compare` says are needed find the difference; it promises 0.80:",
-            "",
-            *markdown_table(needed),
-            "",
-        ]
-    )
+    return Table("coverage and claims", headings, cells)
+
+
+def table_of_powers(powers: list[tuple[float, float, int, float]]) -> Table:
+    title = "how often as many items as `compare` says are needed find the difference; it promises 0.80"
+    rows = [[f"{q:.0%}", f"{d:.2f}", f"{n:,}", f"{power:.3f}"] for q, d, n, power in powers]
+    return Table(title, ["discordant", "difference", "items needed", "found"], rows)

@@ -6,7 +6,6 @@ A batch drawn blindly holds a domain's samples with the variance of a binomial. 
 more even than that; a ratio above 1 means waves of one domain and another.
 """
 
-import datetime
 import json
 import multiprocessing
 import os
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
-from rich.console import Console
 
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.data.order import SampleOrder
-from llmfoundry_lite.evaluation.tables import markdown_table
 
 NUM_DOMAINS, SHARDS_PER_DOMAIN, SAMPLES_PER_SHARD, BATCH_SIZE = 8, 50, 1_000, 256
 WINDOWS = (4_096, 65_536, 262_144)
@@ -34,56 +33,48 @@ SCALE_BATCH, SCALE_TOKENS = 64, 8
 
 def run(*, num_shards: int, num_workers: int, out: Path | None) -> dict[str, Any]:
     """Measure both, print them, and write `shuffle.md` and `shuffle.json` to `out`."""
-    console = Console()
-    report = {
-        "date": datetime.date.today().isoformat(),
+    report = describe_conditions() | {
         "mixing": measure_mixing(),
         "opening": measure_opening(num_shards, num_workers),
     }
-    lines = describe(report)
-    console.print("\n".join(lines), markup=False)
+    mixing, opening, words = table_of_mixing(report), table_of_opening(report), opening_in_words(report)
+    show(open_console(), mixing, opening, notes=[words])
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "shuffle.json").write_text(json.dumps(report, indent=1) + "\n")
-        (out / "shuffle.md").write_text("\n".join(lines) + "\n")
+        command = f"llmfoundry-lite bench order --num-shards {num_shards}"
+        write_report(out, "shuffle", "How well the order mixes", command, report, HOW, mixing, WINDOW, opening, words)
     return report
 
 
-def describe(report: dict[str, Any]) -> list[str]:
-    rows = [["order", *(f"window {window:,}" for window in WINDOWS)]]
-    rows += [[name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in report["mixing"].items()]
+HOW = (
+    f"{NUM_DOMAINS} domains of {SHARDS_PER_DOMAIN} shards of {SAMPLES_PER_SHARD:,} samples, batches of {BATCH_SIZE}. "
+    "The variance of a domain's samples in a batch, over that of a binomial: 1 is a blind draw, more is waves."
+)
+WINDOW = "The window is `shuffle_block_size`: the samples that batches are drawn from at any time."
+
+
+def table_of_mixing(report: dict[str, Any]) -> Table:
+    rows = [[name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in report["mixing"].items()]
+    return Table("how well the order mixes", ["order", *(f"window {window:,}" for window in WINDOWS)], rows)
+
+
+def table_of_opening(report: dict[str, Any]) -> Table:
     opening = report["opening"]
-    return [
-        "# How well the order mixes",
-        "",
-        f"`llmfoundry-lite bench order --num-shards {opening['num_shards']}`, {report['date']}: {NUM_DOMAINS} domains "
-        f"of {SHARDS_PER_DOMAIN} shards of {SAMPLES_PER_SHARD:,} samples, batches of {BATCH_SIZE}. The variance of a "
-        "domain's samples in a batch, over that of a binomial: 1 is a blind draw, more is waves.",
-        "",
-        *markdown_table(rows),
-        "",
-        "The window is `shuffle_block_size`: the samples that batches are drawn from at any time.",
-        "",
-        "# What opening a data set costs",
-        "",
-        *markdown_table(
-            [
-                ["shards", "loader workers", "seconds to the first batch", "wanted", "MB, workers included", "wanted"],
-                [
-                    f"{opening['num_shards']:,}",
-                    str(opening["num_workers"]),
-                    f"{opening['seconds']:.1f}",
-                    f"{WANTED_SECONDS}",
-                    f"{opening['megabytes']:.0f}",
-                    f"{WANTED_MB}",
-                ],
-            ]
-        ),
-        "",
-        f"Opening took {opening['open_seconds']:.1f} s of it; the rank's own processor time was "
-        f"{opening['cpu_seconds']:.1f} s, and the load average {opening['load_average']:.1f}. Memory is what rank and "
-        "workers have more than the rank had before, shared pages counted once.",
+    headings = ["shards", "loader workers", "seconds to the first batch", "wanted", "MB, workers included", "wanted"]
+    row = [
+        *(f"{opening['num_shards']:,}", str(opening["num_workers"])),
+        *(f"{opening['seconds']:.1f}", f"{WANTED_SECONDS}", f"{opening['megabytes']:.0f}", f"{WANTED_MB}"),
     ]
+    return Table("what opening a data set costs", headings, [row])
+
+
+def opening_in_words(report: dict[str, Any]) -> str:
+    opening = report["opening"]
+    return (
+        f"Opening took {opening['open_seconds']:.1f} s of it. Processor time was {opening['cpu_seconds']:.1f} s in the "
+        f"rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; before, the load average was "
+        f"{opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers have more "
+        "than the rank had before, shared pages counted once."
+    )
 
 
 # Mixing ---------------------------------------------------------------------------------------------------------------
@@ -201,14 +192,17 @@ def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
     seconds = time.perf_counter() - begin
     cpu_seconds = time.process_time() - cpu_begin
     children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    workers_cpu_seconds = sum(sum(psutil.Process(child).cpu_times()[:2]) for child in children)
     after = _own_bytes([os.getpid(), *children])
     sender.send(
         {
             "seconds": seconds,
             "open_seconds": opened - begin,
             "cpu_seconds": cpu_seconds,
+            "workers_cpu_seconds": workers_cpu_seconds,
             "megabytes": (after - before) / 1e6,
             "load_average": load_average,
+            "num_cores": len(os.sched_getaffinity(0)),
         }
     )
 

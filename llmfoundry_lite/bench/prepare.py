@@ -1,6 +1,6 @@
 """How fast is `data prepare` beside LLM Foundry's converter, on the same file, tokenizer, length and cores?
 
-    python -m llmfoundry_lite.bench.prepare --peer-command ~/lf-venv/bin/llmfoundry
+    llmfoundry-lite bench prepare --peer-command ~/lf-venv/bin/llmfoundry
 
 Owns the file both read, the two command lines, the clock, and the proof that both made the same samples. LLM Foundry
 is not a dependency: the peer is the `llmfoundry` program of an environment in which somebody has installed it
@@ -10,7 +10,6 @@ What is timed is the whole command, start-up included, because that is what a us
 length of web pages, since the peer copies the rest of a document for every sample it cuts from it.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -22,9 +21,20 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from llmfoundry_lite.bench.frame import (
+    Table,
+    describe_conditions,
+    open_console,
+    ratios,
+    show,
+    spread,
+    take_turns,
+    write_report,
+)
 from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
 from llmfoundry_lite.errors import DataError
 
@@ -35,33 +45,16 @@ TRAINING_STRIDE = 8
 """The tokenizer is trained on every eighth document."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """One side of the comparison: its fastest run."""
+OURS, PEER = "llmfoundry-lite data prepare", "LLM Foundry convert_dataset_json"
+
+
+class Timing(NamedTuple):
+    """One run of one side."""
 
     seconds: float
     """Of the whole command."""
     cpu_seconds: float
     """Of all its processes together."""
-    text_bytes_per_second: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What was measured, and on what."""
-
-    text_bytes: int
-    documents: int
-    samples: int
-    max_seq_len: int
-    vocab_size: int
-    num_cores: int
-    repeats: int
-    ours: Timing
-    peer: Timing | None
-    """None when there is no `llmfoundry` program."""
-    speedup: float | None
-    """The peer's seconds over ours."""
 
 
 def run(
@@ -71,13 +64,16 @@ def run(
     max_seq_len: int = 2048,
     vocab_size: int = 32768,
     num_cores: int = 2,
-    repeats: int = 1,
-) -> Report:
-    """Time both sides, alternating. Raises DataError when one fails, or the peer made other samples than we did.
+    num_rounds: int = 1,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Time both sides in turns, print a table, write prepare.json and .md to `out`, and return what the JSON holds.
 
     `peer_command` is the peer's program; by default that of LLMFOUNDRY_COMMAND, or the `llmfoundry` on the PATH.
+    Raises DataError when a side fails, or the peer made other samples than we did.
     """
     peer_command = peer_command or os.environ.get(PEER_VARIABLE) or shutil.which("llmfoundry")
+    console, report = open_console(), describe_conditions()
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         work = Path(folder)
         documents, text_bytes = write_documents(work / "text.jsonl", text_bytes)
@@ -86,32 +82,29 @@ def run(
             tokenizer = train_tokenizer(sample, vocab_size)
         tokenizer.save(work / "tokenizer")
 
-        commands = {"ours": our_command(work, max_seq_len, num_cores)}
+        sides = {OURS: partial(time_command, our_command(work, max_seq_len, num_cores), num_cores, work / "ours")}
         if peer_command:
-            commands["peer"] = their_command(peer_command, work, max_seq_len)
-        runs: dict[str, list[Timing]] = {side: [] for side in commands}
-        for _ in range(repeats):
-            for side, command in commands.items():
-                shutil.rmtree(work / side, ignore_errors=True)
-                runs[side].append(time_command(command, num_cores, text_bytes))
+            command = their_command(peer_command, work, max_seq_len)
+            sides[PEER] = partial(time_command, command, num_cores, work / "peer")
+        found, _ = take_turns(sides, num_rounds, console)
         num_samples, digest = describe_samples(work / "ours" / "train")
         if peer_command and describe_samples(work / "peer") != (num_samples, digest):
             raise DataError("the peer made other samples than we did, so the times cannot be compared")
-
-    fastest = {side: min(timings, key=lambda timing: timing.seconds) for side, timings in runs.items()}
-    ours, peer = fastest["ours"], fastest.get("peer")
-    return Report(
-        text_bytes=text_bytes,
-        documents=documents,
-        samples=num_samples,
-        max_seq_len=max_seq_len,
-        vocab_size=tokenizer.vocab_size,
-        num_cores=num_cores,
-        repeats=repeats,
-        ours=ours,
-        peer=peer,
-        speedup=peer.seconds / ours.seconds if peer else None,
-    )
+    report |= {
+        "text_bytes": text_bytes,
+        "documents": documents,
+        "samples": num_samples,
+        "max_seq_len": max_seq_len,
+        "vocab_size": tokenizer.vocab_size,
+        "num_cores": num_cores,
+        "num_rounds": num_rounds,
+        "sides": {name: [timing._asdict() for timing in timings] for name, timings in found.items()},
+    }
+    show(console, table_of(report), notes=notes_of(report))
+    if out is not None:
+        heading, command = "`data prepare`, beside LLM Foundry's converter", "llmfoundry-lite bench prepare"
+        write_report(out, "prepare", heading, command, report, table_of(report), notes_of(report))
+    return report
 
 
 def our_command(work: Path, max_seq_len: int, num_cores: int) -> list[str]:
@@ -128,8 +121,9 @@ def their_command(peer_command: str, work: Path, max_seq_len: int) -> list[str]:
     return [peer_command, "data_prep", "convert_dataset_json", *source, *target]
 
 
-def time_command(command: list[str], num_cores: int, text_bytes: int) -> Timing:
-    """Run one side on the same `num_cores` cores, alone."""
+def time_command(command: list[str], num_cores: int, made: Path) -> Timing:
+    """Run one side on the same `num_cores` cores, alone; `made` is where it writes."""
+    shutil.rmtree(made, ignore_errors=True)
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     cpu_before = children_cpu_seconds()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as cache:
@@ -150,11 +144,7 @@ def time_command(command: list[str], num_cores: int, text_bytes: int) -> Timing:
             output.seek(0)
             last_line = (output.read().strip().splitlines() or ["no output"])[-1]
             raise DataError(f"{command[0]} failed with exit code {ended.returncode}: {last_line}")
-    return Timing(
-        seconds=seconds,
-        cpu_seconds=children_cpu_seconds() - cpu_before,
-        text_bytes_per_second=text_bytes / seconds,
-    )
+    return Timing(seconds, children_cpu_seconds() - cpu_before)
 
 
 def children_cpu_seconds() -> float:
@@ -214,34 +204,23 @@ def describe_samples(folder: Path) -> tuple[int, str]:
     return len(dataset), digest.hexdigest()
 
 
-def print_report(report: Report) -> None:
-    """A few lines for people."""
-    print(
-        f"{report.documents:,} documents, {report.text_bytes / 1e6:.1f} MB of text, {report.samples:,} samples of "
-        f"{report.max_seq_len} tokens, vocabulary {report.vocab_size:,}, {report.num_cores} cores"
+def table_of(report: dict[str, Any]) -> Table:
+    title = (
+        f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:.1f} MB of text, "
+        f"{report['samples']:,} samples of {report['max_seq_len']} tokens, vocabulary {report['vocab_size']:,}, "
+        f"{report['num_cores']} cores"
     )
-    for name, timing in (
-        ("llmfoundry-lite data prepare", report.ours),
-        ("LLM Foundry convert_dataset_json", report.peer),
-    ):
-        if timing is None:
-            print(f"{name}: not measured; give its program with --peer-command or {PEER_VARIABLE}")
-        else:
-            rate = timing.text_bytes_per_second / 1e6
-            print(f"{name}: {timing.seconds:.1f} s, {rate:.2f} MB/s, {timing.cpu_seconds:.1f} s of CPU time")
-    if report.speedup is not None:
-        print(f"{report.speedup:.2f} times as fast, with the same samples")
+    rows = []
+    for name, timings in report["sides"].items():
+        seconds = spread(timing["seconds"] for timing in timings)
+        cpu_seconds = spread(timing["cpu_seconds"] for timing in timings)
+        rate = report["text_bytes"] / 1e6 / seconds.median
+        rows.append([name, f"{seconds.median:.1f}", f"{rate:.2f}", f"{cpu_seconds.median:.1f}"])
+    return Table(title, ["", "seconds", "MB/s", "CPU seconds"], rows)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Time data prepare and LLM Foundry's converter on the same file.")
-    parser.add_argument("--peer-command", help="the llmfoundry program of an environment that has LLM Foundry")
-    parser.add_argument("--text-bytes", type=int, default=256_000_000)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    arguments = parser.parse_args()
-    found = run(peer_command=arguments.peer_command, text_bytes=arguments.text_bytes, repeats=arguments.repeats)
-    if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
-    else:
-        print_report(found)
+def notes_of(report: dict[str, Any]) -> list[str]:
+    if PEER not in report["sides"]:
+        return [f"{PEER}: not measured; give its program with --peer-command or {PEER_VARIABLE}"]
+    ours, peer = ([timing["seconds"] for timing in report["sides"][side]] for side in (OURS, PEER))
+    return [f"{ratios(peer, ours)} times as fast, with the same samples"]

@@ -12,7 +12,7 @@ bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_h
 
 @bench.command("train")
 def bench_train(
-    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 124m, 350m, 1b, 3b or 7b.")] = "124m",
+    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "125m",
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Samples.")] = 4,
     num_steps: Annotated[int, typer.Option(help="Timed steps in each process.")] = 3,
@@ -30,22 +30,20 @@ def bench_train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer's side.")] = None,
 ) -> None:
     """A training step through the Trainer beside LLM Foundry's, a bare loop and the matrix products it is made of."""
-    from llmfoundry_lite.bench.train import growth as bench_growth
-    from llmfoundry_lite.bench.train import train
-
     if growth:
-        report = bench_growth.run_growth(dtype, num_steps, num_rounds)
-    else:
-        report = train.run(
-            *(shape, seq_len, batch_size, num_steps, num_rounds), peer_python=peer_python, overrides=overrides or ()
-        )
-    if out is not None:
-        (bench_growth if growth else train).write_report(report, out)
+        from llmfoundry_lite.bench.train.growth import run_growth
+
+        run_growth(dtype, num_steps, num_rounds, out)
+        return
+    from llmfoundry_lite.bench.train.train import run
+
+    settings = (shape, seq_len, batch_size, num_steps, num_rounds)
+    run(*settings, peer_python=peer_python, overrides=overrides or (), out=out)
 
 
 @bench.command("mfu")
 def bench_mfu(
-    shapes: Annotated[str, typer.Option(help="Of tiny, 10m, 40m, 124m, 350m, 1b, 3b, 7b.")] = "124m,350m,1b,3b,7b",
+    shapes: Annotated[str, typer.Option(help="Of tiny, 10m, 40m, 125m, 350m, 1b, 3b, 7b.")] = "125m,350m,1b,3b,7b",
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
     num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
@@ -54,11 +52,9 @@ def bench_mfu(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
 ) -> None:
     """Model FLOPs utilisation of one device in bf16: shapes, attention, compiled or not, beside a plain step."""
-    from llmfoundry_lite.bench.train.mfu import run, write_report
+    from llmfoundry_lite.bench.train.mfu import run
 
-    report = run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or ())
-    if out is not None:
-        write_report(report, out)
+    run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
 
 
 @bench.command("prepare")
@@ -69,19 +65,19 @@ def bench_prepare(
     text_bytes: Annotated[int, typer.Option(min=1, help="Of the text to tokenise.")] = 256_000_000,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
     num_cores: Annotated[int, typer.Option(min=1, help="Given to each side.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="The fastest counts.")] = 1,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="A folder for prepare.json and .md.")] = None,
 ) -> None:
     """`data prepare` beside LLM Foundry's converter, on the same text."""
-    from llmfoundry_lite.bench.prepare import print_report, run
+    from llmfoundry_lite.bench.prepare import run
 
-    print_report(
-        run(
-            peer_command=peer_command,
-            text_bytes=text_bytes,
-            max_seq_len=max_seq_len,
-            num_cores=num_cores,
-            repeats=repeats,
-        )
+    run(
+        peer_command=peer_command,
+        text_bytes=text_bytes,
+        max_seq_len=max_seq_len,
+        num_cores=num_cores,
+        num_rounds=num_rounds,
+        out=out,
     )
 
 
@@ -102,7 +98,9 @@ def bench_checkpoint(
     num_rounds: Annotated[int, typer.Option(min=1, help="Warm saves of each side, after a first one.")] = 3,
     sizes: Annotated[str, typer.Option(help="Parameters, for how ours grows.")] = "10m,40m,125m,350m",
     folder: Annotated[Path, typer.Option(help="On the disk to test; left as it was.")] = Path("."),
-    out: Annotated[Path | None, typer.Option(help="A folder for bench-checkpoint.json and .md.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for checkpoint.json and .md, or checkpoint-plan.json and .md.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model: shows that it runs, not how fast.")] = False,
     plan: Annotated[
         Path | None, typer.Option(help="Do not save for real: walk a training YAML's run, with --num-ranks.")
@@ -128,7 +126,7 @@ def bench_eval(
     ] = None,
     model: Annotated[str | None, typer.Option(help="An exported folder [random weights of --shape].")] = None,
     data: Annotated[Path | None, typer.Option(help="Multiple-choice items, JSONL [made up, in five shapes].")] = None,
-    shape: Annotated[str, typer.Option(help="125m or tiny.")] = "125m",
+    shape: Annotated[str, typer.Option(help="Of bench train's.")] = "125m",
     num_items: Annotated[int | None, typer.Option(min=2, help="Of each suite [60] or task [all].")] = None,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
     parity: Annotated[
@@ -163,7 +161,7 @@ def bench_eval(
 @bench.command("intervals")
 def bench_intervals(
     num_draws: Annotated[int, typer.Option(min=20, help="Simulated comparisons of each case.")] = 20_000,
-    out: Annotated[Path | None, typer.Option(help="A folder for intervals.md.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for intervals.json and .md.")] = None,
 ) -> None:
     """Coverage of `compare`'s intervals and size of its tests, by simulation."""
     from llmfoundry_lite.bench.intervals import run

@@ -98,7 +98,7 @@ def list_checkpoints(where: Where) -> None:
             rows.append((candidate.name, *row))
     say(store.root.url)
     if rows:
-        print_table(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
+        print_columns(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
     for line in unread:
         say(line)
 
@@ -147,7 +147,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
         say()
         say("where it ran")
         columns = ("batches", "device", "ranks", "sharding", "precision", "tokens/s")
-        print_table(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
+        print_columns(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
         print_lines({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
     if tensors:
         say()
@@ -155,7 +155,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
             (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_slices))
             for name, tensor in manifest.tensors.items()
         ]
-        print_table(("tensor", "dtype", "shape", "slices"), rows, right=(3,))
+        print_columns(("tensor", "dtype", "shape", "slices"), rows, right=(3,))
 
 
 def segment_row(segment: Any) -> tuple[str, ...]:
@@ -197,9 +197,9 @@ def diff_checkpoints(a: Where, b: Where) -> None:
     say(f"a  {first.where}")
     say(f"b  {second.where}")
     if rows:
-        print_table(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
+        print_columns(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:
-        print_table(("number", "a", "b"), scalars)
+        print_columns(("number", "a", "b"), scalars)
     say(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
 
 
@@ -380,18 +380,12 @@ class WatchedSource:
         self._on_read(sum(len(piece) for piece in pieces))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    from rich.box import SIMPLE_HEAD
+def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, heading in enumerate(columns):
-        table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(printable(cell).replace("[", r"\[") for cell in row))
-    console.print(table)
+    from llmfoundry_lite.tables import print_table
+
+    print_table(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False), columns, rows, right)
 
 
 def print_lines(lines: dict[str, str | None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from llmfoundry_lite.config.check_model import check_model
 from llmfoundry_lite.config.check_values import Refuse, check_import_path, check_values, either
 from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.layout import Layout, name_data_ranks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
@@ -88,29 +89,15 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         refuse("scheduler.t_warmup", f"{warmup} is more than t_max, {end}; the warm-up is part of the schedule")
 
 
-def check_world_size(config: TrainConfig, world_size: int) -> None:
-    """Check what depends on the number of devices. Raises ConfigError."""
+def check_batch(config: TrainConfig, layout: Layout) -> None:
+    """Check that the devices can share a batch. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    degree, num_ranks, devices = config.tensor_parallel_degree, config.num_data_ranks(world_size), "devices"
-    if degree > 1:
-        devices = f"groups of {degree} devices (tp_config)"
-        if world_size % degree:
-            raise ConfigError(
-                f"tp_config.tensor_parallel_degree: {degree} does not divide the {world_size} devices of this launch; "
-                f"start a multiple of {degree}, or change the degree"
-            )
+    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout.ranks_per_data_rank)
     if batch % num_ranks:
         divisors = [str(n) for n in range(1, min(batch, 4 * num_ranks) + 1) if batch % n == 0]
         raise ConfigError(
             f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
             f"start with a number of {devices} that divides it ({', '.join(divisors)}) or change the batch size"
-        )
-    shard_degree = config.sharding.data_parallel_shard_degree
-    if shard_degree is not None and num_ranks % shard_degree:
-        divisors = either([str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0])
-        raise ConfigError(
-            f"fsdp_config.data_parallel_shard_degree: {shard_degree} does not divide the {num_ranks} {devices} of this "
-            f"launch; use {divisors}"
         )
     if isinstance(microbatch, int) and microbatch > batch // num_ranks:
         raise ConfigError(

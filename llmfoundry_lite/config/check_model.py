@@ -1,7 +1,7 @@
 """What of a model cannot be built, or makes no sense together, whoever asks for it: a YAML or an imported folder."""
 
-from llmfoundry_lite.config.check_values import Refuse, either, is_number
-from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, ModelConfig
+from llmfoundry_lite.config.check_values import LLAMA3_KEYS, Refuse, either, is_number
+from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, ModelConfig, RopeScaling
 
 
 def check_model(model: ModelConfig, refuse: Refuse) -> None:
@@ -82,9 +82,19 @@ def _check_attention(model: ModelConfig, refuse: Refuse) -> None:
         refuse("model.attn_config.rope", f"turns pairs of dimensions, and d_model / n_heads is {model.head_dim}, odd")
     scaling = options.rope_hf_config
     if scaling.factor != 1.0 and scaling.type == "no_scaling":
-        refuse("model.attn_config.rope_hf_config.factor", "given without a type; add type: linear, dynamic or ntk")
+        refuse(
+            "model.attn_config.rope_hf_config.factor", "given without a type; add type: linear, dynamic, ntk or llama3"
+        )
     if scaling.factor < 1:
         refuse("model.attn_config.rope_hf_config.factor", f"{scaling.factor} given, expected 1 or more")
+    for key in LLAMA3_KEYS:
+        if scaling.type != "llama3" and getattr(scaling, key) != getattr(RopeScaling(), key):
+            refuse(f"model.attn_config.rope_hf_config.{key}", f"given for type {scaling.type}; only llama3 has it")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        refuse(
+            "model.attn_config.rope_hf_config.high_freq_factor",
+            f"{scaling.high_freq_factor} given, expected more than low_freq_factor, {scaling.low_freq_factor}",
+        )
     if options.sliding_window_size < -1 or options.sliding_window_size == 0:
         refuse(
             "model.attn_config.sliding_window_size",

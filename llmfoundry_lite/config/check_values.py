@@ -21,6 +21,8 @@ HASHES = (
 )
 """What streaming.base.hashing finds in hashlib and xxhash."""
 
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 CHOICES = {
     "model.name": ("mpt_causal_lm",),
     "model.norm_type": ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm"),
@@ -29,7 +31,7 @@ CHOICES = {
     "model.attn_config.attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
     "model.attn_config.attn_impl": ("auto", "sdpa", "blocked", "flex", "flash", "reference", "torch"),
     "model.attn_config.rope_impl": ("dail", "hf"),
-    "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk"),
+    "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk", "llama3"),
     "model.ffn_config.ffn_type": ("mptmlp", "mptglu"),
     "model.ffn_config.ffn_act_fn.name": ("gelu", "quick_gelu", "relu", "silu"),
     "model.ffn_config.ffn_act_fn.approximate": ("none", "tanh"),
@@ -60,6 +62,7 @@ POSITIVE = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
     *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
     *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
+    *(f"model.attn_config.rope_hf_config.{key}" for key in LLAMA3_KEYS),
     *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
     "tp_config.tensor_parallel_degree",
     *("global_train_batch_size", "device_eval_batch_size"),
@@ -107,7 +110,7 @@ ALTERNATIVES = {
     "model.name": "LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
     "model.ffn_config.ffn_type": "mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
     "model.norm_type": "use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
-    "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic or ntk",
+    "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic, ntk or llama3",
     "train_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
     "eval_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
     "precision": "expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
@@ -131,9 +134,7 @@ SYNONYMS = {
 
 def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
     """Check every key of the tables above, and that every number is finite. `refuse` raises."""
-    for key, value in _numbers(config):
-        if not math.isfinite(value):
-            refuse(key, f"{value!r} given, expected a finite number")
+    check_numbers(config, "", refuse)
     for key, expected in NOT_EMPTY.items():
         value = _attribute(config, key)
         if value is not None and not value.strip():
@@ -142,18 +143,6 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
         value = _attribute(config, key)
         if value is not None:
             _check_choice(key, value, layers)
-    for key in POSITIVE:
-        value = _attribute(config, key)
-        if value is not None and not value > 0:
-            refuse(key, f"{value!r} given, expected a number above 0")
-    for key in NON_NEGATIVE:
-        value = _attribute(config, key)
-        if value is not None and value < 0:
-            refuse(key, f"{value!r} given, expected 0 or more")
-    for key in PROBABILITIES:
-        value = _attribute(config, key)
-        if not 0 <= value < 1:
-            refuse(key, f"{value!r} given, expected a probability, 0 <= p < 1")
     for key in DURATIONS:
         value = _attribute(config, key)
         if value is not None and not (key == "eval_interval" and value == 0):
@@ -162,6 +151,22 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
         SaveInterval.parse(config.save_interval)
     except ValueError as error:
         refuse("save_interval", f"{config.save_interval!r} given, expected {error}")
+
+
+def check_numbers(block: Any, place: str, refuse: Refuse) -> None:
+    """Those of a block that stands at `place` (`model.`; "" for the whole): finite, and within their limits."""
+    for key, value in _numbers(block, place.removesuffix(".")):
+        if not math.isfinite(value):
+            refuse(key, f"{value!r} given, expected a finite number")
+    for table, is_right, expected in (
+        (POSITIVE, lambda value: value > 0, "a number above 0"),
+        (NON_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (PROBABILITIES, lambda value: 0 <= value < 1, "a probability, 0 <= p < 1"),
+    ):
+        for key in table:
+            value = _attribute(block, key.removeprefix(place)) if key.startswith(place) else None
+            if value is not None and not is_right(value):
+                refuse(key, f"{value!r} given, expected {expected}")
 
 
 def check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:

@@ -87,9 +87,15 @@ def parse_seconds(time: str | int | float) -> float:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RopeScaling:
     type: str = "no_scaling"
-    """no_scaling, linear (positions / factor), dynamic (theta grows with the sequence beyond max_seq_len) or ntk (theta
-    raised by the factor from the start)."""
+    """no_scaling, linear (positions / factor), dynamic (theta grows with the sequence beyond max_seq_len), ntk (theta
+    raised by the factor from the start) or llama3 (slow frequencies alone / factor)."""
     factor: float = 1.0
+    low_freq_factor: float = 1.0
+    """llama3: what turns less often than so over the original length is divided by the factor."""
+    high_freq_factor: float = 4.0
+    """llama3: what turns more often than so stays as it is; between the two it is mixed."""
+    original_max_position_embeddings: int = 8192
+    """llama3: the length that was trained before."""
 
 
 FLEX_HEAD_DIM = 16
@@ -530,10 +536,6 @@ class TrainConfig:
     @property
     def tensor_parallel_degree(self) -> int:
         return self.tp_config.tensor_parallel_degree if self.tp_config else 1
-
-    def num_data_ranks(self, world_size: int) -> int:
-        """Into how many shares a global batch is divided: the devices that divide layers among them have one share."""
-        return world_size // self.tensor_parallel_degree
 
     @property
     def reduces_every_microbatch(self) -> bool:

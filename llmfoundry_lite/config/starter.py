@@ -13,7 +13,7 @@ TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 
 TEMPLATE = """\
-# MPT-{size} on {data}. Train it, here on 8 devices:
+# MPT-{size} on {data}. Train it, one rank for each device, here 8:
 #   composer -n 8 -m llmfoundry_lite.train {out}
 # Everything can be changed on the command line too: optimizer.lr=3e-4
 
@@ -120,7 +120,8 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> str:
     length = summary["max_seq_len"]
     vocab_size = -(-summary["tokenizer"]["vocab_size"] // 128) * 128
     samples = summary["splits"]["train"]["samples"]
-    batch_size = max(1, min(batch_size, samples))
+    if samples < batch_size:
+        batch_size = 1 << max(0, samples.bit_length() - 1)  # a power of two, which most numbers of devices can share
     parameters = vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
     wanted = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
     epoch = samples // batch_size

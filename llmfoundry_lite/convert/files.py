@@ -5,18 +5,24 @@ the tensors mean is the layouts'.
 """
 
 import contextlib
+import fcntl
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.files import sync, sync_folder
+
+T = TypeVar("T")
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -24,41 +30,90 @@ TOKENIZER_FILES = (
 )
 
 
+LISTING = "export.json"
+"""The hash of every other file of an export: what tells it from somebody's own folder with files of the same names."""
+
+
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its place once everything in it is on disk."""
+    """A draft beside `folder` that takes its place, or that of an earlier export, once everything in it is on disk."""
     folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder)):
-        raise ExportError(f"{folder}: exists and is not an earlier export; give another folder or remove it")
-    # Fixed names: what a killed export leaves behind is cleared away by the next one.
-    draft = folder.with_name(f".{folder.name}.draft")
-    replaced = folder.with_name(f".{folder.name}.replaced")
+    # A fixed name: what a killed export leaves behind is put back or cleared away by the next one.
+    work = folder.parent / f".{folder.name}.export"
+    draft, replaced = work / "draft", work / "replaced"
     try:
-        for leftover in (draft, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
-        draft.mkdir(parents=True)
-        yield draft
-        sync_folder(draft)
-        if folder.exists():
-            folder.rename(replaced)
-        draft.rename(folder)
-        sync(folder.parent)
+        with _alone_in(work, folder):
+            if not folder.exists() and _find_foreign(replaced) is None:  # killed between the two renames below
+                replaced.rename(folder)
+            _check_replaceable(folder)
+            for leftover in (draft, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+            draft.mkdir()
+            yield draft
+            write_json(draft / LISTING, {"files": {path.name: _hash(path) for path in sorted(draft.iterdir())}})
+            sync_folder(draft)
+            if folder.exists():
+                folder.rename(replaced)
+            draft.rename(folder)
+            sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+@contextlib.contextmanager
+def _alone_in(work: Path, folder: Path) -> Iterator[None]:
+    """One export at a time, where the file system can lock. Whatever happens, `folder` stays or is put back."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        place = os.open(work, os.O_RDONLY)
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(place)
+            raise ExportError(
+                f"{folder}: another export is writing it; wait for that one, or give another folder"
+            ) from None
+        except OSError:  # no locks there
+            pass
+        with contextlib.suppress(FileNotFoundError):  # removed by another export that has just ended
+            if os.path.samestat(os.fstat(place), os.stat(work)):
+                break
+        os.close(place)
+    try:
+        yield
     finally:
-        if not folder.exists() and replaced.exists():
-            replaced.rename(folder)
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if not folder.exists() and (work / "replaced").exists():
+            (work / "replaced").rename(folder)
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(place)
 
 
-def _is_replaceable(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()}
-    known = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"}
-    return not names or (
-        "config.json" in names
-        and all(n in known or n in TOKENIZER_FILES or (n[:6] == "model-" and n[-12:] == ".safetensors") for n in names)
-    )
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if (foreign := _find_foreign(folder)) is not None:
+        raise ExportError(f"{folder}: exists and is not an earlier export: {foreign}; give another folder or remove it")
+
+
+def _find_foreign(folder: Path) -> str | None:
+    """What of `folder` no export has written; None for an export as it was written."""
+    try:
+        hashes = json.loads((folder / LISTING).read_text(encoding="utf-8"))["files"]
+        names = {path.name for path in folder.iterdir()} - {LISTING}
+        for name in sorted(names | set(hashes)):
+            path = folder / name
+            if name not in names:
+                return f"{name} is missing"
+            if path.is_symlink() or not path.is_file() or hashes.get(name) != _hash(path):
+                return f"{name} is not what an export wrote"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"it has no {LISTING} that can be read"
+    return None
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def write_weights(
@@ -84,7 +139,7 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
     check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
     if files is not None:
-        return _together(folder, ((file, _read_safetensors(folder / file)) for file in files))
+        return _together(folder, ((file, _read_safetensors(folder / file, _tensor_of)) for file in files))
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
     if not pickles:
         raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
@@ -121,9 +176,16 @@ def check_no_adapter(folder: Path) -> None:
 ADAPTER_FILE = "adapter_config.json"
 
 
-def _together(folder: Path, contents: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+def read_dtypes(folder: Path) -> dict[str, str]:
+    """Tensor -> its dtype in safetensors' words, such as BF16; empty where there are only pickles. Raises ExportError
+    as `read_weights` does."""
+    files = _weight_files(folder, "model", "safetensors") or []
+    return _together(folder, ((file, _read_safetensors(folder / file, _dtype_of)) for file in files))
+
+
+def _together(folder: Path, contents: Iterable[tuple[str, dict[str, T]]]) -> dict[str, T]:
     """The tensors of all files. Raises ExportError for one that two files have."""
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, T] = {}
     for file, content in contents:
         if repeated := sorted(state.keys() & content.keys()):
             raise ExportError(
@@ -138,7 +200,10 @@ def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
     index, single = folder / f"{stem}.{suffix}.index.json", f"{stem}.{suffix}"
     if not index.is_file():
         return [single] if (folder / single).is_file() else None
-    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ExportError(f"{index}: weight_map gives no file for each tensor; copy the file again from its source")
+    files = sorted(set(weight_map.values()))
     if (folder / single).is_file() and single not in files:
         raise ExportError(
             f"{folder}: holds {single} and {index.name}, which names other files; remove those that are not the model's"
@@ -149,12 +214,20 @@ def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
     return files
 
 
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]:
     try:
         with safe_open(path, framework="pt") as reader:
-            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
+            return {name: read(reader, name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise ExportError(f"{path}: damaged: {error}") from None
+
+
+def _tensor_of(reader: Any, name: str) -> torch.Tensor:
+    return reader.get_tensor(name)
+
+
+def _dtype_of(reader: Any, name: str) -> str:
+    return reader.get_slice(name).get_dtype()
 
 
 def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
@@ -181,7 +254,7 @@ def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExportError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -10,12 +10,15 @@ Gathering the tensors of a sharded model is its caller's work.
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check_model import check_model
+from llmfoundry_lite.config.check_values import check_numbers
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.convert import gpt2, llama, mpt
 from llmfoundry_lite.convert.files import (
@@ -35,6 +38,8 @@ LAYOUTS = {"mpt": mpt.LAYOUT, "gpt2": gpt2.LAYOUT, "llama": llama.LAYOUT}
 """config.json's model_type -> layout."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Others are packed, and mean something only with what unpacks them."""
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -153,12 +158,18 @@ def from_hugging_face(
 
     try:
         config = layout.read_config(hf_config, state, where)
+        build_block(ModelConfig, asdict(config), "model")  # what comes from a file must be what a YAML may say
+        check_numbers(config, "model.", refuse)
         check_model(config, refuse)
+        if config.n_layers > len(state):  # known before so many are built
+            raise ExportError(
+                f"{where}: config.json has {config.n_layers:,} layers, and there are {len(state):,} tensors"
+            )
         our_shapes(config)
     except ExportError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
-        reason = str(error).split("\n")[0]
+        reason = str(error).split("\n")[0].removeprefix("configuration: ")
         raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is mpt.LAYOUT
@@ -209,7 +220,7 @@ def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[st
 
 
 def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:
-    """Raises ExportError, naming tensors that are missing, of another shape or too many."""
+    """Raises ExportError, naming tensors that are missing, of another shape, no weights as they stand, or too many."""
     missing = [name for name in expected if name not in state_dict]
     if missing:
         raise ExportError(
@@ -222,6 +233,10 @@ def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str,
             f"{where}: tensor {first} has shape {list(state_dict[first].shape)}, the model's configuration says "
             f"{list(expected[first])}{_likewise(misshapen[1:])}"
         )
+    packed = [name for name in expected if state_dict[name].dtype not in WEIGHT_DTYPES]
+    if packed:
+        kind = str(state_dict[packed[0]].dtype).removeprefix("torch.")
+        raise ExportError(f"{where}: tensor {packed[0]} is {kind}; expected fp32, bf16 or fp16{_likewise(packed[1:])}")
     unknown = [name for name in state_dict if name not in expected]
     if unknown:
         raise ExportError(

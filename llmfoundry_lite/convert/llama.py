@@ -1,10 +1,12 @@
 """Llama: transformers' `LlamaForCausalLM`, for models with RoPE, RMSNorm and gated feed-forward layers."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from llmfoundry_lite.config.check_values import LLAMA3_KEYS
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert.layout import (
     ACTIVATIONS,
@@ -20,7 +22,7 @@ from llmfoundry_lite.convert.layout import (
 )
 from llmfoundry_lite.errors import ExportError
 
-SCALINGS = {"no_scaling": "default", "linear": "linear", "dynamic": "dynamic"}
+SCALINGS = {"no_scaling": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3"}
 """Our name -> transformers' rope_type."""
 
 
@@ -46,6 +48,8 @@ def describe(config: ModelConfig) -> HFConfig:
     rope_type: dict[str, Any] = {"rope_type": SCALINGS[scaling.type]}
     if scaling.type != "no_scaling":
         rope_type["factor"] = scaling.factor
+    if scaling.type == "llama3":
+        rope_type |= {key: getattr(scaling, key) for key in LLAMA3_KEYS}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -113,7 +117,7 @@ MUST_BE: Options = {
     "hidden_act": ("silu", *(name for name in ACTIVATIONS if name != "silu")),
     "norm_type": ("rmsnorm", "low_precision_rmsnorm"),
 }
-ROPE_KEYS = keys("rope_type type factor rope_theta partial_rotary_factor")
+ROPE_KEYS = keys("rope_type type factor rope_theta partial_rotary_factor", *LLAMA3_KEYS)
 ROPE_MUST_BE: Options = {"rope_type": tuple(SCALINGS.values()), "partial_rotary_factor": (1.0, None)}
 
 
@@ -159,9 +163,16 @@ def _read_rope(hf_config: HFConfig, where: str) -> dict[str, Any]:
     rope = {"rope_type": found.get("type", "default"), **found}
     check_values({key: rope}, {f"{key}.{name}": values for name, values in ROPE_MUST_BE.items()}, where)
     ours = next(ours for ours, theirs in SCALINGS.items() if theirs == rope["rope_type"])
+    expected = () if ours == "no_scaling" else ("factor", *LLAMA3_KEYS) if ours == "llama3" else ("factor",)
+    for name in ("factor", *LLAMA3_KEYS):
+        if (name in expected) != (rope.get(name) is not None):
+            wrong, does = (
+                ("is missing", "needs") if name in expected else (f"is {json.dumps(rope[name])}", "does not have")
+            )
+            raise ExportError(f"{where}: {key}.{name} {wrong} in config.json; rope_type {rope['rope_type']} {does} it")
     return {
         "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta", 10_000)),
-        "rope_hf_config": RopeScaling(type=ours, factor=rope.get("factor", 1.0)),
+        "rope_hf_config": RopeScaling(type=ours, **{name: rope[name] for name in expected}),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from llmfoundry_lite.config.check_values import LLAMA3_KEYS
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert.layout import (
     HFConfig,
@@ -121,7 +122,7 @@ TRANSFORMERS_MUST_BE: Options = {
 }
 """What transformers' own MPT computes, whatever else its config.json says."""
 ROPE_MUST_BE: dict[str, Options] = {
-    "hf": {"attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic")},
+    "hf": {"attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "llama3")},
     "dail": {
         "attn_config.rope_dail_config.type": ("original",),
         "attn_config.rope_dail_config.pos_idx_in_fp32": (True,),
@@ -194,7 +195,7 @@ def _read_attention(hf_config: HFConfig, where: str, *, has_alibi: bool) -> Atte
             "rope": True,
             "rope_theta": attention.get("rope_theta", 10_000),
             "rope_impl": impl,
-            "rope_hf_config": RopeScaling(**{key: scaling[key] for key in ("type", "factor") if key in scaling}),
+            "rope_hf_config": RopeScaling(**{key: value for key, value in scaling.items() if value is not None}),
         }
     return AttentionConfig(
         attn_type=attn_type,
@@ -237,7 +238,7 @@ LAYOUT = Layout(
             "sliding_window_size attn_uses_sequence_id attn_logit_softcapping attn_temperature_tuning",
             "alibi alibi_bias_max rope rope_theta rope_impl rope_dail_config rope_hf_config nope prefix_lm fc_type",
         ),
-        "attn_config.rope_hf_config": keys("type factor"),
+        "attn_config.rope_hf_config": keys("type factor", *LLAMA3_KEYS),
         "attn_config.rope_dail_config": keys("type pos_idx_in_fp32 xpos_scale_base"),
         "attn_config.attn_temperature_tuning": keys("attn_scale floor_scale"),
         "ffn_config": keys("ffn_type ffn_act_fn ffn_hidden_size fc_type"),

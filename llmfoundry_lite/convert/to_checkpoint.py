@@ -28,7 +28,6 @@ from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
 from llmfoundry_lite.checkpoint.store import DAMAGED, HINT, REPLACED, Checkpoint, CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.where import TOKENIZER
-from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
@@ -325,12 +324,10 @@ def _how(name: str, refused: str | None) -> str:
 
 def describe(source: str, weights: Weights) -> About:
     """Only what is known: no data, no optimizer, no hardware, batch 0."""
-    values = asdict(weights.config)
-    build_block(ModelConfig, values, "model")  # what came from a file must be what a YAML may say
     where = source if source.startswith(HUB) else str(Path(source).resolve())
     return About(
         timestamp=Timestamp(batch=0),
-        config={"model": values},
+        config={"model": asdict(weights.config)},
         scalars={"imported_from": {"kind": weights.kind, "source": where}},
     )
 
@@ -341,8 +338,10 @@ def build_model(weights: Weights) -> MPT:
         model = MPT(weights.config)
     tensors = {name: t.float() if t.dtype in NARROW else t for name, t in weights.tensors.items()}
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise CheckpointError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}; expected fp32, bf16 or fp16")
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds NaN or infinity, of which nothing can be computed; import other weights"
+            )
     model.load_state_dict(tensors, assign=True)
     return model
 

@@ -1,40 +1,34 @@
-"""What the ranks of a launch tell each other before the first batch; without a process group a rank is alone.
+"""What the ranks of a launch tell each other before the first batch: what is wrong, and what they read.
 
-JSON in byte tensors, never pickles. For main threads only: every rank must come here in the same order.
+Leaves the exchange itself to `ranks.exchange`. For main threads only: every rank must come here in the same order.
 """
 
-import json
-import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.ranks.exchange import agree
 
 
-def gather_notes(note: Any) -> list[Any]:
-    """The note of each rank, in order of rank, on every rank."""
-    if not dist.is_available() or not dist.is_initialized():
-        return [note]
-    raw = json.dumps(note).encode()
-    size = torch.tensor([len(raw)], device=_device())
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    padded = torch.frombuffer(bytearray(raw.ljust(max(map(int, sizes)))), dtype=torch.uint8).to(_device())
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return [json.loads(bytes(part.cpu().numpy())) for part in gathered]
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """An error of one rank is raised on every rank, so that nobody waits for a rank that has left.
 
-
-def draw_launch_id() -> str:
-    """The same 16 hex digits on all ranks of a launch, and on no rank of another."""
-    drawn = torch.tensor([secrets.randbits(63)])
-    if dist.is_available() and dist.is_initialized():
-        drawn = drawn.to(_device())
-        dist.broadcast(drawn, src=0)
-    return f"{int(drawn):016x}"
+    What a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug stays as it is where
+    it happened.
+    """
+    error = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    except (OSError, RuntimeError, ValueError, KeyError, OverflowError) as caught:
+        error = DataError(f"{what}: {one_line(caught)}")
+        error.__cause__ = caught
+    except Exception as caught:
+        error = caught
+    agree(error)
 
 
 def check_alike(notes: Sequence[dict[str, Any]]) -> None:
@@ -66,7 +60,5 @@ def _say(stream: dict[str, Any], note: dict[str, Any]) -> str:
     return f"{stream['folder']} on {note['node']} has {size} ({stream['content']})"
 
 
-def _device() -> torch.device:
-    """Where the group's backend wants its tensors."""
-    uses_accelerator = "nccl" in dist.get_backend() and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if uses_accelerator else torch.device("cpu")
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -8,10 +8,12 @@ loss to the training adapter. Iteration, with its threads, is StreamingDataset's
 Shapes: t = max_seq_len.
 """
 
+import errno
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from tempfile import gettempdir
 from time import sleep, time_ns
 from typing import Any, Protocol
@@ -39,11 +41,20 @@ from streaming.base.util import bytes_to_int, number_abbrev_to_int
 from streaming.base.world import World
 from torch import Tensor
 
-from llmfoundry_lite.data.agreement import check_alike, draw_launch_id, gather_notes
+from llmfoundry_lite.data.agreement import check_alike, failing_together, one_line
 from llmfoundry_lite.data.lazy_arrays import ShardBounds, ShardReaders, WorkerSampleIds
-from llmfoundry_lite.data.order import DEFAULT_WINDOW_SAMPLES, NO_SAMPLE, ORDER_VERSION, SampleOrder, share_of_worker
+from llmfoundry_lite.data.order import (
+    DEFAULT_WINDOW_SAMPLES,
+    MOST_UNITS,
+    NO_SAMPLE,
+    ORDER_VERSION,
+    EpochOrder,
+    SampleOrder,
+    share_of_worker,
+)
 from llmfoundry_lite.data.shard_table import ShardTable, write_table
 from llmfoundry_lite.data.shared_memory import (
+    ELSEWHERE,
     VERIFIED,
     clean_stale_shared_memory,
     one_start_at_a_time,
@@ -52,8 +63,9 @@ from llmfoundry_lite.data.shared_memory import (
     shard_table_path,
     wait_for_folders,
 )
-from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, one_line, remedy
+from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, remedy
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.ranks.exchange import gather_json, tell_all
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +132,7 @@ def build_text_dataset(
         "keep_zip": keep_zip,
     }
     return TextDataset(
-        streams=build_streams({name: defaults | stream for name, stream in described.items()}),
+        streams={name: defaults | stream for name, stream in described.items()},
         max_seq_len=max_seq_len,
         global_batch_size=global_batch_size,
         shuffle=shuffle and not evaluation,
@@ -147,7 +159,7 @@ class TextDataset(StreamingDataset):
     def __init__(
         self,
         *,
-        streams: Sequence[CheckedStream],
+        streams: Mapping[str, Mapping[str, Any]],
         max_seq_len: int,
         global_batch_size: int,
         shuffle: bool,
@@ -177,13 +189,11 @@ class TextDataset(StreamingDataset):
         self.tokenizer = tokenizer
         self.token_dtype = np.dtype(token_encoding_type)
         self._background_error: Exception | None = None
+        self._laid_out: EpochOrder | None = None
         self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
-        self.cache_limit = bytes_to_int(cache_limit) if isinstance(cache_limit, str) else cache_limit
         self.replication = replication
         self._unique_rank_world = World.detect()
         self._parallel_rank_world = self._unique_rank_world.replicate(replication)
-        self.streams = streams
-        self.num_streams = len(streams)
         # [epoch, sample_in_epoch] to begin with. Shared with the DataLoader's workers, persistent ones included, and
         # anonymous: StreamingDataset's own block is found by its name, and when that is gone (unlinked by the
         # resource tracker of a killed run) it starts over from sample 0 without a word.
@@ -191,51 +201,50 @@ class TextDataset(StreamingDataset):
 
         initialised_dist = maybe_init_dist()
         try:
-            self._open()
-            self._choose_samples(epoch_size, shuffle_seed)
-            self.order = SampleOrder(
-                shard_sizes_per_stream=[self.table.of_stream(stream, "samples") for stream in range(len(streams))],
-                choose_per_stream=[int(stream.choose) for stream in streams],
-                num_lanes=global_batch_size,
-                seed=shuffle_seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                window_samples=window_samples,
-            )
-            self.order.shard_begins.setflags(write=False)  # worked out before workers are forked, who share it
+            self._open(streams, cache_limit)
+            with failing_together(self._cannot_open):
+                self._choose_samples(epoch_size, shuffle_seed)
+                self.order = SampleOrder(
+                    shard_sizes_per_stream=[self.table.of_stream(i, "samples") for i in range(self.num_streams)],
+                    choose_per_stream=[int(stream.choose) for stream in self.streams],
+                    num_lanes=global_batch_size,
+                    seed=shuffle_seed,
+                    shuffle=shuffle,
+                    drop_last=drop_last,
+                    window_samples=window_samples,
+                )
+                self._check_size()
+                self._check_columns()
+                self.order.shard_begins.setflags(write=False)  # worked out before workers are forked, who share it
             # Whoever comes back from here knows that the other ranks have opened the blocks as well.
-            check_alike(gather_notes(self._describe()))
+            check_alike(gather_json(self._describe()))
+        except BaseException:
+            self.__del__()  # lets go of the folders; the error may keep this object alive
+            raise
         finally:
             if initialised_dist:
                 torch.distributed.destroy_process_group()
-        self._check_columns()
-        if not self.order.num_batches:
-            raise DataError(
-                f"an epoch of {self.order.num_samples} samples is smaller than one global batch of "
-                f"{global_batch_size}; use a smaller batch, more data, or streams that repeat"
-            )
 
     # Opening: in place of StreamingDataset's constructor, which makes an object for each shard on each rank -----------
 
-    def _open(self) -> None:
+    def _open(self, streams: Mapping[str, Mapping[str, Any]], cache_limit: int | str | None) -> None:
         """The first rank of each node reads the indexes and makes what the node shares; the others open that."""
-        launch_id = draw_launch_id()
-        note: dict[str, Any] = {}
-        if get_local_rank() == 0:
-            try:
-                note["number"] = self._make_shared(launch_id)
-            except DataError as error:
-                note["error"] = str(error)
-            except (OSError, RuntimeError, ValueError, KeyError) as error:
-                folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
-                note["error"] = f"cannot open the data set {folders}: {one_line(error)}"
-        notes = gather_notes(note)
-        errors = [note["error"] for note in notes if "error" in note]
-        if errors:
-            self.__del__()  # lets go of the folders; the error may keep this object alive
-            raise DataError(errors[0])  # the same sentence everywhere, so that it is printed once
-        if get_local_rank() > 0:
-            self._open_shared(notes[get_rank() - get_local_rank()]["number"])
+        launch_id = tell_all(secrets.token_hex(8))
+        number = None
+        self._cannot_open = "cannot open the data set"
+        with failing_together(self._cannot_open):
+            self.streams = build_streams(streams)
+            self.num_streams = len(streams)
+            self.cache_limit = bytes_to_int(cache_limit) if isinstance(cache_limit, str) else cache_limit
+            folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
+        self._cannot_open += f" {folders}"
+        with failing_together(self._cannot_open):
+            if get_local_rank() == 0:
+                number = self._make_shared(launch_id)
+        numbers = gather_json(number)
+        with failing_together(self._cannot_open):
+            if get_local_rank() > 0:
+                self._open_shared(numbers[get_rank() - get_local_rank()])
 
     def _make_shared(self, launch_id: str) -> int:
         with one_start_at_a_time():
@@ -245,7 +254,15 @@ class TextDataset(StreamingDataset):
         path = shard_table_path(number)
         remove_at_exit(self, path)
         indexes = [stream.fetch_index() for stream in self.streams]
-        write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        try:
+            write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DataError(
+                f"no space left in {path.parent} for the table of shards, about 150 bytes for each; make it larger "
+                "(a container's with --shm-size, or --ipc=host)"
+            ) from error
         self._open_shared(number)
         self._check_cache_limit()
 
@@ -273,7 +290,10 @@ class TextDataset(StreamingDataset):
         self._cache_usage = SharedScalar(np.int64, _get_path(number, CACHE_USAGE))
         self._shard_states = SharedArray(self.num_shards, np.uint8, _get_path(number, SHARD_STATES))
         self._shard_access_times = SharedArray(self.num_shards, np.uint64, _get_path(number, SHARD_ACCESS_TIMES))
-        self._verified = SharedArray(self.num_shards, np.uint8, _get_path(number, VERIFIED))
+        self._verified = SharedArray(self.num_shards, np.uint64, _get_path(number, VERIFIED))
+        """The state of each shard's file when it was found to be whole, or 0."""
+        self._elsewhere = SharedArray(self.num_shards, np.uint8, _get_path(number, ELSEWHERE))
+        """Which shards the remote has shown to hold: in this launch, they came from there or were compared."""
 
     def _choose_samples(self, epoch_size: int | str | None, seed: int) -> None:
         """How many samples an epoch takes from each stream, by its weight."""
@@ -281,12 +301,21 @@ class TextDataset(StreamingDataset):
         for stream, num_samples in zip(self.streams, samples_per_stream, strict=True):
             if not num_samples:
                 raise DataError(f"{folder_of(stream)} holds no samples; prepare the data again")
-        try:
-            epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
-            self.epoch_size = Stream.apply_weights(self.streams, samples_per_stream, epoch_samples, seed)
-        except ValueError as error:
-            folders = ", ".join(stream.remote or folder_of(stream) for stream in self.streams)
-            raise DataError(f"cannot open the data set {folders}: {one_line(error)}") from error
+        epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
+        self.epoch_size = Stream.apply_weights(self.streams, samples_per_stream, epoch_samples, seed)
+
+    def _check_size(self) -> None:
+        if not self.order.num_batches:
+            raise DataError(
+                f"an epoch of {self.order.num_samples} samples is smaller than one global batch of "
+                f"{self.global_batch_size}; use a smaller batch, more data, or streams that repeat"
+            )
+        if self.order.most_units > MOST_UNITS:
+            raise DataError(
+                f"an epoch of {self.order.num_samples} samples reads {self.num_shards} shards so often that "
+                f"{self.order.most_units} pieces would have to be shuffled, at most {MOST_UNITS} can be; use a smaller "
+                "epoch_size or repeat, and more epochs"
+            )
 
     def _describe(self) -> dict[str, Any]:
         """What all nodes must have alike, and where this one has it."""
@@ -412,10 +441,19 @@ class TextDataset(StreamingDataset):
             num_workers=world.workers_per_rank,
             first_batch=sample_in_epoch // self.global_batch_size,
         )
-        epoch_order = self.order.epoch(0 if self.same_every_epoch else epoch)
+        epoch_order = self._lay_out(epoch)
         last_ids_l = epoch_order.sample_ids(lanes, steps[-1:])
         self._num_padding_rows = int((last_ids_l == NO_SAMPLE).sum())
         return WorkerSampleIds(epoch_order, lanes, steps)
+
+    def lay_out_next_epoch(self) -> None:
+        """Work out here what each of the workers would: those that are forked from this process share it."""
+        self._laid_out = self._lay_out(self.next_epoch)
+
+    def _lay_out(self, epoch: int) -> EpochOrder:
+        epoch = 0 if self.same_every_epoch else epoch
+        laid_out, self._laid_out = self._laid_out, None
+        return laid_out if laid_out is not None and laid_out.epoch == epoch else self.order.epoch(epoch)
 
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
@@ -440,7 +478,7 @@ class TextDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Tensor:
         """Row [t] of a sample; downloads its shard if need be."""
         shard_id, _ = self.spanner[sample_id]
-        self._verify_shard(shard_id)
+        is_whole = self._verify_shard(shard_id)
         try:
             sample = super().get_item(sample_id, retry)
         except DataError:
@@ -448,10 +486,11 @@ class TextDataset(StreamingDataset):
         except Exception as error:
             if self._background_error:
                 raise self._background_error from None
-            self._verified[shard_id] = False
+            self._verified[shard_id] = 0
             self._verify_shard(shard_id)  # a damaged file explains whatever went wrong
             raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error
-        self._verify_shard(shard_id)
+        if not is_whole:
+            self._verify_shard(shard_id)
         try:
             return torch.from_numpy(self._row_of(sample))
         except Exception as error:
@@ -493,23 +532,31 @@ class TextDataset(StreamingDataset):
                     "match the one the data was prepared with, or the shard is damaged"
                 )
 
-    def _verify_shard(self, shard_id: int) -> None:
-        """Once on each node: is the file what the index says it is? A damaged copy of a remote is brought again."""
-        if self._verified[shard_id]:
-            return
-        path, stream, reader = self._path(shard_id), self._stream_of(shard_id), self.shards[shard_id]
+    def _verify_shard(self, shard_id: int) -> bool:
+        """Whether the file is there; raises DataError unless it is what the index says, after bringing it again.
+
+        Asked for each sample. The file is hashed once on each node, and again should it be replaced.
+        """
+        path = self._path(shard_id)
         try:
-            damage = find_damage(path, reader.raw_data)
+            if self._verified[shard_id] == _state_of(path):
+                return True
+            stream, reader = self._stream_of(shard_id), self.shards[shard_id]
+            state, damage = _state_of(path), find_damage(path, reader.raw_data)
             if damage and stream.remote:
-                log.warning("%s is damaged: %s; it is downloaded again", path, damage)
-                stream.remove_shard(reader)
-                self.prepare_shard(shard_id)
-                damage = find_damage(path, reader.raw_data)
+                with self._lock_cache():  # until which somebody else may have mended it, or given it up
+                    if damage := find_damage(path, reader.raw_data):
+                        log.warning("%s is damaged: %s; it is downloaded again", path, damage)
+                        self._bring_shard(shard_id, damage)
+                    state, damage = _state_of(path), find_damage(path, reader.raw_data)
         except FileNotFoundError:
-            return  # it has not been downloaded yet, or given up again
+            return False  # it has not been downloaded yet, or given up again
+        except OSError as error:
+            raise DataError(f"{path} cannot be read on {socket.gethostname()}: {one_line(error)}") from error
         if damage:
             raise DataError(f"{path} is damaged: {damage}; {remedy(stream)}")
-        self._verified[shard_id] = True
+        self._verified[shard_id] = state
+        return True
 
     def _place(self, sample_id: int) -> str:
         shard_id, sample_in_shard = self.spanner[sample_id]
@@ -571,9 +618,7 @@ class TextDataset(StreamingDataset):
         if not blocking and self._verified[shard_id] and states[shard_id] == _ShardState.LOCAL:
             self._shard_access_times[shard_id] = time_ns()
             return
-        if not hasattr(self, CACHE_FILELOCK):
-            self._cache_filelock = FileLock(self._cache_filelock_path)  # cannot be pickled
-        with self._cache_filelock:
+        with self._lock_cache():
             is_here = states[shard_id] == _ShardState.LOCAL and os.path.exists(self._path(shard_id))
             is_ours = not is_here and states[shard_id] != _ShardState.PREPARING
             if is_ours:
@@ -586,14 +631,20 @@ class TextDataset(StreamingDataset):
             sleep(TICK)
         self._shard_access_times[shard_id] = time_ns()
 
-    def _bring_shard(self, shard_id: int) -> None:
+    def _lock_cache(self) -> FileLock:
+        return FileLock(self._cache_filelock_path)  # made anew, because it cannot be pickled
+
+    def _bring_shard(self, shard_id: int, damage: str = "") -> None:
+        """Bring a shard that is not there, or one whose file has this damage."""
         stream = self._stream_of(shard_id)
         try:
-            self._verified[shard_id] = False
-            stream.prepare_shard(self.shards[shard_id])
+            self._verified[shard_id] = 0
+            if stream.prepare_shard(self.shards[shard_id], again=bool(damage)):
+                self._elsewhere[shard_id] = True
         except Exception as error:
             where = f"from {stream.remote}" if stream.remote else "which is not there, and no `remote` has it"
-            raise DataError(f"cannot get {self._path(shard_id)} {where}: {one_line(error)}") from error
+            what = f"{self._path(shard_id)} is damaged: {damage}; cannot get it again" if damage else ""
+            raise DataError(f"{what or f'cannot get {self._path(shard_id)}'} {where}: {one_line(error)}") from error
         finally:
             # Of a failure too: threads of other workers wait until the shard is there, and the DataLoader waits for
             # those workers. They go to read it, find no file, and try it themselves, with the same error to show.
@@ -612,9 +663,10 @@ class TextDataset(StreamingDataset):
         self.cache_usage += int(sizes[shard_id])
 
     def _evict_shard(self, shard_id: int) -> None:
-        self._stream_of(shard_id).check_elsewhere(self.shards[shard_id])
+        self._stream_of(shard_id).check_elsewhere(self.shards[shard_id], has_come=bool(self._elsewhere[shard_id]))
+        self._elsewhere[shard_id] = False
         self._shard_states[shard_id] = _ShardState.REMOTE
-        self._verified[shard_id] = False
+        self._verified[shard_id] = 0
         self._stream_of(shard_id).remove_shard(self.shards[shard_id])
         self.cache_usage -= int(self._sizes_in_cache()[shard_id])
 
@@ -638,3 +690,9 @@ class TextDataset(StreamingDataset):
         self._background_error = error  # for `__iter__` to raise
         self._event.set()
         it.on_exit()
+
+
+def _state_of(path: str) -> int:
+    """Another for a file that was replaced or written to; never 0. Raises FileNotFoundError."""
+    status = os.stat(path)
+    return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

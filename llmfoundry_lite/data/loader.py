@@ -5,6 +5,7 @@ Owns collation, the loader, how long its workers live, and the batch digest. Lea
 Shapes: b = samples in the batch of one rank, t = max_seq_len.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -55,7 +56,10 @@ class TextLoader(DataLoader):
     """torch's DataLoader, except that an error of a worker arrives as the one line it was raised with."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert isinstance(self.dataset, TextDataset)
         try:
+            if self.num_workers and self._iterator is None:  # workers are about to be forked
+                self.dataset.lay_out_next_epoch()
             yield from super().__iter__()
         except DataError as error:
             # torch wraps it as "Caught DataError in DataLoader worker process 0.\nOriginal Traceback …DataError: line",
@@ -81,6 +85,9 @@ def format_digest(digest: int) -> str:
 
 
 def _stay_with_the_rank(worker: int) -> None:
+    # The garbage collector writes to every object that it looks at, and so would copy all that the rank has imported,
+    # 100 MB, from the pages that rank and workers share.
+    gc.freeze()
     _outlive_preemption()
     _leave_with_the_rank()
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,9 +41,12 @@ DEFAULT_WINDOW_SAMPLES = 4_000_000
 ORDER_VERSION = 1
 """Of the algorithm; kept in every checkpoint. A change of any epoch's order is a new version."""
 
+MOST_UNITS = 1 << 24
+"""In one epoch. Laying them out takes about 70 bytes for each, and every worker keeps 13."""
+
 NO_SAMPLE = -1
 
-_MAX_SLICE_ELEMENTS = 1 << 19
+_MAX_SLICE_ELEMENTS = 1 << 17
 """How many samples are worked out at once: the working memory is about 64 bytes for each."""
 
 # What a random number is for; part of every key, so that no two uses ever share a stream.
@@ -80,6 +84,14 @@ class SampleOrder:
     def num_samples(self) -> int:
         """Samples in an epoch, before the remainder is dropped."""
         return int(sum(self.choose_per_stream))
+
+    @property
+    def most_units(self) -> int:
+        """At most so many units does an epoch have: shards, each as often as it is read."""
+        return sum(
+            len(sizes) * -(-choose // max(int(np.sum(sizes)), 1))
+            for sizes, choose in zip(self.shard_sizes_per_stream, self.choose_per_stream, strict=True)
+        )
 
     @property
     def num_batches(self) -> int:
@@ -127,6 +139,7 @@ class EpochOrder:
 
     def __init__(self, order: SampleOrder, epoch: int) -> None:
         self.order = order
+        self.epoch = epoch
         self._key = (order.seed, epoch)
 
         unit_shards, unit_sizes = _lay_out_units(order, self._key)
@@ -139,6 +152,9 @@ class EpochOrder:
         self._unit_bounds = np.zeros(len(unit_sizes) + 1, np.int64)
         np.cumsum(unit_sizes, out=self._unit_bounds[1:])
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpochOrder, (self.order, self.epoch)
 
     def sample_ids(self, lanes: range, steps: range) -> Int64Array:
         """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.

@@ -91,7 +91,7 @@ def write_table(path: Path, indexes: Sequence[Path], hash_names: Sequence[str | 
         rows = _Rows(index)
         parts.append(rows.columns(kinds, hash_name))
         streams.append(rows.stream)
-    columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    columns = {name: _concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     columns["ends"] = np.cumsum(columns["samples"])
 
     shapes, offset = {}, 0
@@ -163,7 +163,7 @@ class _Rows:
                 made[f"{part}_hash"] = columns.get(f"{part}_data.hashes.{hash_name}", no_text)
             for name, column in made.items():
                 gathered.setdefault(name, []).append(column)
-        return {name: np.concatenate(columns) for name, columns in gathered.items()}
+        return {name: _concatenate(columns) for name, columns in gathered.items()}
 
     def _content(self, hash_name: str) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -309,6 +309,11 @@ def _shape_of(record: dict[str, Any]) -> tuple[Any, ...]:
         record[key] for key in ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
     ]
     return kind, sorted(_flatten(record))
+
+
+def _concatenate(columns: Sequence[Column]) -> Column:
+    """One alone is not copied."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _joined(column: Column) -> bytes:

@@ -5,15 +5,18 @@ leaves them, and the next run then reports "Reused local directory", or waits fo
 Its own `clean_stale_shared_memory` removes every block it can find, those of running neighbours included. Here a block
 goes only if it is ours and no living process has mapped or opened any block of the same number.
 
+Our numbers are drawn, and none comes twice. Python removes blocks by their names, some long after their process has
+ended; were a name used again, the block of another run would go.
+
 What cannot be seen is a process in another PID namespace that shares this /dev/shm (containers with `--ipc=host` but
 without `--pid=host`): give such containers a /dev/shm each.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import re
+import secrets
 import tempfile
 import time
 import weakref
@@ -41,10 +44,10 @@ SHM_TO_CLEAN = (
     *("epoch_shape", "epoch_data"),
 )
 
-SHARD_TABLE, VERIFIED = "shard_table", "verified"
+SHARD_TABLE, VERIFIED, ELSEWHERE = "shard_table", "verified", "elsewhere"
 """Ours, beside StreamingDataset's."""
 
-_BLOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{'|'.join((*SHM_TO_CLEAN, SHARD_TABLE, VERIFIED))})")
+_BLOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{'|'.join((*SHM_TO_CLEAN, SHARD_TABLE, VERIFIED, ELSEWHERE))})")
 _LOCK_NAME = re.compile(rf"(\d{{6,}})_(?:{BARRIER_FILELOCK}|{CACHE_FILELOCK})")
 
 _LAUNCH = "launch="
@@ -107,7 +110,7 @@ def _owners(files: Iterable[Path]) -> set[int]:
 
 @contextmanager
 def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
-    """Hold the runs of this machine apart while they look for a free number and take it, which is two steps.
+    """Hold the runs of this machine apart while they look whether their folders are free and take them: two steps.
 
     Whoever waits too long goes on: two runs that start together on two nodes could otherwise wait for each other.
     """
@@ -148,20 +151,14 @@ def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_second
 
 
 def register_folders(folders: Sequence[str], launch_id: str) -> tuple[int, Any]:
-    """Take a free number for a data set that reads these folders: the number and its `locals` block, to be kept."""
+    """Draw a number for a data set that reads these folders: the number and its `locals` block, to be kept."""
     from streaming.base.shared import SharedMemory
 
-    # By their names: streaming's own search opens every block on its way and keeps it open.
-    taken = {int(number) for number in _names_by_number(SHARED_MEMORY, _BLOCK_NAME)}
-    for number in (number for number in itertools.count() if number not in taken):
-        content = pack_folders(folders, launch_id, number)
-        try:
-            block = SharedMemory(f"{number:06}_{LOCALS}", True, len(content))
-        except FileExistsError:
-            continue  # another node of this machine was faster
-        block.buf[: len(content)] = content
-        return number, block
-    raise AssertionError
+    number = 10**9 + secrets.randbelow(9 * 10**9)
+    content = pack_folders(folders, launch_id, number)
+    block = SharedMemory(f"{number}_{LOCALS}", True, len(content))
+    block.buf[: len(content)] = content
+    return number, block
 
 
 def shard_table_path(number: int) -> Path:
@@ -179,7 +176,6 @@ def remove_at_exit(owner: object, path: Path) -> None:
             if is_tracked:
                 resource_tracker.unregister(f"/{path.name}", "shared_memory")
 
-    path.unlink(missing_ok=True)
     if is_tracked:
         resource_tracker.register(f"/{path.name}", "shared_memory")
     weakref.finalize(owner, remove)
@@ -269,11 +265,10 @@ def _find_holders(inodes: set[Inode]) -> tuple[dict[Inode, set[int]], set[int]]:
 def _mapped_inodes(process: Path) -> set[Inode]:
     inodes = set()
     for line in process.joinpath("maps").read_text(errors="replace").splitlines():
-        # address permissions offset major:minor inode path
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and "_" in fields[5]:
-            major, minor = fields[3].split(":")
-            inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+        if _BLOCK_NAME.search(line):
+            _address, _permissions, _offset, device, inode, _path = line.split(maxsplit=5)
+            major, minor = device.split(":")
+            inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return inodes
 
 

@@ -1,15 +1,15 @@
 """The folders and downloads that a data set is read from: what is wrong with them, told before they are opened.
 
 Owns the description of a stream, and bringing its files: nothing that is downloaded gets its name before it has been
-checked against `index.json`, and nothing is removed that has no remote elsewhere. Leaves which shard is needed or given
-up, and when, to `dataset.py`; the transport itself is Stream's.
+checked against `index.json`, and nothing is removed before the remote has shown that it holds it too. Leaves which
+shard is needed or given up, and when, to `dataset.py`; the transport itself is Stream's.
 """
 
 import filecmp
 import hashlib
 import os
+import secrets
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +23,7 @@ from streaming import Stream
 from streaming.base.compression import decompress
 from streaming.base.format import FileInfo, Reader
 
+from llmfoundry_lite.data.agreement import one_line
 from llmfoundry_lite.data.shard_table import ShardTable
 from llmfoundry_lite.errors import DataError
 
@@ -51,8 +52,10 @@ class CheckedStream(Stream):
             raise DataError(
                 f"cannot get {INDEX} of {self.remote}: {one_line(error)} (if {folder} is complete, leave `remote` out)"
             ) from error
-        if not path.exists():
-            if any(".mds" in entry.name and not entry.name.endswith(PART) for entry in os.scandir(folder)):
+        names = (name for _, _, names in os.walk(folder) for name in names)
+        has_shards = any(".mds" in name and not name.endswith(PART) for name in names)
+        if not path.exists() or not has_shards:
+            if has_shards:
                 os.remove(arrived)
                 raise DataError(f"{folder} holds shards without the {INDEX} they belong to; remove the folder")
             os.replace(arrived, path)
@@ -82,11 +85,16 @@ class CheckedStream(Stream):
             return np.zeros(len(names), bool)
         return np.isin(names, np.array(found)) | np.isin(zips, np.array(found))
 
-    def prepare_shard(self, shard: Reader) -> int:
-        """Bring and decompress a shard, unless it is there. Raises DataError, or what the transport raises."""
+    def prepare_shard(self, shard: Reader, again: bool = False) -> bool:
+        """Bring and decompress a shard, unless it is there, or `again`: whether all of it came from the remote.
+
+        Raises DataError, or what the transport raises; then the files that were there are there still.
+        """
+        has_come = True
         for raw, zipped in shard.file_pairs:
             raw_path = os.path.join(folder_of(self), raw.basename)
-            if os.path.isfile(raw_path):
+            if os.path.isfile(raw_path) and not again:
+                has_come = False
                 continue
             if zipped is None:
                 self._bring(raw)
@@ -97,53 +105,71 @@ class CheckedStream(Stream):
                 raise DataError(f"{zip_path} is damaged: {damage}; {remedy(self)}")
             if damage:
                 self._bring(zipped)
+            has_come = has_come and bool(damage)
             with open(zip_path, "rb") as file:
                 content = decompress(shard.compression, file.read())  # pyright: ignore[reportArgumentType]
             part = os.path.join(folder_of(self), _part_name(raw.basename))
             with open(part, "wb") as file:
                 file.write(content)
             os.replace(part, raw_path)
-            if self.remote and not self.keep_zip and not self.why_only_copy(shard):
+            if self.remote and not self.keep_zip and not self.why_only_copy(shard, has_come=bool(damage)):
                 _remove(zip_path)
-        return 0
+        return has_come
 
     def _bring(self, info: FileInfo) -> None:
-        """Download a file; one that arrives damaged is asked for a second time."""
+        os.replace(self._download(info), os.path.join(folder_of(self), info.basename))
+
+    def _download(self, info: FileInfo) -> str:
+        """Where a file of the remote lies now, whole; one that arrives damaged is asked for a second time."""
         damage = ""
         for _ in range(2):
             arrived = self._download_file(info.basename, _part_name(info.basename))
             if not (damage := find_damage(arrived, info)):
-                os.replace(arrived, os.path.join(folder_of(self), info.basename))
-                return
+                return arrived
             os.remove(arrived)
         raise DataError(f"it arrives damaged, twice: {damage}")
 
-    def why_only_copy(self, shard: Reader) -> str:
-        """Why the files of a shard may be the only ones, where the remote is a folder; empty if the remote has others.
-        Remotes of other kinds are believed."""
+    def why_only_copy(self, shard: Reader, has_come: bool) -> str:
+        """Why the files of a shard may be the only ones; empty if the remote has them too.
+
+        A shard that has come from the remote in this launch is there. Any other is compared with the remote, which
+        takes a download unless the remote is a folder.
+        """
         assert self.remote, "the only copy of a shard is never removed"
-        if _path_of(self.remote) is None:
-            return ""
         for raw, zipped in shard.file_pairs:
             info = zipped or raw
-            there = os.path.join(self.remote, self.split or "", info.basename)
+            if reason := self._why_not_there(info, has_come):
+                return reason
+        return ""
+
+    def _why_not_there(self, info: FileInfo, has_come: bool) -> str:
+        assert self.remote
+        there = os.path.join(self.remote, self.split or "", info.basename)
+        if _path_of(self.remote) is not None:
             here = os.path.join(folder_of(self), info.basename)
             if not os.path.isfile(there) or os.path.getsize(there) != info.bytes:
                 return f"{there} is not there or not whole"
             if os.path.realpath(there) == os.path.realpath(here) and not os.path.islink(here):
                 return f"{there} leads to {here}"
+            return "" if has_come or not (damage := find_damage(there, info)) else f"{there} is damaged: {damage}"
+        if has_come:
+            return ""
+        try:
+            _remove(self._download(info))
+        except Exception as error:
+            return f"{there} cannot be compared with it ({one_line(error)})"
         return ""
 
-    def check_elsewhere(self, shard: Reader) -> None:
+    def check_elsewhere(self, shard: Reader, has_come: bool) -> None:
         """Raise DataError where removing a shard could lose it."""
-        if reason := self.why_only_copy(shard):
+        if reason := self.why_only_copy(shard, has_come):
             raise DataError(
                 f"{reason}, so {folder_of(self)} may hold the only copy, and nothing is removed; complete the remote, "
                 "or leave `remote` out"
             )
 
     def remove_shard(self, shard: Reader) -> None:
-        self.check_elsewhere(shard)
+        """Only after `check_elsewhere`."""
         for info in (info for pair in shard.file_pairs for info in pair if info is not None):
             _remove(os.path.join(folder_of(self), info.basename))
 
@@ -220,8 +246,8 @@ def find_damage(path: str, info: FileInfo) -> str:
 
 
 def _part_name(name: str) -> str:
-    """No other process, node or thread downloads under this name."""
-    return f"{name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}{PART}"
+    """Nobody else downloads under this name, nor has: the transport takes what it finds there for a download."""
+    return f"{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}{PART}"
 
 
 def _remove_left_parts(folder: str) -> None:
@@ -244,7 +270,3 @@ def folder_of(stream: Stream) -> str:
 
 def remedy(stream: Stream) -> str:
     return "delete it, and it is downloaded again" if stream.remote else "prepare the data again"
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -34,7 +34,7 @@ from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.convert.files import check_no_adapter
+from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
@@ -347,7 +347,8 @@ def _not_loaded(folder: Path, error: Exception) -> DataError:
             f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model that "
             "transformers has itself"
         )
-    reason = str(error).strip().split("\n")[0]
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reason = f"{first} {more[0]}" if first.endswith(":") and more else first
     return DataError(f"models: {folder} is no causal language model that transformers loads: {reason}")
 
 
@@ -355,6 +356,7 @@ def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainMod
     from transformers import AutoModelForCausalLM
 
     config = _read_plain_config(folder)
+    _check_numbers(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=DTYPES[precision], output_loading_info=True, trust_remote_code=False
@@ -369,8 +371,12 @@ def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainMod
     ):
         if names := sorted(map(str, told[kind])):
             raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
-    plain = PlainModel(model.to(device).eval(), device)
-    if _sees_ahead(plain):
+    try:
+        plain = PlainModel(model.to(device).eval(), device)
+        sees_ahead = _sees_ahead(plain)
+    except Exception as error:  # whatever such a model raises that cannot compute what its config.json promises
+        raise _not_loaded(folder, error) from error
+    if sees_ahead:
         raise DataError(
             f"models: {folder}: later tokens change its earlier logits, so it is no causal language model; its "
             f"model_type is {config.model_type!r}"
@@ -378,17 +384,49 @@ def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainMod
     return plain
 
 
+def _check_numbers(folder: Path) -> None:
+    """transformers takes the last of two tensors of one name, and packed weights for the numbers they are packed in.
+    Raises ExportError or DataError."""
+    dtypes = read_dtypes(folder)
+    if read_hf_config(folder).get("quantization_config"):  # which says how to unpack them
+        return
+    packed = [name for name, dtype in dtypes.items() if name.endswith(".weight") and dtype not in FLOATS]
+    if packed:
+        raise DataError(
+            f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
+            f"expected {', '.join(FLOATS)}"
+        )
+
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+
+PROBED_TOKENS = 1024
+"""Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
+
+
 @torch.no_grad()
 def _sees_ahead(model: "PlainModel") -> bool:
-    """Two rows that begin alike: where they do, their logits differ by rounding alone, against what follows."""
-    length = min(16, model.max_seq_len)
+    """Whether other tokens from some place on change logits before it, and not by rounding alone.
+
+    The places are odd, so that a block whose tokens all see each other is cut in two.
+    """
+    length = min(PROBED_TOKENS, model.max_seq_len)
+    places = {place for place in (1, length // 4 | 1, length // 2 | 1, length - 1) if 0 < place < length}
+    if not places:
+        return False
     generator = torch.Generator().manual_seed(0)
-    tokens_bt = torch.randint(model.vocab_size, (2, length), generator=generator)
-    tokens_bt[1, : length // 2] = tokens_bt[0, : length // 2]
-    logits_btv = model.model(input_ids=tokens_bt.to(model.device)).logits.float()
-    apart_t = (logits_btv[0] - logits_btv[1]).abs().amax(dim=-1)
+    tokens_t = torch.randint(model.vocab_size, (length,), generator=generator)
+    steps_t = torch.randint(1, max(2, model.vocab_size), (length,), generator=generator)
+    others_t = (tokens_t + steps_t) % model.vocab_size
+    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)}))
+    expected_cv = model.logits(tokens_t, columns_c)
     tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
-    return bool(apart_t[: length // 2].max() > tolerance * apart_t[length // 2 :].max())
+    for place in places:
+        changed_t = torch.cat([tokens_t[:place], others_t[place:]])
+        apart_c = (model.logits(changed_t, columns_c) - expected_cv).abs().amax(dim=-1).cpu()
+        if apart_c[columns_c < place].max() > tolerance * apart_c[columns_c >= place].max():
+            return True
+    return False
 
 
 class PlainModel:
@@ -402,16 +440,8 @@ class PlainModel:
         self.device = device
         _make_fp32_logits(model)
         self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
-        config = model.config
-        self.vocab_size = int(getattr(config, "text_config", config).vocab_size)
-        self.max_seq_len = next(
-            (
-                int(getattr(config, name))
-                for name in ("max_position_embeddings", "n_positions", "max_seq_len")
-                if getattr(config, name, None)
-            ),
-            2048,
-        )
+        self.vocab_size = int(_text_config(model).vocab_size)
+        self.max_seq_len = _max_seq_len(model)
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         assert inputs.positions_bt is None, "rows are plain text"
@@ -422,6 +452,13 @@ class PlainModel:
         logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
         return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
 
+    def logits(self, tokens_t: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
+        """Of one row, at these columns, fp32 [c, v]."""
+        columns_c = columns_c.to(self.device)
+        options = {"logits_to_keep": columns_c} if self.keeps_columns else {}
+        logits_cv = self.model(input_ids=tokens_t[None].to(self.device), **options).logits[0]
+        return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
+
     @torch.no_grad()
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         tokens_1t, past = torch.tensor([context], device=self.device), None
@@ -431,6 +468,22 @@ class PlainModel:
             check_finite(logits_11v)
             tokens_1t = logits_11v.argmax(dim=-1)
             yield int(tokens_1t)
+
+
+def _text_config(model: Any) -> Any:
+    """Of a model that reads more than text, what concerns text."""
+    return getattr(model.config, "text_config", model.config)
+
+
+def _max_seq_len(model: Any) -> int:
+    """What config.json says, or fewer where the table of positions begins behind that of padding, as RoBERTa's does."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    said = [int(value) for name in names if (value := getattr(_text_config(model), name, None))]
+    longest = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            longest = min(longest, table.num_embeddings - table.padding_idx - 1)
+    return longest
 
 
 def _make_fp32_logits(model: Any) -> None:

@@ -8,7 +8,8 @@ Right and wrong answers: Tango's score interval for a difference of paired propo
 and McNemar's test, which is its statistic at 0, both with half a continuity correction. Without any, up to 6.5 % of
 equal models are called different (50 items, exact sums), with half of one at most 4.9 % (6 to 1,000 items). Real
 numbers: the studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of
-symmetric and equal tails.
+symmetric and equal tails. Few documents do not show a long tail, so its p is multiplied by 1 + CAUTION / n: without,
+8.8 % of equal models are called different where 20 log-normal differences are seen, and 5.7 % where 200 are.
 `llmfoundry-lite bench intervals` measures what they promise.
 
 Legend: u independent units, d draws, k columns.
@@ -31,6 +32,8 @@ MIN_UNITS = 6
 """Independent items below which nothing is claimed: even five of five won have an exact p above 0.05."""
 MIN_DOCUMENTS = 20
 """As MIN_UNITS, for real numbers, whose tails a few documents do not show."""
+CAUTION = 40
+"""In documents. Fitted, with 20 to 200 of them, to differences that are log-normal with sigma 1."""
 CORRECTION = 0.5
 Z_TWO_SIDED, Z_POWER = NormalDist().inv_cdf(0.975), NormalDist().inv_cdf(0.8)
 
@@ -170,6 +173,8 @@ class Studentised(NamedTuple):
     error: float
     deviations_d: Floats
     """Sorted; empty where nothing is claimed."""
+    caution: float = 1.0
+    """p is multiplied by it."""
 
     @property
     def p(self) -> float:
@@ -180,11 +185,12 @@ class Studentised(NamedTuple):
         found = self.difference / self.error if self.error else math.copysign(math.inf, self.difference)
         num_farther = int((np.abs(draws) >= abs(found)).sum())
         num_in_tail = 2 * min(int((draws >= found).sum()), int((draws <= found).sum())) + 1
-        return min(1.0, (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
+        return min(1.0, self.caution * (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
         """What p would not reject at `level`. None where nothing is claimed, or more draws would be needed."""
-        draws, room = self.deviations_d, level * (1 + len(self.deviations_d)) * (1 - 1e-12)
+        draws = self.deviations_d
+        room = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
         both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out
         if each < 0:
             return None
@@ -217,12 +223,16 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
         return Studentised(found, its_error, np.zeros(0))
     if n > MAX_RESAMPLED:
         ranks = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
-        return Studentised(found, its_error, np.array([NormalDist().inv_cdf(rank) for rank in ranks]))
+        return Studentised(found, its_error, np.array([NormalDist().inv_cdf(rank) for rank in ranks]), caution_of(n))
     draws = bootstrap_sums(np.concatenate([columns_uk, products_uk], axis=1), generator)
     differences_d, errors_d = estimate(draws[:, :k], draws[:, k:])
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_d = np.nan_to_num((differences_d - found) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return Studentised(found, its_error, np.sort(deviations_d))
+    return Studentised(found, its_error, np.sort(deviations_d), caution_of(n))
+
+
+def caution_of(num_documents: int) -> float:
+    return 1 + CAUTION / num_documents
 
 
 def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int = NUM_RESAMPLES) -> Floats:
@@ -239,8 +249,11 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int =
 def documents_needed(deviation: float, difference: float = 0.01) -> int:
     """As items_needed, for differences that are numbers with this standard deviation (Guenther, The American
     Statistician 35, 1981)."""
-    normal = ((Z_TWO_SIDED + Z_POWER) * deviation / difference) ** 2
-    return max(MIN_DOCUMENTS, math.ceil(normal + Z_TWO_SIDED**2 / 2))
+    n = float(MIN_DOCUMENTS)
+    for _ in range(20):  # more documents need less caution, which needs fewer of them: it settles at once
+        z = z_of(0.05 / caution_of(math.ceil(n)))
+        n = max(MIN_DOCUMENTS, ((z + Z_POWER) * deviation / difference) ** 2 + z**2 / 2)
+    return math.ceil(n)
 
 
 # ---------------------------------------------------------------------------------------------------- several tests

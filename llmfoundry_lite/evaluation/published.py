@@ -12,7 +12,8 @@ from rich.console import Console
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.paired import Z_TWO_SIDED
 from llmfoundry_lite.evaluation.reading import Loaded, Record
-from llmfoundry_lite.evaluation.tables import average_error, markdown_list, markdown_table, print_blocks, print_note
+from llmfoundry_lite.evaluation.tables import average_error, print_blocks, print_note
+from llmfoundry_lite.tables import markdown_list, markdown_table
 
 TASKS = {
     "arc_challenge": "ARC-c",

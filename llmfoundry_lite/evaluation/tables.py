@@ -4,24 +4,21 @@ On a console a table that is too wide continues in further blocks of columns. Ma
 """
 
 import csv
-import html
 import io
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
 from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.tables import lean_table, markdown_list, markdown_table
 
 if TYPE_CHECKING:  # comparing needs no torch
     from llmfoundry_lite.evaluation.results import Results
@@ -86,20 +83,13 @@ def print_blocks(
             console.print()
         else:
             console.print(Text(title, style="italic"))  # not the table's, to whose width it would be folded
-        table = lean_table(None)
+        table = lean_table()
         table.add_column("model", max_width=first, overflow="fold")
         for i in block:
             table.add_column(Text(headers[i]), justify="right")
         for name, cells in rows:
             table.add_row(Text(name), *(Text(cells[i]) for i in block), style="dim" if name == "chance" else None)
         console.print(table)
-
-
-def lean_table(title: str | None) -> Table:
-    """A line under the header alone, and one space between columns."""
-    return Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0)
-    )
 
 
 def _blocks(headers: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Iterator[list[int]]:
@@ -195,23 +185,6 @@ def write_tables(all_results: Sequence["Results"], folder: Path) -> list[Path]:
     write_atomically(markdown, "\n".join(lines) + "\n")
     write_atomically(plain, content.getvalue())
     return [markdown, plain]
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first row is the header; numbers are to the right."""
-    lines = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in rows]
-    lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
-    return lines
-
-
-def markdown_list(texts: Sequence[str]) -> list[str]:
-    return [f"- {markdown_text(text)}" for text in texts]
-
-
-def markdown_text(text: str) -> str:
-    """Text that stays text in a cell or a line: no HTML, no links, no further columns or lines."""
-    # A backslash before one of these would take away what is put there to make it text.
-    return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", html.escape(printable(text), quote=False))
 
 
 def _averaged(results: "Results") -> list[str]:

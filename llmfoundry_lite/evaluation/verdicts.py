@@ -12,7 +12,8 @@ from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record
-from llmfoundry_lite.evaluation.tables import lean_table, markdown_list, markdown_table, markdown_text, print_note
+from llmfoundry_lite.evaluation.tables import print_note
+from llmfoundry_lite.tables import lean_table, markdown_list, markdown_table, markdown_text
 
 Point = tuple[float, float, float, bool]
 

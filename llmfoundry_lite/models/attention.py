@@ -326,20 +326,28 @@ def build_rotation(options: AttentionConfig, head_dim: int, max_seq_len: int, po
 
     Scaling beyond the trained length: `linear` divides positions by the factor (Chen et al. 2023); `ntk` raises theta
     to theta * factor^(k/(k-2)), and `dynamic` does so by as much as the longest position exceeds `max_seq_len`
-    (both from r/LocalLLaMA, as transformers has them).
+    (both from r/LocalLLaMA, as transformers has them); `llama3` divides the frequencies of few turns within the
+    original length, and those of many not (The Llama 3 Herd of Models, 2024; Llama 3.1's reference code).
     """
-    theta, factor = options.rope_theta, options.rope_hf_config.factor
+    scaling = options.rope_hf_config
+    theta, factor = options.rope_theta, scaling.factor
     positions_bt = positions_bt.float()
     exponent = head_dim / (head_dim - 2) if head_dim > 2 else 1.0
-    if options.rope_hf_config.type == "linear":
+    if scaling.type == "linear":
         positions_bt = positions_bt / factor
-    elif options.rope_hf_config.type == "ntk":
+    elif scaling.type == "ntk":
         theta = theta * factor**exponent
-    elif options.rope_hf_config.type == "dynamic":
+    elif scaling.type == "dynamic":
         length = max(float(positions_bt.max()) + 1, float(max_seq_len))
         theta = theta * (factor * length / max_seq_len - (factor - 1)) ** exponent
     exponents_j = torch.arange(0, head_dim, 2, device=positions_bt.device).float() / head_dim
-    angles_btj = positions_bt[..., None] * (1.0 / theta**exponents_j)
+    frequencies_j = 1.0 / theta**exponents_j
+    if scaling.type == "llama3":
+        turns_j = scaling.original_max_position_embeddings * frequencies_j / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept_j = ((turns_j - low) / (high - low)).clamp(0, 1)
+        frequencies_j = (kept_j + (1 - kept_j) / factor) * frequencies_j
+    angles_btj = positions_bt[..., None] * frequencies_j
     return Rotation(angles_btj.cos()[:, :, None], angles_btj.sin()[:, :, None])
 
 

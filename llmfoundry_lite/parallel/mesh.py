@@ -1,65 +1,28 @@
-"""How the devices of a launch are divided: the mesh, and the ranks as the data has them."""
+"""A layout -> torch's device mesh, of the dimensions that shard and divide a model."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRanks:
-    """The ranks as the data has them. Tensor parallelism divides each layer among neighbouring ranks, which then see
-    the same samples: wherever samples and tokens are shared out or added up, such a group counts as one."""
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The dimension `shard`, and before and after it `replicate` and `tensor` where the layout has them.
 
-    rank: int
-    """Of this process's group."""
-    size: int
-    """Number of groups, each with its share of the global batch."""
-    speaks: bool
-    """One process of each group counts what the group has seen."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.speaks and self.rank == 0
-
-
-def data_ranks(tensor_parallel_degree: int) -> DataRanks:
-    """Of the process group as it stands; a process alone is one."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    group, place_in_group = divmod(rank, tensor_parallel_degree)
-    return DataRanks(rank=group, size=world_size // tensor_parallel_degree, speaks=place_in_group == 0)
-
-
-def build_mesh(
-    fsdp: FSDPConfig, device_type: str, world_size: int, local_world_size: int, tensor_parallel_degree: int = 1
-) -> DeviceMesh:
-    """One dimension, `shard`; or two, `replicate` x `shard`, for HYBRID_SHARD and NO_SHARD. Tensor parallelism adds a
-    last one, `tensor`: neighbouring ranks, because they exchange the most.
-
-    Raises ConfigError when the devices cannot be divided that way.
+    Raises ConfigError for what no model is divided by yet.
     """
-    num_groups = world_size // tensor_parallel_degree
-    shape, names = (num_groups,), ("shard",)
-    if fsdp.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
-        shard_degree = 1
-        if fsdp.sharding_strategy == "HYBRID_SHARD":
-            in_node = max(1, local_world_size // tensor_parallel_degree)
-            shard_degree = fsdp.data_parallel_shard_degree or in_node
-        if num_groups % shard_degree:
-            divided = f" / {tensor_parallel_degree} (tp_config)" if tensor_parallel_degree > 1 else ""
+    for name in ("pipeline", "context"):
+        if getattr(layout, name) != 1:
             raise ConfigError(
-                f"fsdp_config.data_parallel_shard_degree: {shard_degree} does not divide the {world_size}{divided} "
-                "devices of this launch"
+                f"layout: {name}: {getattr(layout, name)} given, expected 1: {name} parallelism is not there yet; "
+                "use fsdp_config and tp_config"
             )
-        shape, names = (num_groups // shard_degree, shard_degree), ("replicate", "shard")
-    if tensor_parallel_degree > 1:
-        shape, names = (*shape, tensor_parallel_degree), (*names, "tensor")
-    return _make_mesh(device_type, shape, names)
+    names = [name for name in ("replicate", "shard", "tensor") if name == "shard" or getattr(layout, name) > 1]
+    return _make_mesh(device_type, tuple(getattr(layout, name) for name in names), tuple(names))
 
 
 def without_tensor(mesh: DeviceMesh) -> DeviceMesh:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_parameters
@@ -50,17 +51,10 @@ class MemoryEstimate:
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
-def estimate_training_memory(
-    config: TrainConfig, world_size: int, local_world_size: int | None = None
-) -> MemoryEstimate:
-    """The estimate for a run on `world_size` devices, `local_world_size` of them (default: all) in each node."""
-    fsdp, num_ranks = config.sharding, config.num_data_ranks(world_size)
-    in_node = max(1, config.num_data_ranks(local_world_size or world_size))
-    shard_degree = {
-        "NO_SHARD": 1,
-        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or in_node,
-    }.get(fsdp.sharding_strategy, num_ranks)
-    device_batch_size = -(-config.global_train_batch_size // num_ranks)
+def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstimate:
+    """The estimate for a run on devices that are divided so."""
+    fsdp = config.sharding
+    device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
     microbatch_size = config.first_microbatch_size(device_batch_size)
     return estimate_memory(
         config.model,
@@ -68,9 +62,9 @@ def estimate_training_memory(
         microbatch_size=microbatch_size,
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
         has_one_microbatch=microbatch_size == device_batch_size,
-        shard_degree=shard_degree,
-        has_fsdp=world_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
-        tensor_parallel_degree=config.tensor_parallel_degree,
+        shard_degree=layout.shard,
+        has_fsdp=layout.world_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
+        tensor_parallel_degree=layout.tensor,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
         reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),

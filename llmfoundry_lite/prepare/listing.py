@@ -10,7 +10,7 @@ link to a folder is followed, once, so that a circle of links ends.
 import glob
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Listing:
 
     files: dict[Path, os.stat_result] = field(default_factory=dict)
     num_ignored: int = 0
-    """Files whose kind is none we read."""
+    """Files whose kind is none we read, or that are no part of the saved data set in whose folder they lie."""
     repeated: list[str] = field(default_factory=list)
     """A sentence for each name that leads to something that is read under another name."""
     unreadable: list[str] = field(default_factory=list)
@@ -75,6 +75,9 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
                 unreadable(path, "Permission denied")
                 continue
             status = path.stat()
+            if status.st_size == 0 and path.suffix in COMPRESSED_SUFFIXES:
+                unreadable(path, f"it has 0 bytes, so it is no whole {path.suffix} file")
+                continue
             first = names.setdefault((status.st_dev, status.st_ino), path)
             if first == path:
                 chosen.append(path)
@@ -140,7 +143,9 @@ def walk(folder: Path, split: str, unreadable: Unreadable, repeated: list[str]) 
         if first != place:
             repeated.append(f"{place} is the same folder as {first}")
             continue
-        for path in (place / name for name in saved_data_set(place, names, split) if not name.startswith(".")):
+        chosen, left_out = saved_data_set(place, names, split)
+        num_other += sum(num_files(place / name) for name in left_out if not name.startswith("."))
+        for path in (place / name for name in chosen if not name.startswith(".")):
             link = os.path.islink(path)
             if os.path.isdir(path):
                 (links if link else folders).append(path)
@@ -155,15 +160,15 @@ def walk(folder: Path, split: str, unreadable: Unreadable, repeated: list[str]) 
     return own, linked, num_other
 
 
-def saved_data_set(place: Path, names: list[str], split: str) -> Iterable[str]:
-    """The names in a folder that hold data, if `datasets` saved it; all names elsewhere."""
+def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:
+    """The names in a folder that hold data, and those that are no part of it: if `datasets` saved it, not all do."""
     if SPLITS_FILE in names:
         splits = read_object(place / SPLITS_FILE).get("splits")
         if isinstance(splits, list):
             if split not in splits:
                 there = ", ".join(map(str, splits))
                 raise DataError(f"{place} has no split {split!r}; there are: {there} (choose one with --split)")
-            return [split]
+            return [split], [name for name in names if name not in (SPLITS_FILE, *splits)]
     if "state.json" in names:
         state = read_object(place / "state.json")
         if isinstance(state.get("_data_files"), list):
@@ -172,10 +177,18 @@ def saved_data_set(place: Path, names: list[str], split: str) -> Iterable[str]:
                     f"{place} was saved with a choice of its rows beside them, by an old release of datasets; load "
                     "and save it again with a new one"
                 )
-            return [str(file["filename"]) for file in state["_data_files"]]
+            files = [str(file["filename"]) for file in state["_data_files"]]
+            return files, [name for name in names if name not in (*DATASET_FILES, *files)]
     if any(name.endswith(".arrow") for name in names):
-        return [name for name in names if name not in DATASET_FILES]
-    return names
+        return [name for name in names if name not in DATASET_FILES], []
+    return names, []
+
+
+def num_files(path: Path) -> int:
+    """One for a file; for a folder those below it, hidden ones aside."""
+    if not path.is_dir() or path.is_symlink():
+        return 1
+    return sum(not name.startswith(".") for _, _, names in os.walk(path) for name in names)
 
 
 def read_object(path: Path) -> dict[str, Any]:

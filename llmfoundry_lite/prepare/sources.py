@@ -77,7 +77,7 @@ class Source:
     val_fraction: float
     """The fraction held out for validation unless the user says otherwise."""
     num_ignored_files: int = 0
-    """Files in the folders given whose suffix is none we read."""
+    """Files in the folders given whose suffix is none we read, or beside a saved data set and no part of it."""
     repeated: tuple[str, ...] = ()
     """A sentence for each name of something that is read under another name."""
     unreadable: tuple[str, ...] = ()

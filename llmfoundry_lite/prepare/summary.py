@@ -67,7 +67,7 @@ class Summary:
     skipped: dict[str, int]
     """Documents left out, by reason, as in `documents.SKIP_REASONS`."""
     ignored_files: int
-    """Files in the folders given that are of no kind we read."""
+    """Files in the folders given that are of no kind we read, or beside a saved data set and no part of it."""
     seconds: float
     """Of the launch that finished the work; the two rates, too, leave out what earlier launches had done."""
     documents_per_second: float
@@ -114,7 +114,7 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
         lines.append(f"documents skipped: {skipped}")
         lines += some_of(summary.skipped_examples, of=sum(summary.skipped.values()) - summary.skipped["empty"])
     if summary.ignored_files:
-        lines.append(f"files ignored, being of no kind we read: {summary.ignored_files:,}")
+        lines.append(f"files ignored, of no kind we read or no part of a saved data set: {summary.ignored_files:,}")
     if summary.unreadable:
         lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
         lines += some_of(summary.unreadable, of=len(summary.unreadable))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoaderConfig, LoggersConfig, TrainConfig
 from llmfoundry_lite.ranks.ending import run_and_exit
@@ -46,7 +47,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any]) -> TrainConfig:
         kwargs={
             "num_tokens": config.max_seq_len,
             "vocab_size": config.model.vocab_size,
-            "num_data_ranks": config.num_data_ranks(request["world_size"]),
+            "num_data_ranks": layout_of(config, request["world_size"], request["per_node"]).num_data_ranks,
         },
     )
     measure = {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, ConfigError
@@ -50,7 +51,7 @@ def rehearse(
             f"--devices: {num_devices} are no whole number of nodes of {per_node}; the nearest counts are "
             f"{' and '.join(map(str, nearest))} (--per-node says how many a node has)"
         )
-    preflight.check(config, num_devices, must_exist=False)
+    preflight.check(config, layout_of(config, num_devices, per_node), must_exist=False)
     for rank in ranks:
         if not 0 <= rank < num_devices:
             raise ConfigError(f"--rank: {rank} given, expected 0 to {num_devices - 1}")

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.hardware import GIB, MIB, Accelerator
+from llmfoundry_lite.hardware import GIB, Accelerator, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.rehearse.device import FREE_SHARE
@@ -52,8 +53,8 @@ class Rehearsal:
 
 def describe(rehearsal: Rehearsal) -> str:
     config, device = rehearsal.config, rehearsal.device
-    num_ranks = config.num_data_ranks(rehearsal.num_devices)
-    estimate = estimate_training_memory(config, rehearsal.num_devices, rehearsal.per_node)
+    layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
+    num_ranks, estimate = layout.num_data_ranks, estimate_training_memory(config, layout)
     free_bytes = int(device.memory_bytes * FREE_SHARE)
     expected_bytes = estimate.total_bytes + rehearsal.workspaces_bytes
     lines = [
@@ -78,9 +79,9 @@ def describe(rehearsal: Rehearsal) -> str:
     for name, size in sorted(other.items()):
         lines.append(f"               {name:<17}{size / GIB:9.2f}         -")
     for place, size in rehearsal.largest_bytes.items():
-        lines.append(f"               held by {place}: {_bytes(size)}")
+        lines.append(f"               held by {place}: {in_bytes(size)}")
     tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
-    formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / config.tensor_parallel_degree
+    formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / layout.tensor
     total_flops = sum(rehearsal.flops.values())
     lines.append(
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
@@ -93,17 +94,10 @@ def describe(rehearsal: Rehearsal) -> str:
     if rehearsal.is_compiled:
         lines.append("compiled       some of the run's code: FLOPs and attention inside it are not counted above")
     for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
-        lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {_bytes(num_bytes)} in a batch")
+        lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {in_bytes(num_bytes)} in a batch")
     for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
         lines.append(f"host waits     {place}: {count} in a batch")
     lines.append(CANNOT_PROMISE)
     if device.vendor == "amd":
         lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
     return "\n".join(lines)
-
-
-def _bytes(num_bytes: int) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes} B"

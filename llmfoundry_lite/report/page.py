@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.evaluation.tables import markdown_text
 from llmfoundry_lite.report.segments import short_precision
+from llmfoundry_lite.tables import markdown_list, markdown_table, markdown_text, print_table
 
 Facts = dict[str, Any]
 
@@ -249,25 +249,14 @@ def clock(hours: float | None) -> str:
 
 def print_sections(sections: Sequence[Section], width: int | None) -> None:
     """`width`: of a line where nobody says how wide it may be."""
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(width=width, highlight=False)
     for section in sections:
         console.print(f"[bold]{escape(printable(section.title))}[/bold]")
         if section.rows:
-            table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-            for i, heading in enumerate(section.columns):
-                words = " ".join([heading, *(row[i] for row in section.rows)]).split()
-                justify = "right" if i in section.right else "left"
-                table.add_column(heading, justify=justify, overflow="fold", min_width=max(map(len, words), default=0))
-            for row in section.rows:
-                table.add_row(*(escape(printable(cell)) for cell in row))
-            # Rather a line too long than a digit cut off; what rich measures leaves out the padding at the edges.
-            least = Console(width=1000).measure(table).minimum + len(section.columns)
-            (console if least <= console.width else Console(width=least, highlight=False)).print(table)
+            print_table(console, section.columns, section.rows, section.right, keeps_words=True)
         for line in section.lines:
             console.print(printable(line), markup=False)
         if section.text:
@@ -281,10 +270,8 @@ def markdown(sections: Sequence[Section], figure: str) -> str:
     for i, section in enumerate(sections):
         blocks.append(f"## {markdown_text(section.title)}")
         if section.rows:
-            rule = ["---:" if i in section.right else "---" for i in range(len(section.columns))]
-            heading, *cells = [[markdown_text(cell) for cell in row] for row in (section.columns, *section.rows)]
-            blocks.append("\n".join(f"| {' | '.join(row)} |" for row in [heading, rule, *cells]))
-        blocks.append("\n".join(f"- {markdown_text(line)}" for line in section.lines))
+            blocks.append("\n".join(markdown_table([section.columns, *section.rows], section.right)))
+        blocks.append("\n".join(markdown_list(section.lines)))
         if section.text:
             fence = "`" * max(4, 1 + max(map(len, re.findall("`+", section.text)), default=0))
             blocks.append(f"{fence}text\n{section.text}\n{fence}")

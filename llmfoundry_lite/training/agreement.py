@@ -12,8 +12,8 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import batch_digest
-from llmfoundry_lite.parallel.mesh import DataRanks
 from llmfoundry_lite.ranks.exchange import sum_of
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.layout import DataRanks, Layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict, parse_seconds
 from llmfoundry_lite.data.dataset import build_text_dataset
@@ -23,7 +24,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
-from llmfoundry_lite.parallel.mesh import build_mesh, data_ranks
+from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
@@ -38,10 +39,10 @@ from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
 from llmfoundry_lite.training.start import Start
 
 
-def build_model(config: TrainConfig, world_size: int, local_world_size: int) -> LanguageModel:
+def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     fsdp = config.sharding
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
-    mesh = build_mesh(fsdp, devices.device_type(), world_size, local_world_size, config.tensor_parallel_degree)
+    mesh = build_mesh(layout, devices.device_type())
     attn_impl, why = choose_implementation(
         config.model, devices.device_type(), precision.autocast or precision.parameters
     )
@@ -65,36 +66,36 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
     return call_object(config.name, "optimizer", parameters, lr=config.lr, **config.kwargs)
 
 
-def build_train_data(config: TrainConfig, num_data_ranks: int) -> DataSpec:
-    return build_data(config.train_loader, config, config.global_train_batch_size, num_data_ranks, evaluation=False)
+def build_train_data(config: TrainConfig, layout: Layout) -> DataSpec:
+    return build_data(config.train_loader, config, config.global_train_batch_size, layout, evaluation=False)
 
 
-def build_eval_data(config: TrainConfig, num_data_ranks: int) -> DataSpec | None:
+def build_eval_data(config: TrainConfig, layout: Layout) -> DataSpec | None:
     if config.eval_loader is None or config.eval_interval == 0:
         return None
-    batch_size = config.eval_batch_size * num_data_ranks
-    return build_data(config.eval_loader, config, batch_size, num_data_ranks, evaluation=True)
+    batch_size = config.eval_batch_size * layout.num_data_ranks
+    return build_data(config.eval_loader, config, batch_size, layout, evaluation=True)
 
 
 def build_data(
-    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, num_data_ranks: int, *, evaluation: bool
+    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
 ) -> DataSpec:
     if loader.name.startswith("python:"):
         batches = call_object(
             loader.name,
             f"{'eval' if evaluation else 'train'}_loader",
-            device_batch_size=global_batch_size // num_data_ranks,
+            device_batch_size=global_batch_size // layout.num_data_ranks,
             num_workers=loader.num_workers,
             drop_last=loader.drop_last,
             **loader.kwargs,
         )
     else:
-        batches = build_text_batches(loader, config, global_batch_size, evaluation=evaluation)
+        batches = build_text_batches(loader, config, global_batch_size, layout, evaluation=evaluation)
     return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
 
 
 def build_text_batches(
-    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, *, evaluation: bool
+    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
 ) -> DataLoader:
     options = asdict(loader.dataset)
     # What a stream does not say is said by the data set around it.
@@ -110,7 +111,7 @@ def build_text_batches(
         evaluation=evaluation,
         vocab_size=config.model.vocab_size,
         tokenizer=LazyTokenizer(config.tokenizer.name),
-        replication=config.tensor_parallel_degree,
+        replication=layout.ranks_per_data_rank,
     )
     return build_text_loader(
         dataset,
@@ -137,7 +138,12 @@ class LazyTokenizer:
 
 
 def build_callbacks(
-    config: TrainConfig, model: LanguageModel, preemption: Preemption, agreement: Agreement, start: Start
+    config: TrainConfig,
+    ranks: DataRanks,
+    model: LanguageModel,
+    preemption: Preemption,
+    agreement: Agreement,
+    start: Start,
 ) -> list[Callback]:
     guard = GradientStep(
         model,
@@ -154,7 +160,6 @@ def build_callbacks(
         devices.computed_precision(config.precision).removeprefix("amp_"),
     )
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
-    ranks = data_ranks(config.tensor_parallel_degree)
     callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         callbacks.append(DropoutSeed(config.seed, ranks))
@@ -163,7 +168,7 @@ def build_callbacks(
     callbacks.append(agreement)  # before what a reason to leave may make needless
     checkpointing = Checkpointing(config, model, guard, preemption, agreement, start)
     if config.icl_tasks and config.eval_interval != 0:
-        callbacks.append(build_in_context(config, model, preemption, checkpointing))
+        callbacks.append(build_in_context(config, ranks, model, preemption, checkpointing))
     return [*callbacks, checkpointing]
 
 
@@ -182,7 +187,11 @@ def build_mirrors(config: TrainConfig, state_progress: Any) -> list[Mirror]:
 
 
 def build_in_context(
-    config: TrainConfig, model: LanguageModel, preemption: Preemption, checkpointing: Checkpointing
+    config: TrainConfig,
+    ranks: DataRanks,
+    model: LanguageModel,
+    preemption: Preemption,
+    checkpointing: Checkpointing,
 ) -> InContext:
     return InContext(
         model,
@@ -192,7 +201,7 @@ def build_in_context(
         checkpointing.leave_if_asked,
         max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, 2048),
         limit=config.icl_limit,
-        ranks=data_ranks(config.tensor_parallel_degree),
+        ranks=ranks,
     )
 
 

@@ -8,13 +8,13 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.results import Results as TaskResults
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
-from llmfoundry_lite.parallel.mesh import DataRanks
 from llmfoundry_lite.training.adapter import LanguageModel
 
 

@@ -10,9 +10,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.data.loader import format_digest
-from llmfoundry_lite.parallel.mesh import DataRanks
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.schedule import progress_of

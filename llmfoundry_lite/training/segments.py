@@ -11,8 +11,8 @@ import torch.distributed as dist
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.changes import Change
+from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
 
 
@@ -28,9 +28,7 @@ def build_segment(
     changes: Sequence[Change] = (),
 ) -> Segment:
     """Of this launch; with an environment as it is, where the shell has overruled the configuration."""
-    fsdp = config.sharding
-    degree = config.tensor_parallel_degree
-    in_node = max(1, this_rank().local_world_size // degree)
+    fsdp, layout = config.sharding, layout_here(config)
     return Segment(
         first_batch=first_batch,
         last_batch=last_batch,
@@ -42,8 +40,8 @@ def build_segment(
         torch=str(torch.__version__),
         world_size=dist.get_world_size(),
         sharding=fsdp.sharding_strategy,
-        shard_degree=fsdp.data_parallel_shard_degree or in_node if fsdp.sharding_strategy == "HYBRID_SHARD" else None,
-        tensor_parallel_degree=degree if degree > 1 else None,
+        shard_degree=layout.shard if fsdp.sharding_strategy == "HYBRID_SHARD" else None,
+        tensor_parallel_degree=layout.tensor if layout.tensor > 1 else None,
         device_train_microbatch_size=microbatch_size,
         precision=f"{devices.computed_precision(config.precision)} {fsdp.mixed_precision}",
         attention=model.model.transformer.attn_impl,

@@ -20,12 +20,13 @@ from composer.loggers import Logger
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.parallel.mesh import data_ranks
+from llmfoundry_lite.plan.advice import advise_less_memory
 from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
 from llmfoundry_lite.ranks.ending import (
     Preempted,
@@ -55,7 +56,7 @@ from llmfoundry_lite.training.builders import (
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
-from llmfoundry_lite.training.memory import advise_less_memory, explain_out_of_memory, is_out_of_memory
+from llmfoundry_lite.training.memory import explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.microbatch import choose_microbatch_size
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.schedule import progress_of
@@ -128,8 +129,7 @@ def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | No
 def explain_memory(error: BaseException, config: TrainConfig, trainer: Trainer | None) -> OutOfMemoryError | None:
     if not is_out_of_memory(error):
         return None
-    num_ranks = config.num_data_ranks(this_rank().world_size)
-    size = config.first_microbatch_size(config.global_train_batch_size // num_ranks)
+    size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
     if trainer and isinstance(trainer.state.device_train_microbatch_size, int):
         size = trainer.state.device_train_microbatch_size
     when = f"in batch {batch_of(trainer) + 1}" if trainer else "while the run was built"
@@ -145,13 +145,13 @@ def make_deterministic() -> None:
 def build_trainer(
     config: TrainConfig, run: "RunFolder", preemption: Preemption, start: Start
 ) -> tuple[Trainer, Checkpointing]:
-    here = this_rank()
-    ranks = data_ranks(config.tensor_parallel_degree)
-    train_data = build_train_data(config, ranks.size)
-    eval_data = build_eval_data(config, ranks.size)
-    model = build_model(config, here.world_size, here.local_world_size)
+    layout = layout_here(config)
+    ranks = layout.data_ranks(this_rank().rank)
+    train_data = build_train_data(config, layout)
+    eval_data = build_eval_data(config, layout)
+    model = build_model(config, layout)
     agreement = Agreement(ranks, preemption)
-    callbacks = build_callbacks(config, model, preemption, agreement, start)
+    callbacks = build_callbacks(config, ranks, model, preemption, agreement, start)
     trainer = GroupedTrainer(
         ranks=ranks,
         agreement=agreement,
@@ -182,15 +182,15 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
     """With everything in place that takes memory: the model, and the optimizer's state if it has been restored."""
     if config.device_train_microbatch_size != "auto":
         return
-    here = this_rank()
+    layout = layout_here(config)
     size, measured = choose_microbatch_size(
         cast(LanguageModel, trainer.state.model),
         trainer.state.optimizers[0],
-        config.global_train_batch_size // config.num_data_ranks(here.world_size),
+        config.global_train_batch_size // layout.num_data_ranks,
         config.max_seq_len,
         OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
         accumulates=not config.reduces_every_microbatch,
-        advise=partial(advise_less_memory, config, here.world_size, here.local_world_size, devices.device_type()),
+        advise=partial(advise_less_memory, config, layout, devices.device_type()),
     )
     if config.compile_config is not None:
         torch._dynamo.reset()  # what was compiled for other sizes counts towards its limit, and makes sizes dynamic

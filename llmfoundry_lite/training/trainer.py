@@ -16,7 +16,7 @@ from composer.core import Event
 from composer.utils import collect_env, ensure_tuple
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.parallel.mesh import DataRanks
+from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import LOSS
 

@@ -84,7 +84,7 @@ def test_sizes_are_what_their_names_say() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"sizes": ("10m", "11m")}, "--sizes: 11m is not one of tiny, 10m, 40m, 125m, 350m"),
+        ({"sizes": ("10m", "11m")}, "--sizes: '11m' given, expected one of tiny, 10m, 40m, 125m, 350m"),
         ({"folder": Path("/proc/bench")}, "--folder: /proc/bench cannot be written"),
         ({"out": Path("/proc/bench")}, "--out: /proc/bench cannot be written"),
     ],
@@ -173,10 +173,10 @@ def test_all_sides_are_measured_and_nothing_is_left_behind(tmp_path: Path, capsy
     assert main.run(["bench", "checkpoint", *options]) == 0
     printed = capsys.readouterr().out
     assert "round 1 of 1: ours " in printed and "262,464 parameters" in printed
-    report = json.loads((out / "bench-checkpoint.json").read_text())
+    report = json.loads((out / "checkpoint.json").read_text())
     assert all(one[side]["durable_seconds"] >= one[side]["stall_seconds"] for one in report["rounds"] for side in SIDES)
     assert sum(report["local_bytes"]) == bench.size_bytes("tiny")
-    assert "| ours |" in (out / "bench-checkpoint.md").read_text()
+    assert "| ours |" in (out / "checkpoint.md").read_text()
     assert not list(folder.iterdir())
 
 
@@ -195,5 +195,5 @@ def test_a_large_run_is_walked_by_one_process_that_plays_all_ranks(
     assert figures["requests of a save, beside one a file"] <= 10
     assert 0 < figures["manifest"] < 0.02
     assert "tiny on 16 ranks" in capsys.readouterr().out
-    assert json.loads((out / "bench-checkpoint-plan.json").read_text()) == report
+    assert json.loads((out / "checkpoint-plan.json").read_text()) == report
     assert list(work.iterdir()) == []

@@ -11,8 +11,7 @@ from llmfoundry_lite.cli.main import app
 
 def rows_where(measure, monkeypatch, tmp_path):
     monkeypatch.setattr(growth, "measure_in_a_process", lambda task, _: {"step_seconds": [measure(task)]})
-    report = growth.run_growth("bf16", 1, 1)
-    growth.write_report(report, tmp_path)
+    report = growth.run_growth("bf16", 1, 1, tmp_path)
     assert json.loads((tmp_path / "growth-bf16.json").read_text())["rows"] == report["rows"]
     assert (tmp_path / "growth-bf16.png").stat().st_size > 10_000
     return report["rows"]
@@ -54,12 +53,11 @@ def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch
         return {"step_seconds": [seconds], "peak_bytes": 1 << 30, "microbatch_size": 2, **flops}
 
     monkeypatch.setattr(mfu, "measure_in_a_process", measure)
-    report = mfu.run(["tiny", "10m"], 64, 8, 1, minutes=1)
-    cells = mfu.cells_of(report)
+    report = mfu.run(["tiny", "10m"], 64, 8, 1, minutes=1, out=tmp_path)
+    cells = mfu.table_of(report).rows
     assert [row[0] for row in cells] == ["tiny"] * (len(cells) // 2) + ["10m"] * (len(cells) // 2)
     assert {row[mfu.HEADINGS.index("of its products")] for row in cells} == {"", "50.0%"}
     assert f"{mfu.PLAIN}: CUDA out of memory." in [row[1] for row in cells]
-    mfu.write_report(report, tmp_path)
     assert "| tiny | matrix products |" in (tmp_path / "mfu.md").read_text()
     assert mfu.run(["tiny"], 64, 8, 1, minutes=0)["left_out"] == [f"tiny, {name}" for name in mfu.variants()]
 
@@ -75,4 +73,4 @@ def test_all_sides_are_measured_and_written_down(tmp_path):
     ]
     assert all(side["step_seconds"] > 0 for side in report["sides"].values())
     text = (tmp_path / "train-tiny-32.md").read_text()
-    assert all(line in text for line in train.ratios_of(report))
+    assert all(line in text for line in train.notes_of(report))

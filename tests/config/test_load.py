@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.check import check_world_size
+from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import ConfigError
@@ -190,14 +191,15 @@ WRONG = {
     "model.norm_type=triton_rmsnorm": (
         "'triton_rmsnorm' is not known; use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm"
     ),
-    "model.attn_config.rope_hf_config.type=llama3": (
-        "'llama3' is not known; expected no_scaling, linear, dynamic or ntk"
+    "model.attn_config.rope_hf_config.type=yarn": (
+        "'yarn' is not known; expected no_scaling, linear, dynamic, ntk or llama3"
     ),
+    "model.attn_config.rope_hf_config.low_freq_factor=2": "given for type no_scaling; only llama3 has it",
     "model.attn_config.kv_n_heads=2": (
         "2 given, but multihead_attention has 4; remove it, or use attn_type: grouped_query_attention"
     ),
     "model.attn_config.sliding_window_size=0": ("0 given, expected a number of tokens above 0, or -1 to see all"),
-    "model.attn_config.rope_hf_config.factor=2": ("given without a type; add type: linear, dynamic or ntk"),
+    "model.attn_config.rope_hf_config.factor=2": ("given without a type; add type: linear, dynamic, ntk or llama3"),
     "model.embedding_fraction=1.5": "1.5 given, expected a share, 0 < share <= 1",
     "algorithms.low_precision_layernorm={}": (
         "LLM Foundry's option is left out here; use model.norm_type: low_precision_layernorm"
@@ -219,6 +221,9 @@ IMPOSSIBLE_ATTENTION = {
     ),
     "model.attn_config={attn_type: grouped_query_attention, kv_n_heads: 3}": (
         "kv_n_heads: 3 does not divide n_heads, 4; use one of 1, 2 or 4"
+    ),
+    "model.attn_config.rope_hf_config={type: llama3, factor: 8, high_freq_factor: 1}": (
+        "rope_hf_config.high_freq_factor: 1.0 given, expected more than low_freq_factor, 1.0"
     ),
     "model.attn_config={alibi: true, rope: true}": "rope: both alibi and rope given; use one of them",
     "model.attn_config={qk_ln: true, qk_gn: true}": "qk_gn: both qk_ln and qk_gn given; use one of them",
@@ -592,9 +597,13 @@ def test_a_microbatch_that_is_measured_is_not_said_to_be_known():
 # ------------------------------------------------------------------------------------------------- world size
 
 
+def check_world(config, world_size):
+    check_batch(config, layout_of(config, world_size))
+
+
 def test_a_batch_that_cannot_be_shared_names_the_worlds_that_can():
     with pytest.raises(ConfigError) as error:
-        check_world_size(load().config, 3)
+        check_world(load().config, 3)
     assert str(error.value) == (
         "global_train_batch_size: 8 cannot be shared evenly by 3 devices; start with a number of devices that divides "
         "it (1, 2, 4, 8) or change the batch size"
@@ -603,9 +612,9 @@ def test_a_batch_that_cannot_be_shared_names_the_worlds_that_can():
 
 def test_a_copy_of_the_model_is_shared_by_a_number_of_devices_that_divides_them():
     hybrid = "fsdp_config={sharding_strategy: HYBRID_SHARD, data_parallel_shard_degree: 4}"
-    check_world_size(load(hybrid).config, 4)
+    check_world(load(hybrid).config, 4)
     with pytest.raises(ConfigError) as error:
-        check_world_size(load(hybrid).config, 2)
+        check_world(load(hybrid).config, 2)
     assert str(error.value) == (
         "fsdp_config.data_parallel_shard_degree: 4 does not divide the 2 devices of this launch; use 1 or 2"
     )
@@ -613,9 +622,9 @@ def test_a_copy_of_the_model_is_shared_by_a_number_of_devices_that_divides_them(
 
 def test_a_microbatch_larger_than_the_devices_share_names_the_largest():
     config = load("device_train_microbatch_size=4").config
-    check_world_size(config, 2)
+    check_world(config, 2)
     with pytest.raises(ConfigError) as error:
-        check_world_size(config, 4)
+        check_world(config, 4)
     assert str(error.value) == (
         "device_train_microbatch_size: 4 is more than the 2 samples each device gets (8 / 4 devices); "
         "set it to 2 or less"
@@ -725,7 +734,7 @@ def test_llm_foundry_words_resolve_to_the_runs_they_name(name):
     assert [note.split(" has no effect")[0] for note in invocation.notes] == [
         f"{name}.yaml: fsdp_config.limit_all_gathers"
     ]
-    check_world_size(invocation.config, 8)
+    check_world(invocation.config, 8)
 
 
 @pytest.mark.skipif("LLM_FOUNDRY_ROOT" not in os.environ, reason="LLM_FOUNDRY_ROOT names no checkout of LLM Foundry")

@@ -1,7 +1,12 @@
 """Folders that plain `transformers` loads: same logits, nothing half-written, a reason when it cannot be."""
 
+import contextlib
 import json
+import os
+import shutil
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
+from llmfoundry_lite.convert.files import published, write_json
 from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
@@ -41,6 +47,7 @@ LAYOUTS = {
     "llama-bias-tied": replace(LLAMA, no_bias=False, tie_word_embeddings=True, norm_type="low_precision_rmsnorm"),
     "llama-linear": with_scaling(LLAMA, type="linear", factor=2.0),
     "llama-dynamic": replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16),
+    "llama-3": with_scaling(LLAMA, type="llama3", factor=8.0, original_max_position_embeddings=64),
     "llama-width": replace(LLAMA, ffn_config=replace(LLAMA.ffn_config, ffn_hidden_size=80)),
 }
 
@@ -222,12 +229,84 @@ def test_a_full_disk_leaves_the_earlier_export_and_no_draft(tmp_path, monkeypatc
 def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_path):
     export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
     export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out")
-    assert import_model(tmp_path / "out")[0] == ALIBI
+    assert import_model(tmp_path / "out")[0] == ALIBI and [path.name for path in tmp_path.iterdir()] == ["out"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ExportError, match="exists and is not an earlier export"):
+    with pytest.raises(ExportError, match=r"exists and is not an earlier export: it has no export\.json that"):
         export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json"])
+def test_an_export_that_somebody_has_changed_is_theirs(name, tmp_path):
+    weights = random_model(SMALL).state_dict()
+    export_model(weights, SMALL, tmp_path / "out")
+    file = tmp_path / "out" / name
+    file.write_bytes((file.read_bytes() if file.exists() else b"") + b" ")
+    with pytest.raises(ExportError) as error:
+        export_model(weights, SMALL, tmp_path / "out")
+    assert str(error.value) == (
+        f"{tmp_path / 'out'}: exists and is not an earlier export: {name} is not what an export wrote; give another "
+        "folder or remove it"
+    )
+    assert file.read_bytes().endswith(b" ") and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_that_others_saved_under_the_same_names_is_never_replaced(tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs.lm_head.weight.data += 1  # trained further
+    theirs.save_pretrained(tmp_path / "out")
+    theirs.save_pretrained(tmp_path / "theirs")
+    for folder in ("out", "theirs"):
+        weights = (tmp_path / folder / "model.safetensors").read_bytes()
+        with pytest.raises(ExportError, match="exists and is not an earlier export"):
+            export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / folder)
+        assert (tmp_path / folder / "model.safetensors").read_bytes() == weights
+
+
+def in_a_process_of_its_own(function) -> int:
+    """Its exit status."""
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            function()
+        os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_renames", [0, 1, 2])
+def test_an_export_killed_at_a_rename_loses_neither_model(num_renames, tmp_path):
+    first, second = random_model(SMALL).state_dict(), random_model(SMALL, seed=1).state_dict()
+    export_model(first, SMALL, tmp_path / "out")
+    rename, done = Path.rename, []
+
+    def killing(self, target):
+        if len(done) == num_renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(rename(self, target))
+
+    def replace_it():
+        Path.rename = killing
+        shutil.rmtree = lambda *_args, **_options: len(done) == 2 and os.kill(os.getpid(), signal.SIGKILL)
+        export_model(second, SMALL, tmp_path / "out")
+
+    assert in_a_process_of_its_own(replace_it) == signal.SIGKILL
+    assert (tmp_path / "out").exists() == (num_renames != 1)
+    with pytest.raises(RuntimeError), published(tmp_path / "out"):  # the next export fails while it writes
+        raise RuntimeError
+    name = "transformer.wte.weight"
+    expected = second if num_renames == 2 else first
+    assert torch.equal(import_model(tmp_path / "out")[1][name], expected[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_of_two_exports_to_one_folder_the_second_is_refused(tmp_path):
+    with published(tmp_path / "out") as draft:
+        write_json(draft / "config.json", {})
+        with pytest.raises(ExportError, match="out: another export is writing it; wait for that one"):
+            export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "export.json"}
 
 
 # --------------------------------------------------------------------------------------------------- imports
@@ -259,6 +338,7 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"n_head": None}, "n_head is null in config.json; expected a whole number"),
         ({"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
         ({"n_layer": 4}, "tensor transformer.h.3.ln_1.weight is missing"),
+        ({"n_layer": 10**9}, "config.json has 1,000,000,000 layers, and there are 40 tensors"),
     ],
 )
 def test_what_cannot_be_read_is_named(change, message):
@@ -269,6 +349,17 @@ def test_what_cannot_be_read_is_named(change, message):
     assert str(error.value).startswith(f"folder: {message}")
 
 
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
+"""Of a head's six frequencies one stays, two are mixed and three are divided."""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -277,11 +368,35 @@ def test_what_cannot_be_read_is_named(change, message):
         ({"hidden_act": "gelu_fast"}, 'hidden_act is "gelu_fast" in config.json; this model only has "silu" or '),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
-            'rope_parameters.rope_type is "llama3" in config.json; this model only has "default" or "linear"',
+            "rope_parameters.low_freq_factor is missing in config.json; rope_type llama3 needs it",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 16}},
+            "rope_parameters.original_max_position_embeddings is 16 in config.json; rope_type dynamic does not have it",
+        ),
+        (
+            {"rope_parameters": {**LLAMA_3, "low_freq_factor": 4.0}},
+            "config.json describes a model that cannot be: model.attn_config.rope_hf_config.high_freq_factor: 4.0",
         ),
         (
             {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 8.0}},
             'rope_scaling.rope_type is "yarn" in config.json; this model only has',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_parameters.factor is missing in config.json; rope_type linea",
+        ),
+        (
+            {"rms_norm_eps": "8"},
+            "config.json describes a model that cannot be: model.norm_eps: '8' given, expected a number",
+        ),
+        (
+            {"rms_norm_eps": -1.0},
+            "config.json describes a model that cannot be: model.norm_eps: -1.0 given, expected a number above 0",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": float("inf")}},
+            "config.json describes a model that cannot be: model.attn_config.rope_theta: inf given, expected a finite",
         ),
         ({"num_key_value_heads": 4}, "tensor model.layers.0.self_attn.k_proj.weight has shape [24, 48], the model's"),
         (
@@ -297,18 +412,19 @@ def test_what_cannot_be_read_of_a_llama_is_named(change, message):
     assert str(error.value).startswith(f"folder: {message}")
 
 
+THEIR_LLAMA = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "max_position_embeddings": 32,
+    "vocab_size": 97,
+}
 THEIR_OWN = {
     "gpt2": GPT2Config(n_embd=48, n_head=4, n_layer=3, n_positions=32, vocab_size=97),
-    "llama": LlamaConfig(
-        hidden_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        intermediate_size=128,
-        max_position_embeddings=32,
-        vocab_size=97,
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
-    ),
+    "llama": LlamaConfig(**THEIR_LLAMA, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}),
+    "llama 3": LlamaConfig(**THEIR_LLAMA, rope_parameters=LLAMA_3),
     "mpt": MptConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97),
 }
 
@@ -325,6 +441,15 @@ def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, t
     assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
 
 
+def test_what_llama_3_does_to_angles_changes_logits():
+    """So that agreement with transformers says something."""
+    config = LAYOUTS["llama-3"]
+    model, plain = random_model(config), MPT(with_scaling(LLAMA, type="no_scaling"))
+    plain.load_state_dict(model.state_dict())
+    tokens_bt = random_tokens(config)
+    assert (model(tokens_bt) - plain(tokens_bt)).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("change", [{"n_inner": "x"}, {"resid_pdrop": None}, {"embd_pdrop": 1.5}, {"model_type": []}])
 def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
     export_model(MPT(SMALL).state_dict(), SMALL, tmp_path / "model")
@@ -334,7 +459,37 @@ def test_a_value_of_another_type_is_refused_in_one_line(change, tmp_path):
         import_model(tmp_path / "model")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_packed_are_not_taken_for_numbers(dtype):
+    hf_state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ExportError) as error:
+        from_hugging_face({**hf_state, name: hf_state[name].to(dtype)}, huggingface.build_hf_config(LLAMA), "folder")
+    kind = str(dtype).removeprefix("torch.")
+    assert str(error.value) == f"folder: tensor {name} is {kind}; expected fp32, bf16 or fp16"
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "x", {"a": None}, {"a": ["x"]}])
+def test_an_index_that_names_no_files_is_refused(weight_map, tmp_path):
+    export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "out", max_shard_bytes=40_000)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ExportError) as error:
+        import_model(tmp_path / "out")
+    assert str(error.value) == f"{index}: weight_map gives no file for each tensor; copy the file again from its source"
+
+
+def test_json_of_any_depth_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ExportError, match=r"config\.json: cannot be read as JSON: "):
+        import_model(tmp_path)
+
+
 def test_the_older_spelling_of_rope_is_read():
+    hf_config = {**huggingface.build_hf_config(LAYOUTS["llama-3"])}
+    del hf_config["rope_parameters"]
+    state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    assert from_hugging_face(state, hf_config)[0] == LAYOUTS["llama-3"]
     hf_config = huggingface.build_hf_config(with_scaling(LLAMA, type="linear", factor=2.0))
     del hf_config["rope_parameters"]
     hf_config["rope_scaling"] = {"type": "linear", "factor": 2.0}
@@ -384,7 +539,13 @@ FOUNDRY = {
         "rope_theta": 500,
         "rope_impl": "hf",
         "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
-        "rope_hf_config": {"type": "linear", "factor": 2.0},
+        "rope_hf_config": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
         "kv_dim": None,
     },
     "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 80, "ffn_act_fn": {"name": "silu"}, "fc_type": "torch"},
@@ -417,7 +578,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
         rope=True,
         rope_theta=500,
         rope_impl="hf",
-        rope_hf_config=RopeScaling(type="linear", factor=2.0),
+        rope_hf_config=RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=16),
     )
     ffn = FFNConfig(ffn_type="mptglu", ffn_hidden_size=80, ffn_act_fn=FFNActivation(name="silu"))
     config = replace(
@@ -438,7 +599,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
 @pytest.mark.parametrize(
     ("block", "change", "message"),
     [
-        ("attn_config", {"rope_hf_config": {"type": "llama3"}}, 'attn_config.rope_hf_config.type is "llama3"'),
+        ("attn_config", {"rope_hf_config": {"type": "yarn"}}, 'attn_config.rope_hf_config.type is "yarn"'),
         ("attn_config", {"rope_impl": "dail", "rope_dail_config": {"type": "xpos"}}, 'rope_dail_config.type is "xpos"'),
         ("attn_config", {"attn_logit_softcapping": 30.0}, "attn_config.attn_logit_softcapping is 30.0"),
         ("attn_config", {"attn_temperature_tuning": {"attn_scale": 0.1}}, "attn_temperature_tuning.attn_scale is 0.1"),

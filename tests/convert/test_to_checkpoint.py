@@ -209,6 +209,14 @@ def test_nothing_is_imported_beside_what_may_be_all_that_is_left_of_a_run(tmp_pa
     assert [path.name for path in (tmp_path / "out").iterdir()] == [left]
 
 
+def test_weights_that_are_no_numbers_become_no_checkpoint(tmp_path):
+    weights = dict(random_model(ALIBI).state_dict())
+    weights["transformer.norm_f.weight"] = weights["transformer.norm_f.weight"] / 0
+    export_model(weights, ALIBI, tmp_path / "folder")
+    message = refusal(tmp_path / "folder", tmp_path / "out")
+    assert message.startswith("transformer.norm_f.weight holds NaN or infinity") and not (tmp_path / "out").exists()
+
+
 def test_what_is_there_is_never_replaced(tmp_path):
     folder_of(tmp_path / "hf")
     import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))

@@ -1,25 +1,33 @@
 """Reading MDS: the order on real files and processes, what samples may look like, and every error's text."""
 
+import errno
+import functools
+import gc
 import json
 import multiprocessing
 import os
 import re
 import shutil
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import boto3
 import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter
 from streaming.base.spanner import Spanner
+from streaming.base.storage.download import S3Downloader
 
 from llmfoundry_lite.data import dataset
 from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset
 from llmfoundry_lite.data.lazy_arrays import ShardBounds
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.data.order import EpochOrder, SampleOrder
+from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
+from tests.checkpoint.s3_server import s3_server
 from tests.helpers.launch import launch
 from tests.helpers.numbered import SEQ_LEN, numbers, numbers_of, open_data, write_shards
 
@@ -88,6 +96,22 @@ def test_state_counts_from_where_this_launch_began_if_asked_to(shards):
     next(iter(build_text_loader(dataset)))
     assert dataset.state_dict(12, from_beginning=False)["sample_in_epoch"] == 48
     assert dataset.state_dict(48, from_beginning=True)["sample_in_epoch"] == 48
+
+
+def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypatch):
+    rank = os.getpid()
+
+    def only_in_the_rank(order, epoch):
+        assert os.getpid() == rank
+        return EpochOrder(order, epoch)
+
+    monkeypatch.setattr(SampleOrder, "epoch", only_in_the_rank)
+    dataset = open_data(shards)
+    dataset.load_state_dict(dataset.state_dict(36, True) | {"epoch": 2})
+    assert numbers_of(dataset, num_workers=2) == expected_numbers(dataset, 2)[3:]
+    loader = build_text_loader(dataset, num_workers=1)
+    loader.collate_fn = lambda rows: gc.get_freeze_count()
+    assert next(iter(loader)) > 10_000  # objects that the garbage collector leaves where they are
 
 
 def test_going_back_to_an_earlier_epoch_works_with_persistent_workers(shards):
@@ -357,6 +381,76 @@ def test_a_cache_limit_never_removes_what_the_remote_has_not_or_only_links_to(tm
     assert before.items() <= files_of(cache).items()
 
 
+@pytest.fixture(params=["copied", pytest.param("served", marks=pytest.mark.slow)])
+def bucket(request, tmp_path, monkeypatch) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A folder, and what brings `s3://bucket/mds` to its state: the transport replaced by copies, or a real server."""
+    folder = tmp_path / "bucket"
+    if request.param == "copied":
+
+        def copy(self, remote, local, timeout):
+            shutil.copyfile(folder / Path(remote).name, local)
+
+        monkeypatch.setattr(S3Downloader, "_download_file_impl", copy)
+        yield folder, lambda: None
+        return
+    with s3_server() as port:
+        credentials = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+        for name, value in {**credentials, "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+            monkeypatch.setenv(name, value)
+        bucket = boto3.resource("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="bucket")
+
+        def upload() -> None:
+            bucket.objects.all().delete()
+            for path in folder.iterdir():
+                bucket.upload_file(str(path), f"mds/{path.name}")
+
+        yield folder, upload
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_cache_limit_never_removes_what_a_bucket_has_not_shown_to_hold(tmp_path, bucket, downloads, compression):
+    """Shards of an earlier launch are compared with the bucket before they go; those of this launch came from it."""
+    remote, upload = bucket
+    write_shards(remote, 300, compression=compression, hashes=["xxh64"])
+    upload()
+    cache, settings = tmp_path / "cache", {"remote": "s3://bucket/mds", "download_retry": 1}
+    numbers_of(open_data(cache, **settings))
+    limited = {**settings, "cache_limit": 20_000, "shuffle_block_size": 24, "global_batch_size": 2}
+    (cache / "shard.00020.mds").unlink()
+    before, names = files_of(cache), sorted(path.name for path in remote.glob("shard*"))
+
+    for name in names:
+        (remote / name).rename(tmp_path / name)
+    shutil.copy(tmp_path / names[20], remote)
+    upload()
+    with pytest.raises(
+        DataError, match=r"cannot be compared with it \(.*may hold the only copy, and nothing is removed"
+    ):
+        numbers_of(open_data(cache, **limited))
+    assert {**files_of(cache), **before} == files_of(cache)
+
+    for name in names:
+        shutil.copy(tmp_path / name, remote)
+    upload()
+    downloads.clear()
+    gc.collect()  # the data set that the error held
+    dataset = open_data(cache, **limited)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert len(list(cache.glob("*.mds"))) < len(names) and not list(cache.glob("*.part"))
+    assert len(downloads) <= 2 * len(names) + 6
+
+
+def test_a_damaged_shard_that_the_remote_lacks_is_kept_and_named(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote", hashes=["xxh64"]), tmp_path / "cache"
+    numbers_of(open_data(cache, remote=str(remote)))
+    path = flip_a_bit(cache / "shard.00003.mds")
+    (remote / path.name).unlink()
+    before = files_of(cache)
+    message = message_of(numbers_of, open_data(cache, remote=str(remote), download_retry=1))
+    assert message.startswith(f"{path} is damaged: its xxh64 is not the one in index.json; cannot get it again from")
+    assert before == files_of(cache)
+
+
 def test_a_cache_of_hard_links_to_the_remote_is_evicted(tmp_path):
     remote, cache = write_shards(tmp_path / "remote", 300), tmp_path / "cache"
     cache.mkdir()
@@ -496,6 +590,41 @@ def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, 
     assert not list((tmp_path / "cache").glob("shard.00003*")) and downloads.count(path.name) >= 2
 
 
+def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path):
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    dataset = open_data(shards)
+    numbers_of(dataset)
+    shutil.rmtree(shards)
+    write_shards(shards, first=1, hashes=["xxh64"])
+    assert f"{shards}/shard.000" in (message := message_of(numbers_of, dataset)) and "is damaged: its xxh64" in message
+
+
+def test_a_disk_that_fails_is_named_with_its_node(shards, monkeypatch):
+    def fail(path, info):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(dataset, "find_damage", fail)
+    message = message_of(numbers_of, open_data(shards))
+    assert f" cannot be read on {socket.gethostname()}: [Errno 5] Input/output error" in message
+
+
+def test_shared_memory_that_is_too_small_is_named(shards, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(dataset, "write_table", fail)
+    assert "no space left in /dev/shm for the table of shards" in message_of(open_data, shards)
+
+
+def test_an_index_that_came_damaged_is_brought_again_when_the_remote_is_mended(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
+    whole = (remote / "index.json").read_bytes()
+    (remote / "index.json").write_bytes(whole[:100])
+    assert "index.json" in message_of(open_data, cache, remote=str(remote))
+    (remote / "index.json").write_bytes(whole)
+    assert len(numbers_of(open_data(cache, remote=str(remote)))) == 8
+
+
 def test_a_shard_that_is_missing_where_there_is_no_remote_is_named(shards):
     (shards / "shard.00003.mds").unlink()
     message = message_of(numbers_of, open_data(shards))
@@ -568,6 +697,12 @@ def test_batches_that_cannot_be_are_refused(shards, as_rank):
     )
     as_rank(0, 5)
     assert "a global batch of 12 samples cannot be split evenly over 5 ranks" in message_of(open_data, shards)
+
+
+@pytest.mark.parametrize("epoch_size", [10**12, "10t", 10**30])
+def test_an_epoch_of_too_many_repeats_is_refused_at_once(shards, epoch_size):
+    message = message_of(open_data, shards, epoch_size=epoch_size)
+    assert "at most 16777216 can be; use a smaller epoch_size or repeat" in message or epoch_size == 10**30
 
 
 def test_a_state_of_another_run_is_refused(shards, tmp_path):
@@ -667,6 +802,41 @@ def test_nodes_whose_shards_are_cut_differently_are_refused_before_the_first_bat
     assert len(set(cuts)) == 2 and "give every node the same data" in result.output
 
 
-def test_an_error_of_one_node_is_everybodys(shards, tmp_path):
-    result = launch(read_on_node, ([shards, tmp_path / "no"], None, tmp_path), tmp_path, 2, local_world_size=1)
-    assert 2 in result.exit_codes and f"there is no data folder {tmp_path / 'no'}" in "".join(result.outputs)
+def open_with_faults(shards: Path, out: Path) -> None:
+    """On each of three ranks, the last a node of its own: what each is told when something fails on one of them."""
+    rank, told = int(os.environ["RANK"]), []
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
+
+    def fail(error, *arguments):
+        raise error
+
+    for error in (TypeError("a bug"), OSError("a bad disk")):
+        for place, faulty in FAULTS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == faulty:
+                    patch.setattr(TextDataset, place, functools.partial(fail, error))
+                with pytest.raises((DataError, CheckpointError, TypeError)) as caught:
+                    open_data(shards)
+                told.append(str(caught.value))
+    with pytest.raises(DataError) as caught:
+        open_data(shards if rank != 2 else out / "no")
+    told.append(str(caught.value))
+    open_data(shards)
+    (out / f"{rank}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
+FAULTS = {"_make_shared": 2, "_open_shared": 1, "_choose_samples": 2, "_check_columns": 1}
+"""Where something fails, and on which rank."""
+
+
+@pytest.mark.multiprocess
+def test_an_error_of_one_rank_is_everybodys(shards, tmp_path):
+    launch(open_with_faults, (shards, tmp_path), tmp_path, num_ranks=3, local_world_size=2, timeout_seconds=60).check()
+    told = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)), strict=True)
+    for faulty in FAULTS.values():
+        words = list(next(told))
+        assert words.pop(faulty) == "a bug" and words == [f"rank {faulty}: TypeError: a bug"] * 2
+    for _ in FAULTS:
+        assert next(told) == (f"cannot open the data set {shards}: a bad disk",) * 3
+    assert all(words.startswith(f"there is no data folder {tmp_path / 'no'};") for words in next(told))

@@ -1,5 +1,6 @@
 """Killed runs and live neighbours, with real processes and StreamingDataset's real blocks."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -107,6 +108,22 @@ def test_blocks_of_other_programs_are_left_alone(blocks):
     (blocks / "psm_12345678").touch()
     clean_stale_shared_memory()
     assert len(list(blocks.iterdir())) == 2
+
+
+def test_a_data_set_whose_blocks_were_removed_removes_none_of_another(tmp_path):
+    """As by a clean-up that cannot see this process, from another PID namespace."""
+    shards = write_shards(tmp_path / "mds")
+    before = set(SHARED_MEMORY.iterdir())
+    removed = open_data(shards)
+    for path in set(SHARED_MEMORY.iterdir()) - before:
+        path.unlink()
+    other = open_data(shards)
+    theirs = set(SHARED_MEMORY.iterdir()) - before
+    removed.__del__()
+    table = removed.table.path
+    del removed
+    gc.collect()
+    assert not table.exists() and set(SHARED_MEMORY.iterdir()) - before == theirs and len(numbers_of(other)) == 8
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.helpers.launch import ROOT
 from tests.helpers.markdown import commands, quoted_commands
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREADS=")
+STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREADS=", "WORLD_SIZE=")
 FENCED = sorted({line for page in PAGES for line in commands(page.read_text()) if line.startswith(STARTERS)})
 QUOTED = sorted({span for page in PAGES for span in quoted_commands(page.read_text(), "llmfoundry-lite ")})
 OURS = [command for command in (*FENCED, *QUOTED) if "llmfoundry-lite " in command]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
-from tests.helpers.markdown import anchors, links
+from tests.helpers.markdown import anchors, links, sentences
 
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,6 +31,11 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 @pytest.mark.parametrize("page", [page for page in GUIDES if page.name != SPECIFICATION], ids=lambda page: page.name)
 def test_a_guide_is_read_in_one_sitting(page):
     assert len(page.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.name)
+def test_sentences_are_short(page):
+    assert [text for text in sentences(page.read_text()) if len(text.split()) > 20] == []
 
 
 def test_every_page_is_in_the_navigation():

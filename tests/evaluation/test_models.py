@@ -6,17 +6,25 @@ import pickle
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError, UserError
-from llmfoundry_lite.evaluation.models import PlainModel, TreeModel, find_subject, load_subject
+from llmfoundry_lite.evaluation.models import PlainModel, TreeModel, _sees_ahead, find_subject, load_subject
 from llmfoundry_lite.models.mpt import MPT
 
 CPU = torch.device("cpu")
@@ -206,6 +214,38 @@ def test_weights_that_transformers_would_ignore_make_up_or_misread_are_refused(n
     assert refusal(neox).endswith("config.json has no model_type, which says what the weights are of")
 
 
+def test_weights_that_transformers_would_take_for_others_are_refused(neox):
+    weights = load_file(neox / "model.safetensors")
+    name = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    for dtype, said in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        save_file({**weights, name: weights[name].to(dtype)}, neox / "model.safetensors", metadata={"format": "pt"})
+        assert refusal(neox) == (
+            f"models: {neox}: tensor {name} is {said}, and config.json has no quantization_config; expected F32, BF16, "
+            "F16, F64"
+        )
+    (neox / "model.safetensors").unlink()
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**GPT_NEO_X))
+    model.save_pretrained(neox, max_shard_size="6KB")
+    first, *_, last = sorted(neox.glob("model-*.safetensors"))
+    twice = {**load_file(last), **load_file(first)}
+    save_file(twice, last, metadata={"format": "pt"})
+    assert f"{min(load_file(first))} is in {last.name} and in another file; it cannot be told which" in refusal(neox)
+    save_file(weights, neox / "model.safetensors", metadata={"format": "pt"})
+    assert "holds model.safetensors and model.safetensors.index.json, which names other files" in refusal(neox)
+
+
+def test_a_model_without_a_limit_to_its_length_is_probed_too(folder):
+    torch.manual_seed(0)
+    config = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=32)
+    XLNetLMHeadModel(config).save_pretrained(folder)
+    assert "later tokens change its earlier logits" in refusal(folder)
+
+
+def test_why_transformers_takes_no_config_is_said_whole(neox):
+    edit_config(neox, max_position_embeddings="8")
+    assert "'max_position_embeddings': TypeError: Field 'max_position_embeddings' expected int" in refusal(neox)
+
+
 def test_a_model_that_sees_later_tokens_is_refused(folder):
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
@@ -215,7 +255,54 @@ def test_a_model_that_sees_later_tokens_is_refused(folder):
         refusal(folder)
     )
     edit_config(folder, is_decoder=True)
-    assert isinstance(load(folder), PlainModel)
+    model = load(folder)
+    assert isinstance(model, PlainModel) and model.max_seq_len == 32  # two of its 34 positions are of padding
+
+
+def plain_model(may_see, max_seq_len: int) -> PlainModel:
+    """A token's logits are the mean of what it may see: `may_see(t, s)`."""
+
+    class Mean(torch.nn.Module):
+        config = GPTNeoXConfig(vocab_size=50, max_position_embeddings=max_seq_len)
+
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(50, 50)
+
+        def forward(self, input_ids):
+            t = torch.arange(input_ids.size(1))
+            sight_ts = torch.as_tensor(may_see(t[:, None], t[None])).float()
+            return SimpleNamespace(logits=sight_ts / sight_ts.sum(dim=1, keepdim=True) @ self.embedding(input_ids))
+
+    torch.manual_seed(0)
+    return PlainModel(Mean(), CPU)
+
+
+AHEAD = {
+    "the next token": lambda t, s: s <= t + 1,
+    "all, from the 21st on": lambda t, s: (s <= t) | ((t > 20) & (s > 20)),
+    "all, from the 900th on": lambda t, s: (s <= t) | ((t > 900) & (s > 900)),
+    "all of its block of 64": lambda t, s: (s <= t) | (s // 64 == t // 64),
+    "the first five": lambda t, s: (s <= t) | (s < 5),
+    "what is 100 tokens later": lambda t, s: (s <= t) | (s == t + 100),
+}
+
+
+@pytest.mark.parametrize("may_see", AHEAD.values(), ids=AHEAD)
+def test_looking_ahead_is_found_wherever_it_begins(may_see):
+    assert _sees_ahead(plain_model(may_see, 2048))
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 2, 3, 40, 5000])
+def test_a_model_that_looks_back_is_accepted_at_any_length(max_seq_len):
+    assert not _sees_ahead(plain_model(lambda t, s: (s <= t) & (s > t - 30), max_seq_len))
+    assert not _sees_ahead(plain_model(lambda t, s: (s <= t) & (s // 32 == t // 32), max_seq_len))
+    assert _sees_ahead(plain_model(lambda t, s: s + t > -1, max_seq_len)) == (max_seq_len > 1)
+
+
+def test_a_model_of_one_position_is_loaded_and_asked(neox):
+    edit_config(neox, max_position_embeddings=1)
+    assert load(neox).max_seq_len == 1
 
 
 # ------------------------------------------------------------------------------------------------- a folder's code

@@ -10,8 +10,6 @@ from rich.console import Console
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import (
     average_error,
-    markdown_table,
-    markdown_text,
     notes,
     print_table,
     write_tables,
@@ -119,15 +117,3 @@ def test_files_hold_the_same_numbers(tmp_path):
 
 def test_a_model_without_accuracies_has_no_average():
     assert "average" in printed([results(x__0=text([[(1.0, 10)]]))])
-
-
-def test_names_stay_text_in_markdown():
-    assert markdown_table([["model", "a|b"], ["<script>x\x1b[2J", "[y](http://z)\n| c"]]) == [
-        r"| model | a\|b |",
-        "|---|---:|",
-        r"| &lt;script&gt;x\x1b\[2J | \[y](http://z)\n\| c |",
-    ]
-
-
-def test_a_backslash_in_a_name_does_not_make_a_link_or_a_column():
-    assert markdown_text(r"\[y](http://z) a\|b \\| C:\dir") == r"\\\[y](http://z) a\\\|b \\\\\| C:\dir"

@@ -7,6 +7,7 @@ would set it, and runs `scripts/train.py` or any function. Output goes to files,
 import atexit
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
@@ -121,6 +122,15 @@ def _train(arguments: list[str]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens on. Each worker of a parallel test run looks in a range of its own, below the ports
+    that the system hands out, so that nobody else is told the same one before it is taken."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    for port in random.Random().sample(range(10_000 + 1_000 * worker, 11_000 + 1_000 * worker), 100):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port among 100")

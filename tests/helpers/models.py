@@ -70,6 +70,10 @@ FAMILY = {
     "rope": attention(rope=True),
     "rope linear": attention(rope=True, rope_hf_config=RopeScaling(type="linear", factor=2.0)),
     "rope ntk": attention(rope=True, rope_theta=500.0, rope_hf_config=RopeScaling(type="ntk", factor=4.0)),
+    "rope llama3": attention(
+        rope=True,
+        rope_hf_config=RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=64),
+    ),
     "no positions": replace(BASE, learned_pos_emb=False),
     "grouped": attention(**GQA),
     "multiquery": attention(attn_type="multiquery_attention", alibi=True),

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmfoundry_lite.config.layout import Layout, divide_devices
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import _compiled_visibly
@@ -38,7 +39,7 @@ def one_rank(tmp_path_factory):
 
 
 def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32", attn_impl: str = "sdpa"):
-    mesh, table = build_mesh(fsdp, "cpu", 1, 1), PRECISIONS[precision, fsdp.mixed_precision]
+    mesh, table = build_mesh(divide_devices(fsdp, 1), "cpu"), PRECISIONS[precision, fsdp.mixed_precision]
     return build_parallel_model(config, fsdp, table, mesh, seed=1, attn_impl=attn_impl)
 
 
@@ -50,7 +51,7 @@ def build_sharded(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str 
     table = PRECISIONS[precision, fsdp.mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=table.parameters, reduce_dtype=table.reduction)
     for module in (*other.transformer.blocks, other):
-        fully_shard(module, mesh=build_mesh(fsdp, "cpu", 1, 1), mp_policy=policy)
+        fully_shard(module, mesh=build_mesh(divide_devices(fsdp, 1), "cpu"), mp_policy=policy)
     return other
 
 
@@ -99,7 +100,7 @@ def test_selective_checkpointing_recomputes_no_matrix_product_and_a_full_one_all
 
 
 def test_a_compiler_nobody_knows_is_refused_before_anything_is_built(one_rank):
-    mesh = build_mesh(FSDPConfig(), "cpu", 1, 1)
+    mesh = build_mesh(Layout(), "cpu")
     with pytest.raises(ConfigError, match=r"^compile_config.backend: 'foo' given, expected one of .*inductor"):
         build_parallel_model(SMALL, FSDPConfig(), PRECISIONS["fp32", "PURE"], mesh, 1, {"backend": "foo"})
 
@@ -252,7 +253,9 @@ def step_on_four_ranks():
     for case in CASES:
         strategy, mixed_precision, reduces, size = case
         fsdp = FSDPConfig(sharding_strategy=strategy)
-        model = build_parallel_model(SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(fsdp, "cpu", 4, 2), 1)
+        model = build_parallel_model(
+            SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(divide_devices(fsdp, 4, 2), "cpu"), 1
+        )
         every = reduces == "each microbatch"
         guard = GradientStep(as_trained(model, mixed_precision), None, "stop", 1, reduces_every_microbatch=every)
         state = SimpleNamespace(
@@ -265,7 +268,7 @@ def step_on_four_ranks():
             (model(tokens_bt).logsumexp(-1).mean() * size / 4).backward()
         told["counts"][str(case)] = len(calls)
         told["gradients"][str(case)] = [whole(p.grad).norm().item() for p in model.parameters()]
-    mesh = build_mesh(FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_shard_degree=1), "cpu", 4, 4, 2)
+    mesh = build_mesh(Layout(replicate=2, tensor=2), "cpu")
     meshes = {"tensor": mesh, "outside": with_tensor_as_shard(mesh)}
     told["timeouts"] = {
         f"{name} {dimension}": mesh.get_group(dimension)._get_backend(torch.device("cpu")).options._timeout.seconds

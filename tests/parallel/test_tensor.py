@@ -12,7 +12,8 @@ from composer.core import Callback
 from safetensors.torch import load_file
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
-from llmfoundry_lite.config.check import check_world_size
+from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.layout import divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -247,7 +248,7 @@ def compare_heads() -> None:
 
 def build_divided(degree: int, **attention: Any) -> Any:
     config = replace(SMALL, attn_config=replace(SMALL.attn_config, **attention))
-    mesh = build_mesh(FSDPConfig(), "cpu", dist.get_world_size(), dist.get_world_size(), degree)
+    mesh = build_mesh(divide_devices(FSDPConfig(), dist.get_world_size(), tensor=degree), "cpu")
     return build_parallel_model(config, FSDPConfig(), PRECISIONS["fp32", "DEFAULT"], mesh, seed=1)
 
 
@@ -306,7 +307,8 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path, argument):
 
 
 def test_devices_and_batch_must_be_divisible_by_groups(tmp_path):
-    check_world_size(load(tmp_path).config, 16)
+    config = load(tmp_path).config
+    check_batch(config, layout_of(config, 16))
     for world_size, batch, message in (
         (
             5,
@@ -316,8 +318,9 @@ def test_devices_and_batch_must_be_divisible_by_groups(tmp_path):
         (6, 8, "global_train_batch_size: 8 cannot be shared evenly by 3 groups of 2 devices (tp_config)"),
         (16, 4, "global_train_batch_size: 4 cannot be shared evenly by 8 groups of 2 devices (tp_config)"),
     ):
+        config = load(tmp_path, f"global_train_batch_size={batch}").config
         with pytest.raises(ConfigError) as error:
-            check_world_size(load(tmp_path, f"global_train_batch_size={batch}").config, world_size)
+            check_batch(config, layout_of(config, world_size))
         assert str(error.value).startswith(message)
         assert "\n" not in str(error.value)
 
@@ -327,7 +330,7 @@ def test_a_hardware_overlay_may_divide_layers_and_a_strategy_has_no_effect(tmp_p
     over = {"overlay": "hardware", "tp_config": {"tensor_parallel_degree": 4, "strategy": "ffn"}}
     found = load_train_config([whole, write_config(tmp_path / "hardware.yaml", over)])
     assert found.config.tensor_parallel_degree == 4
-    assert found.config.num_data_ranks(8) == 2
+    assert layout_of(found.config, 8).num_data_ranks == 2
     (note,) = found.notes
     assert note.endswith("tp_config.strategy has no effect: attention and feed-forward layers are both divided")
 

@@ -20,6 +20,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import contents, listing, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.listing import list_files
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import print_summary
@@ -255,6 +256,27 @@ def test_a_saved_data_set_is_read_in_its_order(tmp_path: Path, monkeypatch) -> N
     assert texts_of(tmp_path / "two", split="test") == documents[:5]
     with pytest.raises(DataError, match=r"two has no split 'val'; there are: train, test \(choose one with --split\)"):
         texts_of(tmp_path / "two", split="val")
+
+
+def test_files_beside_a_saved_data_set_are_counted_as_ignored(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_list([{"text": "a"}])
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path)
+    assert list_files([str(tmp_path)], split="train", on_error="stop").num_ignored == 0
+    for name in ("README.txt", "more/a.jsonl", "more/b.bin", ".hidden", "train/cache-1.arrow", "train/b.txt"):
+        plain(tmp_path / name, b"{}")
+    found = list_files([str(tmp_path)], split="train", on_error="stop")
+    assert [path.name for path in found.files] == ["data-00000-of-00001.arrow"] and found.num_ignored == 5
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.csv.gz", "a.parquet.zst"])
+def test_a_compressed_file_of_no_bytes_is_a_bad_one(tmp_path: Path, name: str) -> None:
+    path = plain(tmp_path / name, b"")
+    plain(tmp_path / "b.txt", b"")
+    reason = f"it has 0 bytes, so it is no whole {path.suffix} file"
+    with pytest.raises(DataError, match=f"{name} cannot be read: {reason}; repair it, or leave such places out with"):
+        list_files([str(tmp_path)], split="train", on_error="stop")
+    found = list_files([str(tmp_path)], split="train", on_error="skip")
+    assert [path.name for path in found.files] == ["b.txt"] and found.unreadable == [f"{path}: {reason}"]
 
 
 def test_an_arrow_file_is_named_when_damaged_and_read_in_the_file_format(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.log_parts import write_log
@@ -16,7 +17,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
-from tests.helpers.launch import train
+from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
 TOKENS = 1000
@@ -119,6 +120,22 @@ def test_each_segment_has_its_speed_mfu_energy_and_cost(tmp_path):
     assert facts["total"]["cost"] is None, "a part of it is not known"
 
 
+def test_a_plan_is_checked_against_a_run(tmp_path, capsys):
+    settings = yaml.safe_load((ROOT / "yamls/pretrain/mpt-125m.yaml").read_text())
+    records = [record(b, device=H100, num_devices=2, seconds=0.01) for b in range(1, 21)]
+    segments = [replace(on_gpu(1, 10), device_train_microbatch_size=16), on_cpu(11, 20)]
+    run = write_run(tmp_path / "run", records, segments, **settings)
+    assert main.run(["plan", "--check", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    measured, predicted = (int(word.replace(",", "")) for word in lines[2].split()[4:6])
+    assert lines[2].split()[:4] == ["1-10", "2", "x", "H100-80GB"] and measured == TOKENS / 0.01 / 2
+    assert 100_000 < predicted < 600_000
+    assert lines[3] == "11-20: AMD EPYC is not in the table, no prediction"
+    (tmp_path / "run/config.yaml").unlink()
+    assert main.run(["plan", "--check", run]) == 2
+    assert "config.yaml is not there; it says what was trained" in capsys.readouterr().err
+
+
 def test_a_slice_of_a_device_has_neither_mfu_nor_energy(tmp_path):
     """It bears the name of the whole, but the run, which counted its compute units, reckoned no MFU."""
     where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)], [on_gpu(1, 4)])
@@ -140,7 +157,7 @@ def test_two_devices_of_one_name_are_told_apart_by_the_peak_of_the_run(tmp_path)
 def test_names_and_samples_stay_text_in_markdown():
     hostile = Section("<b>a\nb", ["x", "y"], [["[z](http://z)", "c|d"]], lines=["<script>"], text="`````\n# no heading")
     assert markdown([hostile], "loss.png") == (
-        "## &lt;b&gt;a\\nb\n\n| x | y |\n| --- | --- |\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
+        "## &lt;b&gt;a\\nb\n\n| x | y |\n|---|---|\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
         "``````text\n`````\n# no heading\n``````\n\n![loss](loss.png)\n"
     )
 

@@ -2,19 +2,16 @@
 
 import json
 import os
-import re
 
 import pytest
 import torch
 from composer.core import Callback
 from torch import nn
 
-from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import microbatch
-from llmfoundry_lite.training.memory import advise_less_memory
 from llmfoundry_lite.training.microbatch import ResidentMeter, choose_microbatch_size
-from tests.helpers.launch import ROOT, launch, train
+from tests.helpers.launch import launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
 pytestmark = pytest.mark.multiprocess
@@ -104,21 +101,6 @@ def test_one_sample_that_does_not_fit_is_refused_with_what_would_help():
 def test_running_out_of_memory_is_one_line_too(fits, message):
     with pytest.raises(ConfigError, match=f"device_train_microbatch_size: auto: {message}"):
         choose(10_000, 16, fits=fits)
-
-
-def test_what_helps_most_is_named_first():
-    files = [str(ROOT / "yamls/pretrain/mpt-7b.yaml")]
-    options = ["fsdp_config.sharding_strategy=NO_SHARD", "fsdp_config.activation_checkpointing=false"]
-    config = load_train_config([*files, *options], {}).config
-    text = advise_less_memory(config, 8, 8, "cuda")
-    assert re.sub(r"[\d.]+ GiB", "n GiB", text) == (
-        "; what helps most: fsdp_config.sharding_strategy: FULL_SHARD (saves about n GiB), "
-        "fsdp_config.offload_optimizer: true (saves about n GiB), "
-        "fsdp_config.activation_checkpointing: true (saves about n GiB)"
-    )
-    best, *others = map(float, re.findall(r"([\d.]+) GiB", text))
-    assert best > others[0] > others[1] > 0
-    assert "FULL_SHARD" not in advise_less_memory(load_train_config(files, {}).config, 8, 8, "cpu")
 
 
 def choose_on_rank(limits):

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from composer.devices import DeviceCPU
 
 from llmfoundry_lite import devices, suite
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import Duration, EvalConfig, ModelConfig
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.mesh import data_ranks
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.monitor import RunMonitor
@@ -53,7 +53,9 @@ class AllowingDevice(DeviceCPU):
 def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, allowed):
     devices.set_tf32(False)
     model = LanguageModel(MPT(SMALL), PRECISIONS[precision, "DEFAULT"])
-    GroupedTrainer(ranks=data_ranks(1), agreement=None, model=model, device=AllowingDevice(), progress_bar=False)
+    GroupedTrainer(
+        ranks=Layout().data_ranks(0), agreement=None, model=model, device=AllowingDevice(), progress_bar=False
+    )
     assert flags() == {allowed}
 
 

@@ -20,13 +20,13 @@ Nothing is left in `--folder` unless this process is killed with SIGKILL.
 
 A save after every batch: real training, with saves and without in turns (`interval.py`).
 
-Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it measures
-with to `meters.py`, who saves to `sides.py`, and targets and tables to `report.py`.
+Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it
+measures with to `meters.py`, who saves to `sides.py`, and targets and tables to
+`report.py`.
 """
 
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -39,22 +39,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from llmfoundry_lite.bench.checkpoint import rank_program
 from llmfoundry_lite.bench.checkpoint.meters import available_bytes
-from llmfoundry_lite.bench.checkpoint.rank_program import MARK, NUM_RANKS, SHAPES, model_config
+from llmfoundry_lite.bench.checkpoint.rank_program import MARK, NUM_RANKS, model_config
 from llmfoundry_lite.bench.checkpoint.report import (
     judge,
-    markdown,
-    print_table,
     table_of_growth,
     table_of_intervals,
     table_of_sides,
     table_of_targets,
 )
-from llmfoundry_lite.devices import device_type
+from llmfoundry_lite.bench.frame import describe_conditions, open_console, show, write_report
+from llmfoundry_lite.bench.shapes import check_shapes
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
@@ -73,9 +71,7 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
     `num_rounds` warm rounds follow a first one. `quick` takes a tiny model throughout. Raises UserError for a size
     that is not in SHAPES, and for a disk that is too small or cannot be written.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = open_console()
     folder = folder.absolute()
     sizes = ("tiny",) if quick else tuple(sizes)
     size = "tiny" if quick else "125m"
@@ -84,14 +80,8 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
     if out is not None:
         _make_folder(out, "--out")
     report: dict[str, Any] = {
-        "machine": {
-            "cores": len(os.sched_getaffinity(0)),
-            "device": device_type(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "composer": version("mosaicml"),
-        },
+        **describe_conditions(),
+        "composer": version("mosaicml"),
         "num_ranks": NUM_RANKS,
         "num_rounds": num_rounds,
         "growth": {},
@@ -101,12 +91,11 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
         report |= _measure_on_ranks({"what": "sides", "size": size, **settings}, console)
         report["targets"] = judge(report)
         tables = [table_of_sides(report), table_of_targets(report)]
-        for table in tables:
-            print_table(console, *table)
+        show(console, *tables)
         settings["num_rounds"] = min(num_rounds, INTERVAL_ROUNDS)
         report |= _measure_on_ranks({"what": "interval", "size": size, **settings}, console)
         tables.append(table_of_intervals(report))
-        print_table(console, *tables[-1])
+        show(console, tables[-1])
         settings["num_rounds"] = min(num_rounds, GROWTH_ROUNDS)
         for name in sizes:
             missing = _missing_memory(name)
@@ -116,11 +105,10 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
                 else _measure_on_ranks({"what": "growth", "size": name, **settings}, console)
             )
     tables.append(table_of_growth(report))
-    print_table(console, *tables[-1])
+    show(console, tables[-1])
     if out is not None:
-        (out / "bench-checkpoint.json").write_text(json.dumps(report, indent=1) + "\n")
-        (out / "bench-checkpoint.md").write_text("\n".join(markdown(*table) for table in tables))
-        console.print(f"written: {out / 'bench-checkpoint.json'} and bench-checkpoint.md beside it")
+        heading = "Saves and loads, beside peers and this machine's limits"
+        write_report(out, "checkpoint", heading, "llmfoundry-lite bench checkpoint", report, *tables)
     return report
 
 
@@ -140,8 +128,7 @@ def size_bytes(size: str) -> int:
 
 
 def _check(sizes: Sequence[str], num_rounds: int) -> None:
-    if unknown := [name for name in sizes if name not in SHAPES]:
-        raise UserError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
+    check_shapes("--sizes", sizes)
     if num_rounds < 1:
         raise UserError(f"--num-rounds: {num_rounds} is fewer than 1")
 

@@ -26,9 +26,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
-from rich.console import Console
 
-from llmfoundry_lite.bench.checkpoint.report import TableRows, markdown, print_table
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
@@ -39,6 +38,7 @@ from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, 
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
 from llmfoundry_lite.errors import UserError
@@ -73,19 +73,19 @@ def run(*, plan: Path, num_ranks: int, sharding: str | None, folder: Path, out: 
         measure_resume(figures, model, optimizer, Path(work))
         measure_housekeeping(figures, Path(work))
     measure_requests(figures, num_ranks)
-    report = {
+    report = describe_conditions() | {
         "plan": str(plan),
         "num_ranks": num_ranks,
         "sharding": config.fsdp_config.sharding_strategy if config.fsdp_config else None,
         "parameters": count_parameters(config.model),
         "figures": figures,
     }
-    table = _table(report)
-    print_table(Console(width=None if Console().is_terminal else 140), *table)
+    show(open_console(), _table(report))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "bench-checkpoint-plan.json").write_text(json.dumps(report, indent=1) + "\n")
-        (out / "bench-checkpoint-plan.md").write_text(markdown(*table))
+        name, command = "checkpoint-plan", f"llmfoundry-lite bench checkpoint --plan {plan}"
+        write_report(
+            out, name, "A checkpoint of many ranks, walked through in one process", command, report, _table(report)
+        )
     return report
 
 
@@ -108,8 +108,8 @@ def build(config: TrainConfig, num_ranks: int) -> tuple[torch.nn.Module, torch.o
     from llmfoundry_lite.parallel.precision import PRECISIONS
 
     fsdp = config.fsdp_config or FSDPConfig()
-    degree = config.tp_config.tensor_parallel_degree if config.tp_config else 1
-    mesh = build_mesh(fsdp, "cpu", num_ranks, DEVICES_OF_A_NODE, degree)
+    layout = divide_devices(fsdp, num_ranks, DEVICES_OF_A_NODE, config.tensor_parallel_degree)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = MPT(config.model, "sdpa")
     shard_model(model, fsdp, PRECISIONS["fp32", "DEFAULT"], mesh)
@@ -343,7 +343,7 @@ def _in_child(work: Callable[[], dict[str, float]]) -> tuple[float, float, dict[
     return seconds, grown, found
 
 
-def _table(report: dict[str, Any]) -> TableRows:
+def _table(report: dict[str, Any]) -> Table:
     rows = []
     for name, value in report["figures"].items():
         unit, wanted = WANTED.get(name, (_unit(name), None))
@@ -356,7 +356,7 @@ def _table(report: dict[str, Any]) -> TableRows:
             ]
         )
     title = f"{Path(report['plan']).stem} on {report['num_ranks']:,} ranks, {report['sharding'] or 'FULL_SHARD'}"
-    return title, ["figure", "measured", "wanted", ""], rows
+    return Table(title, ["figure", "measured", "wanted", ""], rows)
 
 
 def _unit(name: str) -> str:

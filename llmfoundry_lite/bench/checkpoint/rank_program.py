@@ -19,21 +19,16 @@ from llmfoundry_lite.bench.checkpoint.interval import measure_interval
 from llmfoundry_lite.bench.checkpoint.meters import Limits, Memory, drop_from_cache, slowest, timed, warm_up
 from llmfoundry_lite.bench.checkpoint.report import ASYNC_SAVE, COMPOSER, OURS, SAVE, SIDES
 from llmfoundry_lite.bench.checkpoint.sides import Start, composer_save, dcp_async_save, dcp_save, our_save
+from llmfoundry_lite.bench.shapes import model_of
 from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.state import local_part, read_state
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
-    "10m": {"d_model": 256, "n_heads": 4, "n_layers": 7, "vocab_size": 16384},
-    "40m": {"d_model": 512, "n_heads": 8, "n_layers": 7, "vocab_size": 32768},
-    "125m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368},
-    "350m": {"d_model": 1024, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
-}
 NUM_RANKS = 2
 LIMITS = "limits"
 MARK = "@@"
@@ -68,7 +63,7 @@ def _say(**message: Any) -> None:
 
 
 def model_config(size: str) -> ModelConfig:
-    return ModelConfig(max_seq_len=2048, no_bias=True, **SHAPES[size])
+    return model_of(size, 2048)
 
 
 def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -78,7 +73,7 @@ def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     from llmfoundry_lite.parallel.precision import PRECISIONS
 
     fsdp = FSDPConfig()
-    mesh = build_mesh(fsdp, device_type(), NUM_RANKS, NUM_RANKS)
+    mesh = build_mesh(divide_devices(fsdp, NUM_RANKS), device_type())
     model = build_parallel_model(model_config(size), fsdp, PRECISIONS["fp32", "DEFAULT"], mesh, seed=17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for parameter in model.parameters():

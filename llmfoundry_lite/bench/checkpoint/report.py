@@ -1,6 +1,6 @@
 """What `bench checkpoint` makes of its numbers: the targets, and the tables that are shown and written.
 
-Owns the names of the sides, which are keys of the report. Leaves measuring to `checkpoint_rank.py`.
+Owns the names of the sides, which are keys of the report. Leaves measuring to `rank_program.py`.
 """
 
 import math
@@ -8,19 +8,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from llmfoundry_lite.bench.checkpoint.interval import SAVES
+from llmfoundry_lite.bench.frame import Table
 from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE
 from llmfoundry_lite.hardware import GIB
 
 OURS, SAVE, ASYNC_SAVE, COMPOSER = "ours", "dcp.save", "dcp.async_save", "Composer"
 JUDGED_SECONDS = 30
 SIDES = (OURS, ASYNC_SAVE, SAVE, COMPOSER)
-
-TableRows = tuple[str, list[str], list[list[str]]]
-"""Title, headings, rows."""
 
 
 def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -81,7 +76,7 @@ def _holds(value: float, sign: str, target: float) -> bool:
     return value <= target if sign == "<=" else value >= target
 
 
-def table_of_sides(report: dict[str, Any]) -> TableRows:
+def table_of_sides(report: dict[str, Any]) -> Table:
     total = sum(report["local_bytes"])
     first, warm = report["rounds"][0], report["rounds"][1:]
 
@@ -122,18 +117,18 @@ def table_of_sides(report: dict[str, Any]) -> TableRows:
         "GiB/s",
         "extra GiB a rank",
     ]
-    return title, headings, rows
+    return Table(title, headings, rows)
 
 
-def table_of_targets(report: dict[str, Any]) -> TableRows:
+def table_of_targets(report: dict[str, Any]) -> Table:
     rows = [
         [row["what"], f"{row['measured']:.2f}", f"{row['sign']} {row['target']:g}", "met" if row["met"] else "MISSED"]
         for row in report["targets"]
     ]
-    return "targets (medians of the warm rounds' ratios)", ["", "measured", "target", ""], rows
+    return Table("targets (medians of the warm rounds' ratios)", ["", "measured", "target", ""], rows)
 
 
-def table_of_intervals(report: dict[str, Any]) -> TableRows:
+def table_of_intervals(report: dict[str, Any]) -> Table:
     """Medians over rounds of what a save costs the training around it."""
     rows = []
     for shape, rounds in report["batches"].items():
@@ -156,10 +151,10 @@ def table_of_intervals(report: dict[str, Any]) -> TableRows:
             ]
         )
     headings = ["batch", "seconds", "a save costs, s", "after every batch", "target", "", "smallest interval"]
-    return f"a save after every batch, at most {LARGEST_SHARE:.0%} of training", headings, rows
+    return Table(f"a save after every batch, at most {LARGEST_SHARE:.0%} of training", headings, rows)
 
 
-def table_of_growth(report: dict[str, Any]) -> TableRows:
+def table_of_growth(report: dict[str, Any]) -> Table:
     rows = []
     for size, found in report["growth"].items():
         if "left_out" in found:
@@ -192,18 +187,4 @@ def table_of_growth(report: dict[str, Any]) -> TableRows:
         "cold verified load, s",
         "extra memory / local state",
     ]
-    return "growth, ours (medians of the warm saves)", headings, rows
-
-
-def print_table(console: Console, title: str, headings: list[str], rows: list[list[str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def markdown(title: str, headings: list[str], rows: list[list[str]]) -> str:
-    lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
-    return f"{title}\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return Table("growth, ours (medians of the warm saves)", headings, rows)

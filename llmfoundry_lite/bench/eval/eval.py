@@ -12,26 +12,34 @@ On a CPU that others use as well, times say who else was there; processor second
 that wait for each other count as working) say what either side needs. Both are told.
 """
 
-import datetime
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from llmfoundry_lite.bench.switch.switch import describe_machine
-from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.bench.frame import (
+    Table,
+    describe_conditions,
+    open_console,
+    ratios,
+    show,
+    spread,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.shapes import check_shapes, model_of
+from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
@@ -40,15 +48,12 @@ from llmfoundry_lite.evaluation.models import Subject, load_subject
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
-from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "125m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50304, "max_seq_len": 2048},
-    "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 8192, "max_seq_len": 2048},
-}
+VOCAB_SIZE = 8192
+"""Of the tokenizer that is made for the items."""
 
 
 class Suite(NamedTuple):
@@ -83,15 +88,12 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
-    console = Console(width=max(110, Console().width))
-    report: dict[str, Any] = {
+    check_shapes("--shape", [shape])
+    console = open_console()
+    report: dict[str, Any] = describe_conditions() | {
         "shape": Path(model).name if model else shape,
         "num_items": num_items,
         "num_rounds": num_rounds,
-        "torch": torch.__version__,
-        "num_threads": torch.get_num_threads(),
-        "machine": describe_machine(),
-        "date": datetime.date.today().isoformat(),
         "suites": {},
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -106,28 +108,26 @@ def run(
             our_side = stack.enter_context(_worker([sys.executable, "-m", "llmfoundry_lite.bench.eval.eval", model]))
             peer = stack.enter_context(peer_of(peer_python, model)) if peer_python else None
             for name, suite in names.items():
-                ours, theirs = [], []
-                for round_number in range(num_rounds):
-                    console.print(f"round {round_number + 1}/{num_rounds}: {name}", highlight=False)
-                    ours.append(our_side(items=str(files[name]), is_fixed=suite.is_fixed))
-                    if peer is not None:
-                        theirs.append(peer(items=str(files[name])))
-                report["suites"][name] = compare(ours, theirs, suite)
-                report["load_average"] = round(os.getloadavg()[1])
+                console.print(name)
+                sides = {"ours": partial(our_side, items=str(files[name]), is_fixed=suite.is_fixed)}
+                if peer is not None:
+                    sides["lm-eval"] = partial(peer, items=str(files[name]))
+                found, _ = take_turns(sides, num_rounds, console)
+                report["suites"][name] = compare(found["ours"], found.get("lm-eval", []), suite)
                 if out is not None:  # what has been measured is kept, whatever becomes of the rest
-                    write_report(report, out)
-    print_report(report, console)
+                    write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR)
+    show(console, table_of(report), notes=[FLOOR])
     return report
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Suite) -> dict[str, Any]:
-    def rate(sides: list[dict[str, Any]], key: str = "seconds") -> float:
-        return statistics.median(one["n"] / one[key] for one in sides)
+    def rates(sides: list[dict[str, Any]], key: str = "seconds") -> list[float]:
+        return [one["n"] / one[key] for one in sides]
 
     found: dict[str, Any] = {
-        "items_per_second": rate(ours),
-        "items_per_cpu_second": rate(ours, "cpu_seconds"),
-        "of_the_floor": statistics.median(one["of_the_floor"] for one in ours),
+        "items_per_second": spread(rates(ours)).median,
+        "items_per_cpu_second": spread(rates(ours, "cpu_seconds")).median,
+        "of_the_floor": spread(one["of_the_floor"] for one in ours).median,
     }
     if theirs:
         different = {
@@ -135,10 +135,10 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
             for metric in ("acc", "acc_norm")
         }
         found |= {
-            "peer_items_per_second": rate(theirs),
-            "peer_items_per_cpu_second": rate(theirs, "cpu_seconds"),
-            "times": rate(ours) / rate(theirs),
-            "times_in_cpu_seconds": rate(ours, "cpu_seconds") / rate(theirs, "cpu_seconds"),
+            "peer_items_per_second": spread(rates(theirs)).median,
+            "peer_items_per_cpu_second": spread(rates(theirs, "cpu_seconds")).median,
+            "times": ratios(rates(ours), rates(theirs)),
+            "times_in_cpu_seconds": ratios(rates(ours, "cpu_seconds"), rates(theirs, "cpu_seconds")),
             "wanted": suite.wanted,
             "num_different": different,
             "largest_difference_nats": max(
@@ -151,58 +151,25 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
 
 
 HEADINGS = ("items", "ours", "lm-eval", "times", "in CPU time", "wanted", "of the floor", "other decisions")
+HEADING, COMMAND = "Evaluation in context, beside lm-evaluation-harness", "llmfoundry-lite bench eval"
+FLOOR = (
+    "The floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits. "
+    "Where the load average is more than there are cores, CPU time is the column to read."
+)
 
 
-def rows_of(report: dict[str, Any]) -> list[Sequence[str]]:
+def table_of(report: dict[str, Any]) -> Table:
     rows = []
     for name, found in report["suites"].items():
         peer = [""] * 5
         if "times" in found:
             wanted = "" if found["wanted"] is None else f"{found['wanted']:g}"
-            ratios = [f"{found[key]:.1f}" for key in ("times", "times_in_cpu_seconds")]
-            peer = [f"{found['peer_items_per_second']:.2f}", *ratios, wanted, str(sum(found["num_different"].values()))]
+            times = [str(found[key]) for key in ("times", "times_in_cpu_seconds")]
+            peer = [f"{found['peer_items_per_second']:.2f}", *times, wanted, str(sum(found["num_different"].values()))]
         rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], f"{found['of_the_floor']:.0%}", peer[4]])
-    return rows
-
-
-def title_of(report: dict[str, Any]) -> str:
     threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
-    return (
-        f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, torch "
-        f"{report['torch']}, {threads}; items per second"
-    )
-
-
-FLOOR = (
-    "the floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits"
-)
-
-
-def print_report(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=title_of(report), title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "items" else "right")
-    for row in rows_of(report):
-        table.add_row(*row)
-    console.print(table)
-    console.print(FLOOR)
-
-
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """eval.json (everything) and eval.md (the table)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "eval.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [
-        "# Evaluation in context, beside lm-evaluation-harness",
-        "",
-        f"`llmfoundry-lite bench eval`, {report['date']}, {report['machine']}: {title_of(report)}.",
-        "",
-        *markdown_table([HEADINGS, *rows_of(report)]),
-        "",
-        f"{FLOOR[0].upper()}{FLOOR[1:]}. The load average was {report['load_average']}: where that is more than "
-        "there are cores, CPU time is the column to read.",
-    ]
-    (folder / "eval.md").write_text("\n".join(lines) + "\n")
+    title = f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, {threads}"
+    return Table(f"{title}; items per second", HEADINGS, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ items
@@ -251,8 +218,9 @@ def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, pat
 
 def make_model(shape: str, texts: list[str], folder: Path) -> str:
     """Random weights and a tokenizer for these texts, as plain transformers loads them."""
-    train_tokenizer(texts, 8192).save(folder / "tokenizer")
-    model = MPT(ModelConfig(**SHAPES[shape]))
+    train_tokenizer(texts, VOCAB_SIZE).save(folder / "tokenizer")
+    config = model_of(shape, 2048, no_bias=False)
+    model = MPT(replace(config, vocab_size=max(VOCAB_SIZE, config.vocab_size)))
     initialise_weights(model, 17)
     export_model(model.state_dict(), model.config, folder / "export", tokenizer_folder=folder / "tokenizer")
     return str(folder / "export")

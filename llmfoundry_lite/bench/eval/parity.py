@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from llmfoundry_lite.bench.eval.eval import peer_of
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.evaluation.tasks import read_rows
 
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
@@ -50,8 +48,8 @@ def run(
     task_folder: str = "evals",
 ) -> Record:
     """Ask both sides, print a table, return it. Raises DataError when a file is missing or a side fails."""
-    console = Console(width=max(140, Console().width))
-    report: Record = {"model": Path(model).name, "limit": limit, "torch": torch.__version__, "tasks": {}}
+    console = open_console()
+    report: Record = describe_conditions() | {"model": Path(model).name, "limit": limit, "tasks": {}}
     with tempfile.TemporaryDirectory() as scratch, peer_of(peer_python, model) as ask_peer:
         for task in load_tasks(TASKS, task_folder):
             found = sorted(data.glob(f"{task.label}*.jsonl"))
@@ -72,9 +70,12 @@ def run(
                 "num_skipped": len(rows) - len(ours["index"])
             }
     report["is_same"] = all(is_same(found) for found in report["tasks"].values())
-    print_report(report, console)
+    verdict = "the same answers" if report["is_same"] else "NOT the same answers"
+    notes = [f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)"]
+    show(console, table_of(report), notes=notes)
     if out is not None:
-        write_report(report, out)
+        heading, command = "The same answers as lm-evaluation-harness", f"llmfoundry-lite bench eval --parity {data}"
+        write_report(out, "eval-parity", heading, command, report, table_of(report), notes)
     return report
 
 
@@ -151,7 +152,7 @@ HEADINGS = ("task", "items", "acc", "lm-eval", "differ", "acc_norm", "lm-eval", 
 HEADINGS += ("largest difference, nats",)
 
 
-def rows_of(report: Record) -> list[Sequence[str]]:
+def table_of(report: Record) -> Table:
     def cells(found: Record, metric: str) -> list[str]:
         if metric not in found:
             return ["", "", ""]
@@ -159,7 +160,7 @@ def rows_of(report: Record) -> list[Sequence[str]]:
         told = f"{differ}, {ties} by rounding" if ties else str(differ)
         return [f"{found[metric]:.4f}", f"{found[f'peer_{metric}']:.4f}", told]
 
-    return [
+    rows = [
         [
             *(name, _count(found), *cells(found, "acc"), *cells(found, "acc_norm")),
             *(f"{found[key]:.6g}" if key in found else "" for key in ("perplexity", "peer_perplexity")),
@@ -167,31 +168,9 @@ def rows_of(report: Record) -> list[Sequence[str]]:
         ]
         for name, found in report["tasks"].items()
     ]
+    peer = ", ".join(f"{name} {version}" for name, version in report["peer"].items())
+    return Table(f"{report['model']}, fp32, joint tokenization, zero-shot, beside {peer}", HEADINGS, rows)
 
 
 def _count(found: Record) -> str:
     return f"{found['n']:,}" + (f" ({found['num_skipped']} too long)" if found["num_skipped"] else "")
-
-
-def title_of(report: Record) -> str:
-    peer = ", ".join(f"{name} {version}" for name, version in report["peer"].items())
-    return f"{report['model']}, fp32, joint tokenization, zero-shot; torch {report['torch']} beside {peer}"
-
-
-def print_report(report: Record, console: Console) -> None:
-    table = Table(title=title_of(report), title_justify="left")
-    for i, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if i else "left")
-    for row in rows_of(report):
-        table.add_row(*row)
-    console.print(table)
-    verdict = "the same answers" if report["is_same"] else "NOT the same answers"
-    console.print(f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)")
-
-
-def write_report(report: Record, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "eval-parity.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = ["# The same answers as lm-evaluation-harness", "", title_of(report), ""]
-    lines += markdown_table([HEADINGS, *rows_of(report)])
-    (folder / "eval-parity.md").write_text("\n".join(lines) + "\n")

@@ -12,10 +12,7 @@ Owns the order of events and the report; nothing here is measured on hardware th
 """
 
 import dataclasses
-import datetime
 import json
-import os
-import platform
 import sys
 import tempfile
 import threading
@@ -25,10 +22,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
-from rich.console import Console
-from rich.table import Table
-
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.bench.switch import tamper
 from llmfoundry_lite.bench.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation
 from llmfoundry_lite.bench.switch.figure import plot_switch
@@ -72,7 +66,7 @@ def run(
     num_switches = -(-num_batches // every) - 1
     if num_switches < 2:
         raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
-    console = Console()
+    console, conditions = open_console(), describe_conditions()
     clusters = clusters or default_clusters(precision, other_python)
     prepare_data(data)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
@@ -83,7 +77,7 @@ def run(
         )
         shop.prepare()
         machines = {cluster.letter: probe(cluster) for cluster in clusters}
-        console.print(describe_clusters(clusters, machines))
+        show(console, table_of_clusters([describe_cluster(cluster, machines) for cluster in clusters]))
         at = (num_switches + 1) // 2 * every
         native = clusters[0]  # an emulated instruction set may take ten times as long in bf16
 
@@ -111,10 +105,7 @@ def run(
             names = [SWITCHING, *map(alone, clusters), *CONTROLS]
             legs = dict(zip(names, pool.map(train, names), strict=True))
         resumes = [launch_late(shop, native, at, after, data) for after in (every, *LATE_BATCHES)]
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "machine": describe_machine(),
-            "load": os.getloadavg()[1],
+        report = conditions | {
             "precision": precision,
             "num_batches": num_batches,
             "every": every,
@@ -128,7 +119,8 @@ def run(
             "resumes": [{"after_batch": leg.first_batch - 1, **dataclasses.asdict(leg)} for leg in resumes],
         }
     evaluate(report)
-    show(report, console)
+    show(console, table_of(report), notes=notes_of(report))
+    console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
     if out is not None:
         write(report, out)
         console.print(f"written: {out}/switch.json, .md and .png")
@@ -294,8 +286,8 @@ def as_series(content: dict[str, Any]) -> Series:
     return Series(**{**content, "validation": validation})
 
 
-def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: every run beside the uninterrupted ones."""
+def table_of(report: dict[str, Any]) -> Table:
+    """Every run beside the uninterrupted ones."""
     headings = ["run", "same data", "deviation, nats", "largest / band", "validation / band", "verdict"]
     rows = []
     for name, values in report["verdicts"].items():
@@ -313,7 +305,12 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
             ]
         )
-    return headings, rows
+    return Table(f"switching every {report['every']} batches, {report['precision']}", headings, rows)
+
+
+def table_of_clusters(clusters: Sequence[dict[str, Any]]) -> Table:
+    rows = [[c["letter"], c["words"], c["device"], c["torch"]] for c in clusters]
+    return Table("the clusters", ["cluster", "", "device", "torch"], rows)
 
 
 def times(ratio: float) -> str:
@@ -340,7 +337,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     ]
     notes.append(
         f"from the command to the end of the first batch: {'; '.join(resumes)} (mostly imports; the load average "
-        f"was {report['load']:.0f})"
+        f"was {report['load_average']:.0f})"
     )
     if any(cluster["emulated"] for cluster in report["clusters"]):
         notes.append(
@@ -349,49 +346,18 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     return notes
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    headings, rows = table_of(report)
-    table = Table(title=f"switching every {report['every']} batches, {report['precision']}", title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in (headings[0], headings[-1]) else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for note in notes_of(report):
-        console.print(note, highlight=False)
-    console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
-
-
 def write(report: dict[str, Any], out: Path) -> None:
     """switch.json (everything), switch.md (the tables), switch.png (the figure)."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "switch.json").write_text(json.dumps(report) + "\n")
-    headings, rows = table_of(report)
     options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
-    clusters = [[c["letter"], c["words"], c["device"], c["torch"]] for c in report["clusters"]]
-    lines = [
-        "# One run, switching between clusters",
-        "",
-        f"`llmfoundry-lite bench switch{options}`, {report['date']}, {report['machine']}. "
-        f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching "
-        f"every {report['every']} batches; "
-        f"controls are tampered with at batch {report['tampered_at']}.",
-        "",
-        *markdown_table(headings, rows),
-        "",
-        *(f"- {note}" for note in notes_of(report)),
-        "",
-        *markdown_table(["cluster", "", "device", "torch"], clusters),
-        "",
-        "![the figure](switch.png)",
-    ]
-    (out / "switch.md").write_text("\n".join(lines) + "\n")
+    how = (
+        f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
+        f"{report['every']} batches; controls are tampered with at batch {report['tampered_at']}."
+    )
+    heading, figure = "One run, switching between clusters", "![the figure](switch.png)"
+    tables = table_of(report), notes_of(report), table_of_clusters(report["clusters"])
+    write_report(out, "switch", heading, f"llmfoundry-lite bench switch{options}", report, how, *tables, figure)
     plot_switch(report, out / "switch.png")
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (headings, ["---"] * len(headings), *rows)]
 
 
 def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str, Any]:
@@ -419,21 +385,3 @@ def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str
         "torch": machine.torch,
         "overlay": cluster.overlay,
     }
-
-
-def describe_clusters(clusters: Sequence[Cluster], machines: dict[str, Machine]) -> Table:
-    table = Table(title=describe_machine(), title_justify="left")
-    for heading in ("cluster", "", "device", "torch"):
-        table.add_column(heading)
-    for cluster in clusters:
-        found = describe_cluster(cluster, machines)
-        table.add_row(cluster.letter, found["words"], found["device"], found["torch"])
-    return table
-
-
-def describe_machine() -> str:
-    """In words, without its name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    memory = psutil.virtual_memory().total / (1 << 30)
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"

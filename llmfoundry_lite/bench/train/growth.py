@@ -7,101 +7,103 @@ than 10 % off the line, the matrix products of the same shapes, timed in the sam
 account for; the rest of a step is attention, softmax over the vocabulary, norms, activations and the optimizer.
 """
 
-import datetime
-import json
-import os
 import statistics
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
-from rich.console import Console
-from rich.table import Table
 
-from llmfoundry_lite.bench.train.train import SHAPES, measure_in_a_process
-from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.devices import device_name
-from llmfoundry_lite.evaluation.tables import markdown_table
-from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, take_turns, write_report
+from llmfoundry_lite.bench.shapes import count_step_flops, model_of
+from llmfoundry_lite.bench.train.train import measure_in_a_process
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.models.flops import count_parameters
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-GROWTH: dict[str, list[tuple[str, int, int]]] = {
-    "parameters": [("10m", 512, 4), ("40m", 512, 4), ("124m", 512, 4), ("350m", 512, 4)],
+Point = tuple[str, int, int]
+"""Shape, tokens in a sample, samples."""
+
+GROWTH: dict[str, list[Point]] = {
+    "parameters": [("10m", 512, 4), ("40m", 512, 4), ("125m", 512, 4), ("350m", 512, 4)],
     "sequence": [("40m", 256, 4), ("40m", 512, 4), ("40m", 1024, 4), ("40m", 2048, 4)],
     "batch": [("40m", 512, 1), ("40m", 512, 2), ("40m", 512, 4), ("40m", 512, 8)],
 }
-"""What grows -> (shape, tokens in a sample, samples)."""
+"""What grows -> points."""
 
 HEADINGS = ["grows", "model", "tokens", "seconds", "by model FLOPs", "of the line", "products alone", "why"]
 
 
-def run_growth(dtype: str, num_steps: int, num_rounds: int) -> dict[str, Any]:
-    """Measure all points in turns, print a table, return the report."""
-    console, load_average = Console(), os.getloadavg()[0]
+def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = None) -> dict[str, Any]:
+    """Measure all points in turns, print a table, write growth-DTYPE.json, .md and .png to `out`, return the report."""
+    console, report = open_console(), describe_conditions()
     points = list(dict.fromkeys(point for kind in GROWTH.values() for point in kind))
-    seconds: dict[tuple[str, int, int], dict[str, list[float]]] = {
-        point: {"trainer": [], "matmul": []} for point in points
+    tasks = {
+        _name(side, point): {
+            "side": f"{side} {dtype}",
+            **dict(zip(("shape", "seq_len", "batch_size"), point, strict=True)),
+            "num_steps": num_steps,
+        }
+        for point in points
+        for side in ("trainer", "matmul")
     }
-    for round_number in range(num_rounds):
-        for shape, seq_len, batch_size in points:
-            console.print(f"round {round_number + 1}/{num_rounds}: {shape}, {batch_size} x {seq_len} tokens, {dtype}")
-            task = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
-            for side, found in seconds[shape, seq_len, batch_size].items():
-                found += measure_in_a_process({"side": f"{side} {dtype}", **task}, None)["step_seconds"]
-    medians = {point: {side: statistics.median(found) for side, found in seconds[point].items()} for point in points}
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "load_average": load_average,
+    measures = {name: partial(measure_in_a_process, task, None) for name, task in tasks.items()}
+    results, failed = take_turns(measures, num_rounds, console)
+    if failed:
+        raise DataError(f"bench train --growth: {next(iter(failed.values()))}")
+    seconds = {
+        name: statistics.median(value for result in rounds for value in result["step_seconds"])
+        for name, rounds in results.items()
+    }
+    report |= {
         "dtype": dtype,
         "num_steps": num_steps,
         "num_rounds": num_rounds,
-        "rows": [row for kind, of_kind in GROWTH.items() for row in _rows(kind, of_kind, medians)],
+        "rows": [row for kind, of_kind in GROWTH.items() for row in _rows(kind, of_kind, seconds)],
     }
-    table = Table(title=title_of(report))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("grows", "model", "why") else "right")
-    for cells in cells_of(report):
-        table.add_row(*cells)
-    console.print(table)
+    show(console, table_of(report))
+    if out is not None:
+        name, command = f"growth-{dtype}", f"llmfoundry-lite bench train --growth --dtype {dtype}"
+        figure = f"![the figure]({name}.png)"
+        write_report(out, name, "How the cost of a step grows", command, report, table_of(report), LINE, figure)
+        plot_growth(report, out / f"{name}.png")
     return report
 
 
-def _rows(
-    kind: str, points: list[tuple[str, int, int]], seconds: dict[tuple[str, int, int], dict[str, float]]
-) -> list[dict[str, Any]]:
-    first = seconds[points[0]]
+LINE = (
+    "The line goes through the first, smallest point, which bears most of what does not grow with FLOPs (the "
+    "optimizer's passes over all parameters, the embedding's gradient, the loop itself): larger points lie below."
+)
+
+
+def _name(side: str, point: Point) -> str:
+    shape, seq_len, batch_size = point
+    return f"{shape}, {batch_size} x {seq_len} tokens, {side}"
+
+
+def _rows(kind: str, points: list[Point], seconds: Mapping[str, float]) -> list[dict[str, Any]]:
     rows = []
-    for shape, seq_len, batch_size in points:
-        times = count_step_flops(shape, seq_len, batch_size) / count_step_flops(*points[0])
-        here = seconds[shape, seq_len, batch_size]
+    for point in points:
+        shape, seq_len, batch_size = point
+        times = count_step_flops(*point) / count_step_flops(*points[0])
         rows.append(
             {
                 "grows": kind,
                 "shape": shape,
                 "seq_len": seq_len,
                 "batch_size": batch_size,
-                "num_parameters": count_parameters(_model(shape, seq_len)),
-                "flops": count_step_flops(shape, seq_len, batch_size),
-                "seconds": here["trainer"],
-                "line_seconds": first["trainer"] * times,
-                "products_seconds": here["matmul"],
-                "products_line_seconds": first["matmul"] * times,
+                "num_parameters": count_parameters(model_of(shape, seq_len)),
+                "flops": count_step_flops(*point),
+                "seconds": seconds[_name("trainer", point)],
+                "line_seconds": seconds[_name("trainer", points[0])] * times,
+                "products_seconds": seconds[_name("matmul", point)],
+                "products_line_seconds": seconds[_name("matmul", points[0])] * times,
             }
         )
     return rows
-
-
-def count_step_flops(shape: str, seq_len: int, batch_size: int) -> int:
-    return count_flops_per_token(_model(shape, seq_len), seq_len) * batch_size * seq_len
-
-
-def _model(shape: str, seq_len: int) -> ModelConfig:
-    return ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
 
 
 def explain(row: dict[str, Any]) -> str:
@@ -117,8 +119,8 @@ def title_of(report: dict[str, Any]) -> str:
     return f"seconds of a step through the Trainer, {report['dtype']}, {report['device']}"
 
 
-def cells_of(report: dict[str, Any]) -> list[list[str]]:
-    return [
+def table_of(report: dict[str, Any]) -> Table:
+    rows = [
         [
             *(row["grows"], row["shape"], f"{row['batch_size']} x {row['seq_len']}"),
             *(f"{row['seconds']:.3f}", f"{row['line_seconds']:.3f}", f"{row['seconds'] / row['line_seconds']:.2f}"),
@@ -126,29 +128,8 @@ def cells_of(report: dict[str, Any]) -> list[list[str]]:
         ]
         for row in report["rows"]
     ]
-
-
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """growth-DTYPE.json (everything), .md (the table) and .png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"growth-{report['dtype']}"
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [
-        "# How the cost of a step grows",
-        "",
-        f"`llmfoundry-lite bench train --growth --dtype {report['dtype']}`, {report['date']}, torch "
-        f"{report['torch']}: {title_of(report)}; the median of {report['num_rounds']} x {report['num_steps']} steps; "
-        f"load average before it {report['load_average']:.1f}.",
-        "",
-        *markdown_table([HEADINGS, *cells_of(report)]),
-        "",
-        "The line goes through the first, smallest point, which bears most of what does not grow with FLOPs (the "
-        "optimizer's passes over all parameters, the embedding's gradient, the loop itself): larger points lie below.",
-        "",
-        f"![the figure]({name}.png)",
-    ]
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
-    plot_growth(report, folder / f"{name}.png")
+    title = f"{title_of(report)}, the median of {report['num_rounds']} x {report['num_steps']} steps"
+    return Table(title, HEADINGS, rows)
 
 
 def plot_growth(report: dict[str, Any], path: Path) -> None:

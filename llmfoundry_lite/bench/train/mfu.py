@@ -1,31 +1,23 @@
 """Model FLOPs utilisation on one device: shapes x attention x compiled or not, beside a plain compiled step.
 
-llmfoundry-lite bench mfu --shapes 124m,350m,1b,3b,7b --minutes 8 --out results
+llmfoundry-lite bench mfu --shapes 125m,350m,1b,3b,7b --minutes 8 --out results
 
 MFU is held against the rate of matrix products of the model's own shapes, measured in the same run, and against the
 datasheet where the device is in `hardware.py`. One device has nobody to talk to: these figures and those of a cluster
 do not belong into one column. What matters most is measured first; what the time does not suffice for is named.
 """
 
-import datetime
 import importlib.util
-import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from llmfoundry_lite.bench.train.growth import count_step_flops
-from llmfoundry_lite.bench.train.train import SHAPES, measure_in_a_process
-from llmfoundry_lite.devices import accelerator, device_name, device_type
-from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
+from llmfoundry_lite.bench.shapes import check_shapes, count_step_flops
+from llmfoundry_lite.bench.train.train import measure_in_a_process
+from llmfoundry_lite.devices import accelerator, device_type
 from llmfoundry_lite.hardware import GIB
 
 PRODUCTS = "matrix products"
@@ -43,17 +35,13 @@ def run(
     num_steps: int,
     minutes: float,
     overrides: Sequence[str] = (),
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure until all is done or `minutes` have passed, print a table, return the report."""
-    if unknown := [shape for shape in shapes if shape not in SHAPES]:
-        raise ConfigError(f"--shapes {unknown[0]}: expected some of {', '.join(SHAPES)}")
-    console, deadline = Console(width=max(120, Console().width)), time.monotonic() + 60 * minutes
+    """Measure until all is done or `minutes` have passed, print a table, write mfu.json and mfu.md to `out`."""
+    check_shapes("--shapes", shapes)
+    console, deadline = open_console(), time.monotonic() + 60 * minutes
     known = accelerator()
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "load_average": os.getloadavg()[0],
+    report: dict[str, Any] = describe_conditions() | {
         "seq_len": seq_len,
         "batch_size": batch_size,
         "num_steps": num_steps,
@@ -67,9 +55,14 @@ def run(
             if time.monotonic() > deadline:
                 report["left_out"].append(f"{shape}, {name}")
                 continue
-            console.print(f"{shape}: {name}", highlight=False)
+            console.print(f"{shape}: {name}")
             report["rows"].append(_measure(report, shape, name, settings, overrides))
-    _print(report, console)
+    table, notes = table_of(report), [f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else []
+    show(console, table, notes=notes)
+    if out is not None:
+        command = " ".join(["llmfoundry-lite bench mfu", *overrides])
+        alone = "No communication: not to be compared with figures of clusters."
+        write_report(out, "mfu", "Model FLOPs utilisation of one device", command, report, alone, table, notes)
     return report
 
 
@@ -118,22 +111,7 @@ def _measure(
     }
 
 
-def _print(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=title_of(report))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("model", "step") else "right")
-    for cells in cells_of(report):
-        table.add_row(*cells)
-    console.print(table)
-    if report["left_out"]:
-        console.print(f"no time for: {'; '.join(report['left_out'])}", highlight=False)
-
-
-def title_of(report: dict[str, Any]) -> str:
-    return f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, torch {report['torch']}"
-
-
-def cells_of(report: dict[str, Any]) -> list[list[str]]:
+def table_of(report: dict[str, Any]) -> Table:
     """By model, the products first."""
     products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == PRODUCTS}
     shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
@@ -157,20 +135,5 @@ def cells_of(report: dict[str, Any]) -> list[list[str]]:
                 "" if is_products else f"{row['peak_bytes'] / GIB:.1f}",
             ]
         )
-    return cells
-
-
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """mfu.json (everything) and mfu.md (the table)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mfu.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [
-        "# Model FLOPs utilisation of one device",
-        "",
-        f"`llmfoundry-lite bench mfu {' '.join(report['overrides'])}`, {report['date']}: {title_of(report)}; the "
-        f"median of {report['num_steps']} steps. No communication: not to be compared with figures of clusters.",
-        "",
-        *markdown_table([HEADINGS, *cells_of(report)]),
-        *(["", f"No time for: {'; '.join(report['left_out'])}."] if report["left_out"] else []),
-    ]
-    (folder / "mfu.md").write_text("\n".join(lines) + "\n")
+    title = f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, the median of "
+    return Table(f"{title}{report['num_steps']} steps", HEADINGS, cells)

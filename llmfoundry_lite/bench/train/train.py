@@ -7,9 +7,7 @@ is slow for all of them. Reported is the median step. What the steps are held ag
 of the model's own shapes, forward and backward, measured in the same turns.
 """
 
-import datetime
 import json
-import os
 import re
 import signal
 import statistics
@@ -25,29 +23,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from llmfoundry_lite.bench.frame import (
+    Spread,
+    Table,
+    describe_conditions,
+    open_console,
+    ratios,
+    show,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.shapes import SHAPES, check_shapes, count_step_flops, model_of
 from llmfoundry_lite.bench.train import peer
-from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.devices import device_name, device_type, keep_freed_memory, peak_memory_bytes
-from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.products import multiply
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
-    "10m": {"d_model": 256, "n_heads": 4, "n_layers": 6, "vocab_size": 16384},
-    "40m": {"d_model": 512, "n_heads": 8, "n_layers": 8, "vocab_size": 32768},
-    "124m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368},
-    "350m": {"d_model": 1024, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
-    "1b": {"d_model": 2048, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
-    "3b": {"d_model": 2560, "n_heads": 20, "n_layers": 32, "vocab_size": 50368},
-    "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
-}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIDES = {
     "matmul": "matrix products of the model's shapes",
@@ -57,8 +51,6 @@ SIDES = {
     "trainer": "our model, Trainer",
 }
 """In the order of the table. LLM Foundry's and the plain model's bf16 is autocast."""
-
-HEADINGS = ["step", "seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"]
 
 
 def run(
@@ -70,60 +62,67 @@ def run(
     *,
     peer_python: str | None = None,
     overrides: Sequence[str] = (),
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure all sides, print a table, return it as a dictionary. `overrides` (key=value) go to the Trainer's side."""
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
-    console, load_average = Console(), os.getloadavg()[0]
+    """Measure all sides, print a table, write train-SHAPE-LENGTH.json and .md to `out`, and return what the JSON holds.
+
+    `overrides` (key=value) go to the Trainer's side.
+    """
+    check_shapes("--shape", [shape])
+    console, report = open_console(), describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
-    sides = [f"{side} {dtype}" for dtype in DTYPES for side in SIDES if side != "foundry" or peer_python]
-    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    failed: dict[str, str] = {}
-    for round_number in range(num_rounds):
-        for side in sides:
-            console.print(f"round {round_number + 1}/{num_rounds}: {side}")
-            task = {"side": side, "overrides": list(overrides), **settings}
-            try:
-                results[side].append(measure_in_a_process(task, peer_python))
-            except RuntimeError as error:
-                failed[side] = str(error).strip().splitlines()[-1]
-    model = ModelConfig(max_seq_len=seq_len, no_bias=True, **SHAPES[shape])
-    flops = count_flops_per_token(model, seq_len) * batch_size * seq_len
-    report: dict[str, Any] = {
+    tasks = {
+        f"{side} {dtype}": {"side": f"{side} {dtype}", "overrides": list(overrides), **settings}
+        for dtype in DTYPES
+        for side in SIDES
+        if side != "foundry" or peer_python
+    }
+    measures = {side: partial(measure_in_a_process, task, peer_python) for side, task in tasks.items()}
+    results, failed = take_turns(measures, num_rounds, console)
+    flops = count_step_flops(shape, seq_len, batch_size)
+    report |= {
         **settings,
         "num_rounds": num_rounds,
-        "date": datetime.date.today().isoformat(),
-        "load_average": load_average,
-        "device": device_name(),
-        "torch": torch.__version__,
-        "num_threads": torch.get_num_threads(),
-        "num_parameters": count_parameters(model),
+        "num_parameters": count_parameters(model_of(shape, seq_len)),
         "model_flops_per_step": flops,
-        "sides": {},
+        "sides": {
+            side: summarise(rounds, flops, None if side.startswith("matmul") else batch_size * seq_len)
+            for side, rounds in results.items()
+            if rounds
+        },
         "failed": failed,
     }
-    for side, rounds in results.items():
-        if not rounds:
-            continue
-        seconds = statistics.median([value for result in rounds for value in result["step_seconds"]])
-        done = rounds[0].get("flops", flops)
-        report["sides"][side] = {
-            "step_seconds": seconds,
-            "tokens_per_sec": None if side.startswith("matmul") else batch_size * seq_len / seconds,
-            "flops_per_sec": done / seconds,
-            "peak_bytes": max(result["peak_bytes"] for result in rounds),
-        }
-    _print(report, console)
+    show(console, table_of(report), notes=notes_of(report))
+    if out is not None:
+        name, heading = f"train-{shape}-{seq_len}", "A training step, beside its peers and its own matrix products"
+        write_report(out, name, heading, "llmfoundry-lite bench train", report, table_of(report), notes_of(report))
     return report
 
 
-def compare(report: dict[str, Any]) -> list[tuple[str, float, str]]:
+def summarise(rounds: Sequence[dict[str, Any]], flops: int, num_tokens: int | None) -> dict[str, Any]:
+    """One side: medians of all its steps, and for ratios its rate and memory in each round."""
+    seconds = statistics.median(value for result in rounds for value in result["step_seconds"])
+    flops = rounds[0].get("flops", flops)
+    return {
+        "step_seconds": seconds,
+        "tokens_per_sec": num_tokens and num_tokens / seconds,
+        "flops_per_sec": flops / seconds,
+        "peak_bytes": max(result["peak_bytes"] for result in rounds),
+        "rounds": [
+            {"flops_per_sec": flops / statistics.median(one["step_seconds"]), "peak_bytes": one["peak_bytes"]}
+            for one in rounds
+        ],
+    }
+
+
+def compare(report: dict[str, Any]) -> list[tuple[str, Spread, str]]:
     """(what, how many times or what share, the aim): what the table says in numbers that travel between machines."""
     sides, found = report["sides"], []
 
     def ratio(what: str, key: str, above: str, below: str, aim: str) -> None:
         if above in sides and below in sides:
-            found.append((what, sides[above][key] / sides[below][key], aim))
+            rounds = ([one[key] for one in sides[side]["rounds"]] for side in (above, below))
+            found.append((what, ratios(*rounds), aim))
 
     rate, memory = "flops_per_sec", "peak_bytes"
     for dtype, faster, share in (("fp32", "1.3", "0.85"), ("bf16", "2.0", "0.70")):
@@ -139,61 +138,30 @@ def compare(report: dict[str, Any]) -> list[tuple[str, float, str]]:
     return found
 
 
-def _print(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=title_of(report))
-    table.add_column(HEADINGS[0])
-    for heading in HEADINGS[1:]:
-        table.add_column(heading, justify="right")
-    for row in rows_of(report):
-        table.add_row(*row)
-    console.print(table)
-    for line in ratios_of(report):
-        console.print(line, highlight=False)
-
-
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """train-SHAPE-LENGTH.json (everything) and .md (the table), named for what was measured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"train-{report['shape']}-{report['seq_len']}"
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [
-        "# A training step, beside its peers and its own matrix products",
-        "",
-        f"`llmfoundry-lite bench train`, {report['date']}, torch {report['torch']}: {title_of(report)}; the median of "
-        f"{report['num_rounds']} x {report['num_steps']} steps; load average before it {report['load_average']:.1f}.",
-        "",
-        *markdown_table([HEADINGS, *rows_of(report)]),
-        "",
-        *(f"- {line}" for line in ratios_of(report)),
-    ]
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
-
-
-def title_of(report: dict[str, Any]) -> str:
-    tokens = f"{report['num_parameters']:,} parameters, {report['batch_size']} x {report['seq_len']} tokens"
-    return f"{tokens}, {report['device']}, {report['num_threads']} threads"
-
-
-def rows_of(report: dict[str, Any]) -> list[list[str]]:
+def table_of(report: dict[str, Any]) -> Table:
     rows = []
     for side, result in report["sides"].items():
         name, dtype = side.split()
         tokens = result["tokens_per_sec"]
-        is_products = tokens is None
         rows.append(
             [
                 f"{SIDES[name]}, {dtype}",
                 f"{result['step_seconds']:.3f}",
-                "" if is_products else f"{tokens:,.0f}",
+                "" if tokens is None else f"{tokens:,.0f}",
                 f"{result['flops_per_sec'] / 1e9:,.0f}",
-                "" if is_products else f"{result['peak_bytes'] / GIB:.2f}",
+                "" if tokens is None else f"{result['peak_bytes'] / GIB:.2f}",
             ]
         )
-    return rows
+    title = (
+        f"{report['num_parameters']:,} parameters, {report['batch_size']} x {report['seq_len']} tokens, "
+        f"{report['device']}, {report['num_threads']} threads, the median of {report['num_rounds']} x "
+        f"{report['num_steps']} steps"
+    )
+    return Table(title, ["step", "seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"], rows)
 
 
-def ratios_of(report: dict[str, Any]) -> list[str]:
-    lines = [f"{what}: {value:.2f}{f' ({aim})' if aim else ''}" for what, value, aim in compare(report)]
+def notes_of(report: dict[str, Any]) -> list[str]:
+    lines = [f"{what}: {value}{f' ({aim})' if aim else ''}" for what, value, aim in compare(report)]
     return [*lines, *(f"not measured: {reason}" for reason in report["failed"].values())]
 
 
@@ -291,6 +259,7 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
     """Seconds of each step of our model and our loss, without Composer."""
     import torch.distributed as dist
 
+    from llmfoundry_lite.config.layout import Layout
     from llmfoundry_lite.config.schema import FSDPConfig
     from llmfoundry_lite.parallel.fsdp import build_parallel_model
     from llmfoundry_lite.parallel.mesh import build_mesh
@@ -300,8 +269,8 @@ def measure_bare(settings: dict[str, Any], dtype: str) -> list[float]:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     fsdp = FSDPConfig(sharding_strategy="NO_SHARD")
     precision = PRECISIONS["fp32" if dtype == "fp32" else "amp_bf16", fsdp.mixed_precision]
-    config = ModelConfig(no_bias=True, max_seq_len=settings["seq_len"], **SHAPES[settings["shape"]])
-    model = build_parallel_model(config, fsdp, precision, build_mesh(fsdp, device_type(), 1, 1), seed=17)
+    config = model_of(settings["shape"], settings["seq_len"])
+    model = build_parallel_model(config, fsdp, precision, build_mesh(Layout(), device_type()), seed=17)
 
     def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
         labels_bt = next_token_labels(tokens_bt)

@@ -1,0 +1,137 @@
+"""What every measurement has: where it ran, rounds in turns, ratios of rounds, a report on the console and in files."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+import torch
+from rich.console import Console
+
+from llmfoundry_lite.devices import device_name
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.tables import markdown_table, print_table
+
+T = TypeVar("T")
+PIPE_WIDTH = 140
+"""Of a line where there is no terminal."""
+
+
+class Table(NamedTuple):
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The columns that hold no words."""
+        columns = range(len(self.headings))
+        return [i for i in columns if not any(re.match(r"[^\W\d]", row[i]) for row in self.rows)]
+
+
+class Spread(NamedTuple):
+    """Of the same thing measured in several rounds."""
+
+    least: float
+    median: float
+    most: float
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.median:.2f}"
+        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def describe_conditions() -> dict[str, Any]:
+    """What a report begins with: when, where, with which versions, and what else the machine was doing."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "device": device_name(),
+        "num_threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def describe_machine() -> str:
+    """In words, without its name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    memory = psutil.virtual_memory().total / GIB
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
+# --------------------------------------------------------------------------------------------------------- rounds
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], T]], num_rounds: int, console: Console
+) -> tuple[dict[str, list[T]], dict[str, str]]:
+    """Every side once in each round, so that a machine that is slow for a while is slow for all of them.
+
+    Returns what each side found, and the reasons of those that failed with RuntimeError, which are left out from then.
+    """
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    failed: dict[str, str] = {}
+    for number in range(1, num_rounds + 1):
+        for name, measure in sides.items():
+            if name in failed:
+                continue
+            console.print(f"round {number}/{num_rounds}: {name}", highlight=False)
+            try:
+                found[name].append(measure())
+            except RuntimeError as error:
+                failed[name] = str(error).strip().splitlines()[-1]
+    return found, failed
+
+
+def spread(values: Iterable[float]) -> Spread:
+    values = list(values)
+    return Spread(min(values), statistics.median(values), max(values))
+
+
+def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
+    """One number over the other, within each round that both have."""
+    return spread(a / b for a, b in zip(above, below, strict=False))
+
+
+# -------------------------------------------------------------------------------------------------------- reports
+
+
+def open_console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
+
+
+def show(console: Console, *tables: Table, notes: Sequence[str] = ()) -> None:
+    for table in tables:
+        console.print(f"\n{table.title}", markup=False, style="italic")
+        print_table(console, table.headings, table.rows, table.numbers, keeps_words=True)
+    for note in notes:
+        console.print(note, markup=False)
+
+
+def write_report(
+    folder: Path, name: str, heading: str, command: str, report: dict[str, Any], *parts: Table | Sequence[str] | str
+) -> None:
+    """NAME.json holds everything, NAME.md what people read: `parts` are tables, paragraphs, or notes of a list."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
+    blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]
+    for part in parts:
+        if isinstance(part, Table):
+            lines = markdown_table([part.headings, *part.rows], part.numbers)
+            blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
+        else:
+            lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
+        blocks += ["\n".join(lines)] if lines else []
+    (folder / f"{name}.md").write_text("\n\n".join(blocks) + "\n")

@@ -1,0 +1,124 @@
+"""`llmfoundry-lite plan`: what a run would take."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan_command(
+    arguments: Annotated[list[str] | None, typer.Argument(help="RUN.yaml [HARDWARE.yaml] [key=value ...]")] = None,
+    hardware: Annotated[str, typer.Option(help="The device: h100-80gb, mi250 and so on. Several: a,b,c.")] = "",
+    devices: Annotated[str, typer.Option(help="Devices in all nodes. Several counts, 64,128, make one table.")] = "",
+    check: Annotated[str | None, typer.Option(help="A finished run: its rates beside the predicted ones.")] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node. Default: as it is sold.")] = None,
+    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device within its node.")] = None,
+    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to others.")] = None,
+    efficiency: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Of the peak that matrix products reach.")
+    ] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="mfu.json of `bench mfu`, measured on such a device.")] = None,
+    pipeline: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; predicted only.")] = 1,
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble.")] = "1f1b",
+    virtual: Annotated[int, typer.Option(min=1, help="Runs of blocks on a device (interleaved).")] = 1,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None,
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None,
+    join: Annotated[str | None, typer.Option(help="A second cluster, HARDWARE:DEVICES, that trains along.")] = None,
+    wan: Annotated[float, typer.Option(min=0.001, help="Gbit/s between the two clusters.")] = 10.0,
+    exchange_every: Annotated[int, typer.Option(min=1, help="Steps between their exchanges.")] = 1,
+    samples: Annotated[int | None, typer.Option(min=1, help="A batch of so many samples for each device.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts that are shown.")] = 5,
+    write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """Predict memory, speed, days and cost of a run for every way of dividing the devices. Nothing is started.
+
+    Exit code 2 when no layout fits.
+    """
+    from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
+    from llmfoundry_lite.plan.plan import Plan, make_plan, parse_cluster, parse_counts, write_overlay
+    from llmfoundry_lite.plan.plan import join as join_plans
+    from llmfoundry_lite.plan.report import describe_joined, describe_plan, describe_plans, plan_facts
+    from llmfoundry_lite.plan.search import Pipeline
+
+    if check is not None:
+        print(check_run(check))
+        return
+    if not (arguments and hardware and devices):
+        raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
+
+    def plan_on(name: str, number: int) -> Plan:
+        batch = [] if samples is None else [f"global_train_batch_size={samples * number}"]
+        return make_plan(
+            [*arguments, *batch],
+            hardware=name,
+            num_devices=number,
+            per_node=per_node,
+            link_gigabytes=link,
+            adapter_gigabits=adapter,
+            products_share=efficiency,
+            measured=calibrate,
+            pipeline=Pipeline(num_stages=pipeline, schedule=schedule, virtual_stages=virtual),
+            num_tokens=tokens,
+            dollars_per_device_hour=price,
+            device_hours_between_failures=mtbf,
+        )
+
+    clusters = [(name, number) for name in hardware.split(",") for number in parse_counts(devices)]
+    if len(clusters) > 1:
+        if join or write:
+            raise ConfigError("--join and --write need one --hardware and one number of --devices")
+        plans = [plan_on(name, number) for name, number in clusters]
+        print(json.dumps([plan_facts(plan) for plan in plans], indent=1) if as_json else describe_plans(plans))
+        raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
+    plan = plan_on(*clusters[0])
+    print(json.dumps(plan_facts(plan), indent=1) if as_json else describe_plan(plan, top))
+    if join is not None:
+        name, number = parse_cluster(join)
+        second = make_plan(arguments, hardware=name, num_devices=number)
+        print(describe_joined(plan, second, join_plans(plan, second, wan, exchange_every), wan, exchange_every))
+    if write is not None:
+        write_overlay(plan, write)
+    raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)
+
+
+def check_run(run: str) -> str:
+    """What each span of the run's batches was predicted to reach, beside what it reached. Raises DataError."""
+    from llmfoundry_lite.config.load_train import load_train_config
+    from llmfoundry_lite.errors import DataError
+    from llmfoundry_lite.plan.check import Measured, describe_check
+    from llmfoundry_lite.report.reading import read_run
+    from llmfoundry_lite.report.segments import accelerator_of, measure
+
+    found = read_run(run)
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise DataError(f"--check: {path} is not there; it says what was trained")
+    config = load_train_config([str(path)]).config
+    spans, left_out = [], []
+    for segment in found.segments:
+        here = found.log.within(segment.first_batch, segment.last_batch)
+        row, facts = accelerator_of(found.log, here, segment), measure(found.log, segment, {})
+        if row is None or not facts.tokens_per_second_per_device or not segment.num_devices:
+            left_out.append(
+                f"{segment.span}: {segment.device or 'an unknown device'} is not in the table, no prediction"
+            )
+            continue
+        spans.append(
+            Measured(
+                batches=segment.span,
+                accelerator=row,
+                num_devices=segment.num_devices,
+                strategy=segment.sharding or config.sharding.sharding_strategy,
+                shard_degree=segment.shard_degree,
+                tensor=segment.tensor_parallel_degree or 1,
+                microbatch_size=segment.device_train_microbatch_size
+                or config.global_train_batch_size // segment.num_devices,
+                tokens_per_second=facts.tokens_per_second_per_device,
+            )
+        )
+    if not found.segments:
+        left_out.append("no checkpoint of this run says where it ran: nothing to compare")
+    return describe_check(config, spans, left_out)

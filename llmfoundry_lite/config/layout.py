@@ -1,0 +1,180 @@
+"""How the devices of a launch are divided: five dimensions, derived once from the configuration and their number.
+
+Owns which rank holds which part of the model, which ranks see the same samples, and what cannot be divided. Everybody
+else reads it: `parallel/mesh.py` makes torch's mesh of it, `plan/memory.py` a device's share, `training/` its data.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmfoundry_lite.config.check_values import either
+from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.ranks.rank import this_rank
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in each dimension, the last of which changes fastest from rank to rank."""
+
+    pipeline: int
+    """The rank's stage: a run of consecutive blocks."""
+    replicate: int
+    """Its copy of the model."""
+    shard: int
+    """Its share of that copy."""
+    context: int
+    """Its part of each sample's tokens."""
+    tensor: int
+    """Its part of each layer. Neighbouring ranks, because they exchange the most."""
+
+
+DIMENSIONS = Coordinates._fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRanks:
+    """One rank as the data has it: ranks that see the same samples count as one, wherever those are shared out or
+    added up."""
+
+    rank: int
+    """The data rank of this process."""
+    size: int
+    """Number of data ranks, each with its share of the global batch."""
+    speaks: bool
+    """One process of each data rank counts what they have all seen."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.speaks and self.rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """world = pipeline x replicate x shard x context x tensor."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    node_size: int = 1
+    """Devices of each node."""
+
+    @property
+    def degrees(self) -> Coordinates:
+        return Coordinates(*(getattr(self, name) for name in DIMENSIONS))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of shares of a global batch."""
+        return self.replicate * self.shard
+
+    @property
+    def ranks_per_data_rank(self) -> int:
+        """Number of ranks that see the same samples."""
+        return self.world_size // self.num_data_ranks
+
+    def coordinates(self, rank: int) -> Coordinates:
+        place = []
+        for degree in reversed(self.degrees):
+            rank, index = divmod(rank, degree)
+            place.append(index)
+        return Coordinates(*reversed(place))
+
+    def rank_at(self, place: Coordinates) -> int:
+        rank = 0
+        for degree, index in zip(self.degrees, place, strict=True):
+            rank = rank * degree + index
+        return rank
+
+    def group(self, rank: int, dimension: str) -> list[int]:
+        """The ranks that differ from `rank` in this dimension alone, itself among them, in order."""
+        place, degree = self.coordinates(rank), getattr(self, dimension)
+        return [self.rank_at(place._replace(**{dimension: index})) for index in range(degree)]
+
+    def spans_nodes(self, dimension: str) -> bool:
+        """Whether a group of this dimension has ranks in several nodes."""
+        faster = self.degrees[DIMENSIONS.index(dimension) :]
+        return self.world_size > self.node_size and faster[0] > 1 and self.node_size % math.prod(faster) != 0
+
+    def data_ranks(self, rank: int) -> DataRanks:
+        place = self.coordinates(rank)
+        return DataRanks(
+            rank=place.replicate * self.shard + place.shard,
+            size=self.num_data_ranks,
+            speaks=place.pipeline == place.context == place.tensor == 0,
+        )
+
+
+def divide_devices(fsdp: FSDPConfig, world_size: int, node_size: int | None = None, tensor: int = 1) -> Layout:
+    """The layout of `world_size` devices, `node_size` of them (default: all) in each node.
+
+    NO_SHARD: every data rank holds a copy of the model. HYBRID_SHARD: data_parallel_shard_degree of them, or those of
+    a node, share one. Otherwise all share one. Raises ConfigError for degrees that do not divide the devices.
+    """
+    node_size = min(node_size or world_size, world_size)
+    if world_size % tensor:
+        raise ConfigError(
+            f"tp_config.tensor_parallel_degree: {tensor} does not divide the {world_size} devices of this launch; "
+            f"start a multiple of {tensor}, or change the degree"
+        )
+    num_data_ranks = world_size // tensor
+    shard = {
+        "NO_SHARD": 1,
+        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, node_size // tensor),
+    }.get(fsdp.sharding_strategy, num_data_ranks)
+    if num_data_ranks % shard:
+        given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
+        divisors = either([str(n) for n in range(1, num_data_ranks + 1) if num_data_ranks % n == 0])
+        raise ConfigError(
+            f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
+            f"{name_data_ranks(tensor)} of this launch; use {divisors}"
+        )
+    return Layout(replicate=num_data_ranks // shard, shard=shard, tensor=tensor, node_size=node_size)
+
+
+def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None) -> Layout:
+    """Raises ConfigError, as `divide_devices` does."""
+    return divide_devices(config.sharding, world_size, node_size, config.tensor_parallel_degree)
+
+
+def layout_here(config: TrainConfig) -> Layout:
+    """The layout of the launch that this process is a rank of."""
+    here = this_rank()
+    return layout_of(config, here.world_size, here.local_world_size)
+
+
+def name_data_ranks(ranks_per_data_rank: int) -> str:
+    """What a share of the batch goes to, in the user's words."""
+    return "devices" if ranks_per_data_rank == 1 else f"groups of {ranks_per_data_rank} devices (tp_config)"
+
+
+WORDS = {
+    "replicate": "copies of the model",
+    "shard": "shares of a copy",
+    "tensor": "parts of a layer",
+}
+"""The dimensions that a configuration can ask for."""
+
+
+def describe_layout(layout: Layout) -> list[str]:
+    """Lines for people: the product, and for rank 0 who is with it in each dimension."""
+    divided = [name for name in WORDS if getattr(layout, name) > 1]
+    product = " x ".join(f"{getattr(layout, name)} {WORDS[name]} ({name})" for name in divided)
+    nodes = f" in nodes of {layout.node_size}" if layout.node_size < layout.world_size else ""
+    lines = [f"{layout.world_size}{nodes}" + (f" = {product}" if product else "")]
+    for name in divided if len(divided) > 1 else []:
+        across = "across nodes" if layout.spans_nodes(name) else "within a node"
+        lines.append(f"{name}: rank 0 with {_shorten(layout.group(0, name)[1:])}, {across}")
+    return lines
+
+
+def _shorten(ranks: list[int]) -> str:
+    """1, 2, 3 ... 7"""
+    texts = [str(rank) for rank in ranks]
+    return ", ".join(texts) if len(texts) <= 4 else f"{', '.join(texts[:3])} ... {texts[-1]}"

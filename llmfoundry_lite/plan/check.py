@@ -1,0 +1,82 @@
+"""The planner beside what was measured: a finished run, and a device's own rate of matrix products. No torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.plan.network import find_node
+from llmfoundry_lite.plan.search import work_of
+from llmfoundry_lite.plan.step import Shares, step_time
+
+PRODUCTS = "matrix products"
+"""The name of those rows in the report of `bench mfu`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Measured:
+    """A span of batches of a run, as its checkpoint and its log tell."""
+
+    batches: str
+    accelerator: Accelerator
+    num_devices: int
+    strategy: str
+    shard_degree: int | None
+    """HYBRID_SHARD: devices that share one copy."""
+    tensor: int
+    microbatch_size: int
+    tokens_per_second: float
+    """Of each device."""
+
+
+def predict(config: TrainConfig, measured: Measured) -> float:
+    """Tokens per second of each device, as `plan` would say it for this span. Raises ConfigError."""
+    node = find_node(measured.accelerator.name)
+    num_data_ranks = measured.num_devices // measured.tensor
+    shard = {"NO_SHARD": 1, "HYBRID_SHARD": measured.shard_degree}.get(measured.strategy) or num_data_ranks
+    layout = Layout(
+        replicate=num_data_ranks // shard,
+        shard=shard,
+        tensor=measured.tensor,
+        node_size=min(node.num_devices, measured.num_devices),
+    )
+    work = work_of(config, measured.strategy, measured.microbatch_size, config.sharding.activation_checkpointing)
+    return step_time(work, layout, measured.accelerator, node).tokens_per_second / measured.num_devices
+
+
+def describe_check(config: TrainConfig, spans: Sequence[Measured], left_out: Sequence[str]) -> str:
+    """One line for each span, the prediction beside the measurement, and a line for each that has no prediction."""
+    lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
+    for span in spans:
+        predicted = predict(config, span)
+        devices = f"{span.num_devices} x {span.accelerator.name}"
+        lines.append(
+            f"{span.batches:>10}  {devices:<18}{span.tokens_per_second:>10,.0f}{predicted:>11,.0f}  "
+            f"{predicted / span.tokens_per_second - 1:+.1%}"
+        )
+    return "\n".join([*lines, *left_out])
+
+
+def calibrate(shares: Shares, path: Path) -> Shares:
+    """The shares, with the rate of matrix products that `llmfoundry-lite bench mfu --out` has measured on this device.
+
+    Raises DataError for a file that is no such report, ConfigError for a device whose peak is not known.
+    """
+    try:
+        report = json.loads(path.read_text())
+        rates = [row["flops_per_sec"] for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row]
+        peak, device = report["peak_flops"], report["device"]
+    except OSError as error:
+        raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"--calibrate: {path} is no report of `llmfoundry-lite bench mfu` (mfu.json)") from None
+    if not peak:
+        raise ConfigError(f"--calibrate: {path} was measured on {device}, whose peak is not in the table")
+    if not rates:
+        raise DataError(f"--calibrate: {path} has no rate of matrix products")
+    return replace(shares, products=median(rates) / peak, source=f"products measured on {device}, {path.name}")

@@ -1,0 +1,117 @@
+"""What a run costs, in days, energy and money, and what failures and saves take from it: arithmetic, no torch."""
+
+import math
+from dataclasses import dataclass
+
+from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
+from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.plan.network import Node
+
+DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
+"""Llama 3's training: 419 unplanned interruptions in 54 days on 16,384 H100, one in 50,700 device-hours.
+arXiv 2407.21783, section 3.3.4."""
+RESTART_SECONDS = 300.0
+"""From a failure to the next batch, with a spare node at hand: HyperPod says under two minutes, a queue takes more."""
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about 20."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Cost:
+    days: float
+    """Failures and saves included."""
+    device_hours: float
+    energy_kwh: float
+    """At most: every node draws what it can."""
+    dollars: float | None
+    lost_share: float
+    """Of the time, to saves, failures and restarts."""
+    save_every_seconds: float
+    hours_between_failures: float
+
+
+def cost_of(
+    num_tokens: float,
+    tokens_per_second: float,
+    num_devices: int,
+    accelerator: Accelerator,
+    node: Node,
+    *,
+    dollars_per_device_hour: float | None = None,
+    save_seconds: float,
+    device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
+    restart_seconds: float = RESTART_SECONDS,
+) -> Cost:
+    """`save_seconds`: how long a save holds training up."""
+    between = device_hours_between_failures / num_devices * 3600
+    every = suggest_save_interval(save_seconds, between)
+    lost = lost_share(every, save_seconds, between, restart_seconds)
+    hours = num_tokens / tokens_per_second / 3600 / (1 - lost)
+    watts = node.power_watts / node.num_devices
+    return Cost(
+        days=hours / 24,
+        device_hours=hours * num_devices,
+        energy_kwh=hours * num_devices * watts / 1000,
+        dollars=None if dollars_per_device_hour is None else hours * num_devices * dollars_per_device_hour,
+        lost_share=lost,
+        save_every_seconds=every,
+        hours_between_failures=between / 3600,
+    )
+
+
+def lost_share(every: float, save_seconds: float, between: float, restart_seconds: float) -> float:
+    """Of the time that is not training's: Daly 2006, equation 20, solved for the share, with failures that come as a
+    Poisson process, in saves and restarts too."""
+    spent = math.expm1((every + save_seconds) / between) * between * math.exp(restart_seconds / between)
+    return 1 - every / spent
+
+
+def compute_optimal(flops: float) -> tuple[float, float]:
+    """(parameters, tokens) that `flops` train best: C = 6 N D and D = 20 N."""
+    num_parameters = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
+    return num_parameters, TOKENS_PER_PARAMETER * num_parameters
+
+
+BYTES_PER_PARAMETER = {"published": (6, 4, 4), "adam": (6, 4, 8)}
+"""Of weights (fp32 and 16 bits), gradients, optimizer. `published` is arXiv 2312.12705's, which counts one moment of
+Adam's two; `adam` counts both."""
+
+
+def model_state_bytes(num_parameters: float, accounting: str = "adam") -> float:
+    """Weights, gradients and optimizer state of mixed-precision training, on all devices together."""
+    return num_parameters * sum(BYTES_PER_PARAMETER[accounting])
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Joined:
+    """Two clusters that train one run together, their gradients added over a link between them."""
+
+    tokens_per_second: float
+    gain: float
+    """Over the faster cluster alone."""
+    least_bytes_per_second: float
+    """The slowest link, in one direction, on which the second cluster pays; inf where it never does."""
+
+
+def join_clusters(
+    first_tokens_per_second: float,
+    second_tokens_per_second: float,
+    *,
+    batch_tokens: int,
+    gradient_bytes: float,
+    link_bytes_per_second: float,
+    steps_between_exchanges: int = 1,
+) -> Joined:
+    """Each cluster computes a share of the batch by its speed; then both send their gradients' sum over the link,
+    nothing of which is hidden. With `steps_between_exchanges` > 1 they exchange once in so many steps (DiLoCo)."""
+    together, alone = first_tokens_per_second + second_tokens_per_second, first_tokens_per_second
+    alone = max(alone, second_tokens_per_second)
+    step_seconds = batch_tokens / together
+    exchange_seconds = gradient_bytes / link_bytes_per_second / steps_between_exchanges
+    tokens_per_second = batch_tokens / (step_seconds + exchange_seconds)
+    saved = (batch_tokens / alone - step_seconds) * steps_between_exchanges
+    return Joined(
+        tokens_per_second=tokens_per_second,
+        gain=tokens_per_second / alone,
+        least_bytes_per_second=gradient_bytes / saved if saved > 0 else math.inf,
+    )

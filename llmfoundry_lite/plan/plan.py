@@ -1,0 +1,181 @@
+"""`llmfoundry-lite plan`: what a run would take on hardware that nobody has booked. No torch, under a second.
+
+    llmfoundry-lite plan mpt-7b --hardware mi250 --devices 128
+
+Owns the request and the answer. Leaves time to `step`, memory to `memory`, layouts to `search`, money and failures to
+`cost`, words to `report`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import Duration, TrainConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import Accelerator, accelerator_named
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.plan.check import calibrate
+from llmfoundry_lite.plan.cost import Cost, Joined, cost_of, join_clusters
+from llmfoundry_lite.plan.memory import MemoryEstimate
+from llmfoundry_lite.plan.network import Node, find_node
+from llmfoundry_lite.plan.schedule import check_schedule
+from llmfoundry_lite.plan.search import Candidate, Pipeline, Rejected, search_layouts, smallest_that_fits
+from llmfoundry_lite.plan.step import FP32_BYTES, Shares, find_shares
+
+COPY_BYTES_PER_SECOND = 10e9
+"""From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
+LEAST_SAVE_SECONDS = 0.1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Plan:
+    config: TrainConfig
+    accelerator: Accelerator
+    node: Node
+    shares: Shares
+    num_devices: int
+    num_parameters: int
+    num_tokens: float | None
+    """Of the run; None where its length is counted in epochs, of data that is not looked at."""
+    candidates: list[Candidate]
+    rejected: list[Rejected]
+    pipeline: Pipeline
+    would_fit: int | None
+    """Where nothing fits: the next number of devices, twice as many or more, that something fits on."""
+    cost: Cost | None
+    """Of the first candidate."""
+
+
+def make_plan(
+    arguments: Sequence[str],
+    *,
+    hardware: str,
+    num_devices: int,
+    per_node: int | None = None,
+    link_gigabytes: float | None = None,
+    adapter_gigabits: float | None = None,
+    products_share: float | None = None,
+    measured: Path | None = None,
+    pipeline: Pipeline | None = None,
+    num_tokens: float | None = None,
+    dollars_per_device_hour: float | None = None,
+    device_hours_between_failures: float | None = None,
+) -> Plan:
+    """`measured`: mfu.json of `bench mfu`, on such a device.
+
+    Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
+    accelerator = accelerator_named(hardware)
+    config = load_train_config(arguments).config
+    node = find_node(accelerator.name)
+    changes = {
+        "num_devices": per_node,
+        "link_bytes_per_second": link_gigabytes and link_gigabytes * 1e9,
+        "adapter_bytes_per_second": adapter_gigabits and adapter_gigabits * 1e9 / 8,
+    }
+    node = dataclasses.replace(node, **{name: value for name, value in changes.items() if value is not None})
+    shares = find_shares(accelerator)
+    if measured is not None:
+        shares = calibrate(shares, measured)
+    if products_share is not None:
+        shares = dataclasses.replace(shares, products=products_share, source="as given")
+    if num_devices > node.num_devices and num_devices % node.num_devices:
+        below = num_devices // node.num_devices * node.num_devices
+        raise ConfigError(
+            f"--devices: {num_devices} are no whole number of nodes of {node.num_devices}; the nearest counts are "
+            f"{below} and {below + node.num_devices} (--per-node says how many a node has)"
+        )
+    pipeline = pipeline or Pipeline()
+    if num_devices % pipeline.num_stages:
+        raise ConfigError(f"--pipeline: {pipeline.num_stages} stages do not divide {num_devices} devices")
+    check_schedule(pipeline.schedule, pipeline.num_stages, pipeline.num_stages, pipeline.virtual_stages)
+    candidates, rejected = search_layouts(config, num_devices, accelerator, node, shares, pipeline)
+    num_tokens = num_tokens or count_run_tokens(config)
+    cost = None
+    if candidates and num_tokens:
+        best = candidates[0]
+        kwargs = {}
+        if device_hours_between_failures is not None:
+            kwargs["device_hours_between_failures"] = device_hours_between_failures
+        cost = cost_of(
+            num_tokens,
+            best.time.tokens_per_second,
+            num_devices,
+            accelerator,
+            node,
+            dollars_per_device_hour=dollars_per_device_hour,
+            save_seconds=max(LEAST_SAVE_SECONDS, _state_bytes(best.memory) / COPY_BYTES_PER_SECOND),
+            **kwargs,
+        )
+    return Plan(
+        config=config,
+        accelerator=accelerator,
+        node=node,
+        shares=shares,
+        num_devices=num_devices,
+        num_parameters=count_parameters(config.model),
+        num_tokens=num_tokens,
+        candidates=candidates,
+        rejected=rejected,
+        pipeline=pipeline,
+        would_fit=None if candidates else smallest_that_fits(config, num_devices, accelerator, node, shares),
+        cost=cost,
+    )
+
+
+def parse_counts(text: str) -> list[int]:
+    """`64,128` -> [64, 128]. Raises ConfigError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"--devices: {text!r} given, expected a number, or several such as 64,128,256")
+    return [int(part) for part in parts]
+
+
+def parse_cluster(text: str) -> tuple[str, int]:
+    """`mi250:64` -> its two parts. Raises ConfigError."""
+    name, _, number = text.rpartition(":")
+    if not name or not number.isdecimal() or not int(number):
+        raise ConfigError(f"--join: {text!r} given, expected HARDWARE:DEVICES, such as mi250:64")
+    return name, int(number)
+
+
+def join(first: Plan, second: Plan, link_gigabits: float, steps_between_exchanges: int = 1) -> Joined:
+    """Both clusters train the first plan's run, their gradients in fp32 over a link. Raises ConfigError where the run
+    fits on one of them alone."""
+    for plan in (first, second):
+        if not plan.candidates:
+            raise ConfigError(f"--join: the run does not fit on {plan.num_devices} x {plan.accelerator.name}")
+    return join_clusters(
+        first.candidates[0].time.tokens_per_second,
+        second.candidates[0].time.tokens_per_second,
+        batch_tokens=first.candidates[0].time.num_tokens,
+        gradient_bytes=FP32_BYTES * first.num_parameters,
+        link_bytes_per_second=link_gigabits * 1e9 / 8,
+        steps_between_exchanges=steps_between_exchanges,
+    )
+
+
+def count_run_tokens(config: TrainConfig) -> float | None:
+    """Tokens of a whole run; None where its length is in epochs."""
+    span = Duration.parse(config.max_duration)
+    per_batch = config.global_train_batch_size * config.max_seq_len
+    each = {"ba": per_batch, "tok": 1, "sp": config.max_seq_len}
+    return span.value * each[span.unit] if span.unit in each else None
+
+
+def write_overlay(plan: Plan, path: Path) -> None:
+    """The first candidate as a YAML to lay over the run. Raises ConfigError where nothing fits."""
+    if not plan.candidates:
+        raise ConfigError(f"--write: no layout of {plan.num_devices} {plan.accelerator.name} fits, nothing to write")
+    if plan.pipeline.num_stages > 1:
+        raise ConfigError("--write: this release trains no pipelines; plan without --pipeline")
+    head = f"# Planned for {plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
+    path.write_text(head + yaml.safe_dump(plan.candidates[0].overlay(), sort_keys=False))
+
+
+def _state_bytes(memory: MemoryEstimate) -> int:
+    """What a device saves: its share of parameters and of the optimizer's state."""
+    return memory.parameters_bytes + memory.optimizer_bytes

@@ -1,0 +1,219 @@
+"""A plan as lines for people, and as plain values for programs. No torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.plan.cost import Joined, compute_optimal, model_state_bytes
+from llmfoundry_lite.plan.plan import Plan
+from llmfoundry_lite.plan.search import Candidate, usable_bytes
+
+CANNOT_PROMISE = (
+    "not predicted: waiting for data, stragglers, congestion by other jobs, the host's own time. "
+    "`llmfoundry-lite rehearse` measures the memory"
+)
+CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations and loss",
+    "optimizer": "the optimizer",
+    "tensor": "tensor parallelism's collectives",
+    "context": "context parallelism's collectives",
+    "sharding": "FSDP's collectives, as far as they show",
+    "pipeline": "sending between stages",
+    "bubble": "waiting for other stages",
+}
+
+
+def describe_plan(plan: Plan, num_shown: int = 5) -> str:
+    config, node = plan.config, plan.node
+    tokens = f", {plan.num_tokens:.3g} tokens" if plan.num_tokens else ""
+    half = " (half a card each)" if plan.accelerator.devices_per_card == 2 else ""
+    lines = [
+        f"plan      {config.run_name}: {plan.num_parameters / 1e9:.3g} billion parameters{tokens}, "
+        f"{config.global_train_batch_size} x {config.max_seq_len} a batch, {config.precision}",
+        f"hardware  {plan.num_devices} x {plan.accelerator.name}{half}, {node.num_devices} in a node; "
+        f"{node.link_bytes_per_second / 1e9:.0f} GB/s in it for each device, "
+        f"{node.adapter_bytes_per_second / 1e9:.0f} GB/s out of it ({node.source})",
+        f"rates     products at {plan.shares.products:.1%} of the peak, attention at {plan.shares.attention:.1%} "
+        f"({plan.shares.source})",
+        f"state     {model_state_bytes(plan.num_parameters, 'adam') / 1e12:.3g} TB at 18 bytes a parameter "
+        f"({model_state_bytes(plan.num_parameters, 'published') / 1e12:.3g} TB at the 14 that papers count)",
+        "",
+    ]
+    if plan.pipeline.num_stages > 1:
+        pipeline = plan.pipeline
+        lines[-1:] = [
+            f"pipeline  {pipeline.num_stages} stages, {pipeline.schedule}; predicted only: this release trains none",
+            "",
+        ]
+    if plan.candidates:
+        lines += _table(plan, num_shown)
+        lines += ["", *_explain(plan)]
+    else:
+        on = f"; {plan.would_fit} devices would do" if plan.would_fit else ""
+        lines.append(f"no layout of {plan.num_devices} {plan.accelerator.name} fits{on}")
+    lines += ["", *_rejections(plan)]
+    if plan.cost is not None:
+        lines += ["", *_costs(plan)]
+    return "\n".join([*lines, "", CANNOT_PROMISE])
+
+
+def describe_plans(plans: Sequence[Plan]) -> str:
+    """One line for each: its first layout, and what is left of the first count's rate for each device."""
+    first = plans[0]
+    rows = [
+        f"{first.config.run_name}: {first.num_parameters / 1e9:.3g} billion parameters, sequences of "
+        f"{first.config.max_seq_len}, {first.config.precision}",
+        "",
+        "| hardware | devices | samples | copies | shards | tensor | micro | recomputed | GiB | tokens/s | MFU "
+        "| scaling | days | of it lost |",
+        "|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    base: dict[str, float] = {}
+    for plan in plans:
+        name = plan.accelerator.name
+        head = f"| {name} | {plan.num_devices:,} | {plan.config.global_train_batch_size:,} "
+        if not plan.candidates:
+            rows.append(head + "| does not fit | | | | | | | | | | |")
+            continue
+        c = plan.candidates[0]
+        rate = c.time.tokens_per_second / plan.num_devices
+        scaling = rate / base.setdefault(name, rate)
+        cost = f"{plan.cost.days:.3g} | {plan.cost.lost_share:.1%}" if plan.cost else " | "
+        rows.append(
+            f"{head}| {c.layout.replicate} | {c.layout.shard} | {c.layout.tensor} | {c.work.microbatch_size} "
+            f"| {CHECKPOINTING[c.work.activation_checkpointing]} | {c.memory.total_bytes / GIB:.1f} "
+            f"| {c.time.tokens_per_second:,.0f} | {c.mfu:.1%} | {scaling:.1%} | {cost} |"
+        )
+    return "\n".join([*rows, "", CANNOT_PROMISE])
+
+
+def _table(plan: Plan, num_shown: int) -> list[str]:
+    rows = ["    copies shards tensor micro  recomputed    GiB     tokens/s    MFU"]
+    for number, c in enumerate(plan.candidates[:num_shown], 1):
+        recomputed = CHECKPOINTING[c.work.activation_checkpointing]
+        rows.append(
+            f"{number:<3}{c.layout.replicate:>7}{c.layout.shard:>7}{c.layout.tensor:>7}{c.work.microbatch_size:>6}  "
+            f"{recomputed:<11}{c.memory.total_bytes / GIB:>6.1f}{c.time.tokens_per_second:>13,.0f}{c.mfu:>7.1%}"
+        )
+    more = len(plan.candidates) - num_shown
+    if more > 0:
+        rows.append(f"   and {more} more that fit")
+    return rows
+
+
+def _explain(plan: Plan) -> list[str]:
+    """Three lines on the first candidate: what fills its memory, its time, and what the next one lacks."""
+    best = plan.candidates[0]
+    memory = best.memory
+    parts = {
+        "parameters": memory.parameters_bytes + memory.unsharded_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+    }
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
+    limit = usable_bytes(plan.accelerator)
+    lines = [
+        f"memory    {memory.total_bytes / GIB:.1f} of {limit / GIB:.1f} GiB, most of it "
+        + " and ".join(f"{name} ({num_bytes / GIB:.1f})" for name, num_bytes in largest),
+        "time      "
+        + ", ".join(f"{share:.0%} {PARTS[name]}" for name, share in best.time.parts().items() if share >= 0.01),
+    ]
+    fastest = min(c.time.seconds for c in plan.candidates)
+    if best.time.seconds > fastest:
+        lines.append("choice    as fast as the fastest, within 1 %, and the least memory among those")
+    elif len(plan.candidates) > 1:
+        lines.append(_against(best, plan.candidates[1]))
+    else:
+        lines.append("choice    the only one that fits")
+    return lines
+
+
+def _against(best: Candidate, second: Candidate) -> str:
+    lost = {name: getattr(second.time, name) - getattr(best.time, name) for name in PARTS}
+    where = max(lost, key=lambda name: lost[name])
+    return f"choice    the next is {second.time.seconds / best.time.seconds - 1:.1%} slower, by {PARTS[where]}"
+
+
+def _rejections(plan: Plan) -> list[str]:
+    """One line for each layout that does not fit; those with one reason together."""
+    if not plan.rejected:
+        return ["every layout fits"]
+    reasons = Counter(rejected.reason for rejected in plan.rejected)
+    lines = []
+    for reason, number in reasons.items():
+        layouts = [r.layout for r in plan.rejected if r.reason == reason]
+        names = [f"{x.replicate}x{x.shard}x{x.tensor}" for x in layouts[:3]] + (["..."] if number > 3 else [])
+        lines.append(f"rejected  {', '.join(names)} (copies x shards x tensor): {reason}")
+    return lines
+
+
+def _costs(plan: Plan) -> list[str]:
+    cost, config = plan.cost, plan.config
+    assert cost is not None and plan.num_tokens is not None
+    dollars = f", {cost.dollars:,.0f} dollars" if cost.dollars is not None else ""
+    flops = count_flops_per_token(config.model, config.max_seq_len) * plan.num_tokens
+    num_parameters, num_tokens = compute_optimal(flops)
+    batches = cost.save_every_seconds / plan.candidates[0].time.seconds
+    return [
+        f"run       {cost.days:.3g} days, {cost.device_hours:,.0f} device-hours, at most {cost.energy_kwh:,.0f} kWh"
+        f"{dollars}",
+        f"failures  one in {cost.hours_between_failures:.3g} h; saves every {cost.save_every_seconds / 60:.3g} minutes "
+        f"({batches:.0f} batches) lose least: {cost.lost_share:.1%} of the time with restarts",
+        f"budget    its {flops:.2e} FLOPs are best spent on {num_parameters / 1e9:.3g} billion parameters and "
+        f"{num_tokens / 1e9:.3g} billion tokens; this model is best trained on {20 * plan.num_parameters / 1e9:.3g} "
+        "billion (20 a parameter)",
+    ]
+
+
+def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: float, steps: int) -> str:
+    exchange = "every step" if steps == 1 else f"every {steps} steps"
+    least = joined.least_bytes_per_second * 8 / 1e9
+    text = (
+        f"joined    with {second.num_devices} x {second.accelerator.name} over {link_gigabits:g} Gbit/s, gradients "
+        f"exchanged {exchange}: {joined.tokens_per_second:,.0f} tokens/s, {joined.gain:.2f} times the faster alone; "
+    )
+    return (
+        text + ("the second cluster does not pay, " if joined.gain <= 1 else "") + f"it pays from {least:.3g} Gbit/s on"
+    )
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """For `--json`."""
+
+    def facts(c: Candidate) -> dict[str, Any]:
+        return {
+            "replicate": c.layout.replicate,
+            "shard": c.layout.shard,
+            "tensor": c.layout.tensor,
+            "overlay": c.overlay(),
+            "memory_bytes": c.memory.total_bytes,
+            "step_seconds": c.time.seconds,
+            "tokens_per_second": c.time.tokens_per_second,
+            "mfu": c.mfu,
+            "shares": c.time.parts(),
+        }
+
+    cost = plan.cost
+    return {
+        "run": plan.config.run_name,
+        "hardware": plan.accelerator.name,
+        "num_devices": plan.num_devices,
+        "num_parameters": plan.num_parameters,
+        "num_tokens": plan.num_tokens,
+        "usable_bytes": usable_bytes(plan.accelerator),
+        "rates": {"products": plan.shares.products, "attention": plan.shares.attention, "source": plan.shares.source},
+        "layouts": [facts(c) for c in plan.candidates],
+        "would_fit": plan.would_fit,
+        "rejected": [
+            {"replicate": r.layout.replicate, "shard": r.layout.shard, "tensor": r.layout.tensor, "reason": r.reason}
+            for r in plan.rejected
+        ],
+        "cost": cost and {name: getattr(cost, name) for name in cost.__dataclass_fields__},
+    }

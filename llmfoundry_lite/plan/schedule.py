@@ -1,0 +1,124 @@
+"""Pipeline schedules: the share of a step that stages wait, by formula and by playing the schedule. No torch.
+
+p stages on p devices, m microbatches, v runs of blocks on each device. GPipe (Huang et al. 2019) and 1F1B (Narayanan et
+al. 2019) wait (p - 1) / m of the time they compute; interleaving divides that by v (Narayanan et al. 2021, section
+2.2). Zero bubble (Qi et al. 2024, ZB-H1) splits the backward pass into the part that the stage before waits for and
+the weights' gradients, which fill the gaps: (p - 1) (F + B - W) / (m (F + B + W)).
+"""
+
+from dataclasses import dataclass
+
+from llmfoundry_lite.errors import ConfigError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Time of one microbatch in one run of blocks."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    """The gradient of the inputs, for the stage before."""
+    weights: float = 1.0
+    """The gradient of the weights, which nobody waits for."""
+
+
+def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1, costs: Costs | None = None):
+    """Time that a device waits over time that it computes, by formula."""
+    check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
+    costs = costs or Costs()
+    share = (num_stages - 1) / num_microbatches
+    if schedule == "interleaved":
+        return share / virtual_stages
+    if schedule == "zero_bubble":
+        whole = costs.forward + costs.backward + costs.weights
+        return share * max(0.0, costs.forward + costs.backward - costs.weights) / whole
+    return share
+
+
+def simulate_bubble(
+    schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1, costs: Costs | None = None
+) -> float:
+    """The same, by playing the schedule event by event, without time for sending."""
+    check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
+    costs = costs or Costs()
+    num_runs = virtual_stages if schedule == "interleaved" else 1
+    orders = [_order(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
+    seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weights}
+    if schedule != "zero_bubble":
+        seconds["B"] += costs.weights
+    last_run = num_stages * num_runs - 1
+    ends: dict[tuple[str, int, int], float] = {}
+    clocks = [0.0] * num_stages
+    positions = [0] * num_stages
+    remaining = sum(map(len, orders))
+    while remaining:
+        before = remaining
+        for rank, order in enumerate(orders):
+            while positions[rank] < len(order):
+                kind, run, microbatch = order[positions[rank]]
+                needs = {
+                    "F": ("F", run - 1, microbatch) if run else None,
+                    "B": ("B", run + 1, microbatch) if run < last_run else ("F", run, microbatch),
+                    "W": ("B", run, microbatch),
+                }[kind]
+                if needs is not None and needs not in ends:
+                    break
+                start = max(clocks[rank], ends[needs] if needs else 0.0)
+                clocks[rank] = ends[kind, run, microbatch] = start + seconds[kind] / num_runs
+                positions[rank] += 1
+                remaining -= 1
+        assert remaining < before, f"{schedule} waits for itself"
+    busy = num_microbatches * (costs.forward + costs.backward + costs.weights)
+    return max(clocks) / busy - 1
+
+
+def _order(
+    schedule: str, rank: int, num_stages: int, num_microbatches: int, num_runs: int
+) -> list[tuple[str, int, int]]:
+    """What a device does, one after the other: (F, B or W; run of blocks, counted through the model; microbatch)."""
+    total = num_microbatches * num_runs
+
+    def forward(index: int) -> tuple[str, int, int]:
+        run, microbatch = _interleaved(index, num_stages, num_runs)
+        return "F", run * num_stages + rank, microbatch
+
+    def backward(index: int) -> tuple[str, int, int]:
+        run, microbatch = _interleaved(index, num_stages, num_runs)
+        return "B", (num_runs - 1 - run) * num_stages + rank, microbatch
+
+    if schedule == "gpipe":
+        return [forward(i) for i in range(total)] + [backward(i) for i in range(total)]
+    ahead = num_stages - 1 - rank
+    if schedule == "interleaved":
+        ahead = 2 * ahead + (num_runs - 1) * num_stages
+    ahead = min(ahead, total)
+    order = [forward(i) for i in range(ahead)]
+    weights: list[tuple[str, int, int]] = []
+    for i in range(total):
+        if i + ahead < total:
+            order.append(forward(i + ahead))
+        order.append(backward(i))
+        if schedule == "zero_bubble":
+            weights.append(("W", *order[-1][1:]))
+            if i >= rank:  # the first gradients of weights wait for the gap at the end
+                order.append(weights.pop(0))
+    return order + weights
+
+
+def _interleaved(index: int, num_stages: int, num_runs: int) -> tuple[int, int]:
+    """The i-th pass of a device: p microbatches through its first run of blocks, the same through its second, ..."""
+    round_, within = divmod(index, num_stages * num_runs)
+    return within // num_stages, round_ * num_stages + within % num_stages
+
+
+def check_schedule(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int) -> None:
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule: {schedule!r} is none of {', '.join(SCHEDULES)}")
+    if schedule == "interleaved" and num_microbatches % num_stages:
+        raise ConfigError(
+            f"schedule interleaved: {num_microbatches} microbatches are no multiple of {num_stages} stages"
+        )
+    if virtual_stages < 1 or num_stages < 1 or num_microbatches < 1:
+        raise ConfigError("stages, runs of blocks and microbatches are counted from 1")

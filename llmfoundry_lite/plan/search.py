@@ -1,0 +1,242 @@
+"""Which way of dividing the devices trains a run fastest: every layout tried, each rejected one with its reason."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS, MemoryEstimate, estimate_memory
+from llmfoundry_lite.plan.network import Node
+from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, step_time
+
+FREE_SHARE = 0.98
+"""Of the memory as sold (hardware.py)."""
+CONTEXT_BYTES = 1 * GIB
+"""The device's context, libraries and communication buffers, which `plan.memory` leaves out."""
+DTYPES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "tf32": "tf32"}
+CHECKPOINTING = (False, "selective", True)
+MOST_DEVICES = 65_536
+AS_FAST = 0.01
+"""Times that differ by less are alike: the model of a step is not that exact."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Pipeline:
+    """Stages of blocks, one after the other. This release trains without; the arithmetic is here for those who choose
+    hardware."""
+
+    num_stages: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Candidate:
+    layout: Layout
+    strategy: str
+    """fsdp_config.sharding_strategy"""
+    work: Work
+    memory: MemoryEstimate
+    time: StepTime
+    mfu: float
+
+    def overlay(self) -> dict[str, Any]:
+        """The keys that make a run compute so."""
+        fsdp: dict[str, Any] = {"sharding_strategy": self.strategy}
+        if self.strategy == "HYBRID_SHARD":
+            fsdp["data_parallel_shard_degree"] = self.layout.shard
+        fsdp["activation_checkpointing"] = self.work.activation_checkpointing
+        keys: dict[str, Any] = {
+            "overlay": "hardware",
+            "device_train_microbatch_size": self.work.microbatch_size,
+            "fsdp_config": fsdp,
+        }
+        if self.layout.tensor > 1:
+            keys["tp_config"] = {"tensor_parallel_degree": self.layout.tensor}
+        return keys
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Rejected:
+    layout: Layout
+    strategy: str
+    reason: str
+
+
+def search_layouts(
+    config: TrainConfig,
+    num_devices: int,
+    accelerator: Accelerator,
+    node: Node,
+    shares: Shares | None = None,
+    pipeline: Pipeline | None = None,
+) -> tuple[list[Candidate], list[Rejected]]:
+    """The layouts that fit, the fastest first, each with its best microbatch and checkpointing; and those that do not.
+
+    First of all stands the one that takes the least memory among those that are as fast as the fastest.
+    Raises ConfigError where the hardware has no peak for the run's precision.
+    """
+    candidates: list[Candidate] = []
+    rejected: list[Rejected] = []
+    pipeline = pipeline or Pipeline()
+    for layout, strategy in layouts_of(num_devices, node.num_devices, pipeline.num_stages):
+        found = _best(config, layout, strategy, accelerator, node, shares, pipeline)
+        if isinstance(found, str):
+            rejected.append(Rejected(layout=layout, strategy=strategy, reason=found))
+        else:
+            candidates.append(found)
+    candidates.sort(key=lambda c: (c.time.seconds, c.layout.tensor))
+    if candidates:
+        best = min(_as_fast_as(candidates), key=lambda c: c.memory.total_bytes)
+        candidates.remove(best)
+        candidates.insert(0, best)
+    return candidates, rejected
+
+
+def smallest_that_fits(
+    config: TrainConfig, num_devices: int, accelerator: Accelerator, node: Node, shares: Shares | None = None
+) -> int | None:
+    """The first of twice, four times ... so many devices that some layout fits; None up to 65,536."""
+    while (num_devices := 2 * num_devices) <= MOST_DEVICES:
+        if search_layouts(config, num_devices, accelerator, node, shares)[0]:
+            return num_devices
+    return None
+
+
+def layouts_of(num_devices: int, node_size: int, num_stages: int = 1) -> Iterator[tuple[Layout, str]]:
+    """Every way of dividing so many devices: stages x copies x shards x parts of a layer.
+
+    Tensor parallelism stays within a node. A copy of the model takes whole nodes, or a part of one that divides it.
+    """
+    node_size = min(node_size, num_devices)
+    if num_devices % num_stages:
+        return
+    for tensor in range(1, node_size + 1):
+        if num_devices // num_stages % tensor or node_size % tensor:
+            continue
+        num_data_ranks = num_devices // num_stages // tensor
+        for shard in range(1, num_data_ranks + 1):
+            spanned = shard * tensor
+            if num_data_ranks % shard or (spanned % node_size and node_size % spanned):
+                continue
+            replicate = num_data_ranks // shard
+            strategy = "NO_SHARD" if shard == 1 else "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
+            layout = Layout(pipeline=num_stages, replicate=replicate, shard=shard, tensor=tensor, node_size=node_size)
+            yield layout, strategy
+
+
+def usable_bytes(accelerator: Accelerator) -> int:
+    return int(FREE_SHARE * accelerator.memory_bytes) - CONTEXT_BYTES
+
+
+def _best(
+    config: TrainConfig,
+    layout: Layout,
+    strategy: str,
+    accelerator: Accelerator,
+    node: Node,
+    shares: Shares | None,
+    pipeline: Pipeline,
+) -> Candidate | str:
+    """The fastest microbatch and checkpointing of a layout, or why there is none."""
+    reason = _refuse(config, layout)
+    if reason:
+        return reason
+    device_batch_size = config.global_train_batch_size // layout.num_data_ranks
+    limit = usable_bytes(accelerator)
+    fitting: list[Candidate] = []
+    least: MemoryEstimate | None = None
+    for checkpointing in CHECKPOINTING:
+        for microbatch_size in _microbatches(device_batch_size):
+            work = work_of(config, strategy, microbatch_size, checkpointing)
+            work = dataclasses.replace(work, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages)
+            if pipeline.schedule == "interleaved" and device_batch_size // microbatch_size % layout.pipeline:
+                continue
+            memory = memory_of(config, layout, work)
+            if least is None or memory.total_bytes < least.total_bytes:
+                least = memory
+            if memory.total_bytes > limit:
+                continue
+            time = step_time(work, layout, accelerator, node, shares)
+            mfu = time.mfu(work, accelerator, layout.world_size)
+            fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=memory, time=time, mfu=mfu))
+    if least is None:
+        return f"interleaved: no number of microbatches is a multiple of {layout.pipeline} stages"
+    if fitting:
+        return max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
+    return (
+        f"needs {least.total_bytes / GIB:.1f} GiB of {limit / GIB:.1f}, with one sample at a time and every block "
+        "computed again"
+    )
+
+
+def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that are as fast as the fastest."""
+    least = min(c.time.seconds for c in candidates)
+    return [c for c in candidates if c.time.seconds <= (1 + AS_FAST) * least]
+
+
+def _refuse(config: TrainConfig, layout: Layout) -> str:
+    """Why the layout does not divide this run; empty where it does."""
+    model = config.model
+    for name, number in (("heads", model.n_heads), ("key and value heads", model.num_kv_heads)):
+        if number % layout.tensor:
+            return f"{number} {name} do not divide over {layout.tensor} devices"
+    if model.ffn_dim % layout.tensor:
+        return f"{model.ffn_dim} hidden units do not divide over {layout.tensor} devices"
+    if layout.pipeline > model.n_layers:
+        return f"{layout.pipeline} stages are more than {model.n_layers} blocks"
+    if layout.tensor > 1 and model.attn_config.fused_qkv:
+        return "model.attn_config.fused_qkv: true does not divide (false does)"
+    if config.global_train_batch_size % layout.num_data_ranks:
+        return f"{config.global_train_batch_size} samples do not divide over {layout.num_data_ranks} data ranks"
+    return ""
+
+
+def _microbatches(device_batch_size: int) -> list[int]:
+    """Divisors: what `auto` tries, too."""
+    return [n for n in range(1, device_batch_size + 1) if device_batch_size % n == 0]
+
+
+def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpointing: bool | str) -> Work:
+    dtype = DTYPES[config.precision]
+    is_pure = config.sharding.mixed_precision == "PURE" and dtype in ("bf16", "fp16")
+    return Work(
+        model=config.model,
+        seq_len=config.max_seq_len,
+        global_batch_size=config.global_train_batch_size,
+        microbatch_size=microbatch_size,
+        dtype=dtype,
+        reduction_bytes=2 if is_pure else FP32_BYTES,
+        activation_checkpointing=checkpointing,
+        reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        is_sharded=strategy != "NO_SHARD",
+    )
+
+
+def memory_of(config: TrainConfig, layout: Layout, work: Work) -> MemoryEstimate:
+    """Of the fullest device. A stage of a pipeline keeps the activations of as many microbatches as there are stages
+    after it, itself among them (1F1B), and its share of the blocks."""
+    num_microbatches = work.num_microbatches(layout)
+    model = dataclasses.replace(work.model, n_layers=-(-work.model.n_layers // layout.pipeline))
+    estimate = estimate_memory(
+        model,
+        seq_len=work.seq_len // layout.context,
+        microbatch_size=work.microbatch_size,
+        shard_degree=layout.shard if work.is_sharded else 1,
+        has_fsdp=layout.world_size > 1 or config.compile_config is not None or config.sharding.offload_optimizer,
+        tensor_parallel_degree=layout.tensor,
+        precision=config.precision,
+        mixed_precision=config.sharding.mixed_precision,
+        reshard_after_forward=work.reshard_after_forward,
+        reduces_every_microbatch=config.reduces_every_microbatch or num_microbatches == 1,
+        has_one_microbatch=num_microbatches == 1,
+        activation_checkpointing=work.activation_checkpointing,
+        activation_cpu_offload=config.sharding.activation_cpu_offload,
+        num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+    )
+    in_flight = min(layout.pipeline, num_microbatches)
+    return dataclasses.replace(estimate, activations_bytes=estimate.activations_bytes * in_flight)

@@ -1,0 +1,263 @@
+"""How long a training step takes: a roofline for what a device computes, rings for what it exchanges. No torch.
+
+A device computes matrix products at a share of its peak, attention at a smaller one, and all else at the rate of its
+memory. What it exchanges beside that, FSDP's gathers and reductions, is hidden as far as the computing of the same
+block lasts; what it exchanges in between, for tensor, context and pipeline parallelism, is not.
+
+Left out: waiting for data, stragglers, the host's own time, congestion by other jobs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.plan.network import Node, group_of, send_seconds
+from llmfoundry_lite.plan.schedule import bubble
+
+FP32_BYTES = 4
+MEMORY_SHARE = 0.85
+"""Of the memory's bandwidth that kernels reach."""
+STREAM_BYTES = 220
+"""Read and written for each token and number of the residual stream in one block, forward and backward, by norms,
+activation functions, residual sums and copies between them, in 16 bits. Fitted, as the shares below."""
+LOGIT_BYTES = 30
+"""Read and written for each logit by the loss, forward and backward."""
+OPTIMIZER_BYTES = 40
+"""Read and written for each parameter by AdamW and by clipping its gradient."""
+OVERLAP_COST = 0.15
+"""Of a hidden exchange's time that it costs all the same: it takes units and bandwidth from the products beside it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Shares:
+    """Of the peak that kernels reach."""
+
+    products: float
+    attention: float
+    source: str
+
+
+_FITTED = "fitted to LLM Foundry's published throughput of MPT on 8 devices"
+SHARES: Mapping[str, Shares] = {
+    "A100": Shares(products=0.74, attention=0.3, source=_FITTED),
+    "H100": Shares(products=0.56, attention=0.2, source=_FITTED),
+    "MI250": Shares(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
+    "MI250X": Shares(products=0.58, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
+}
+"""By the beginning of an accelerator's name, the longest that fits."""
+GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Work:
+    """What is computed, whatever the hardware."""
+
+    model: ModelConfig
+    seq_len: int
+    global_batch_size: int
+    """Samples of a step."""
+    microbatch_size: int
+    """Samples that a data rank computes at once."""
+    dtype: str = "bf16"
+    """Of matrix products: a column of the accelerators' peaks."""
+    reduction_bytes: int = FP32_BYTES
+    """Of each number while gradients are added up."""
+    activation_checkpointing: bool | str = False
+    reshard_after_forward: bool = True
+    is_sharded: bool = True
+    """False: data ranks keep whole copies and add up gradients once a step (NO_SHARD)."""
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+
+    def num_microbatches(self, layout: Layout) -> int:
+        """Of one data rank in a step. Raises ConfigError where they do not come out even."""
+        device_batch_size, rest = divmod(self.global_batch_size, layout.num_data_ranks)
+        if rest or not device_batch_size:
+            raise ConfigError(
+                f"global_train_batch_size: {self.global_batch_size} does not divide over {layout.num_data_ranks} "
+                "data ranks"
+            )
+        return -(-device_batch_size // self.microbatch_size)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepTime:
+    """Seconds of one step on one device, by what it does."""
+
+    products: float
+    attention: float
+    memory: float
+    """Norms, activation functions, the loss: bound by memory."""
+    optimizer: float
+    tensor: float
+    """Collectives of tensor parallelism, none of them hidden."""
+    context: float
+    sharding: float
+    """FSDP's gathers and reductions, as far as they are not hidden."""
+    pipeline: float
+    """Sending between stages."""
+    bubble: float
+    """Waiting for other stages."""
+    num_tokens: int
+    """Of the whole step."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "num_tokens")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def parts(self) -> dict[str, float]:
+        """Name -> share of the step, the largest first."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "num_tokens"]
+        shares = {name: getattr(self, name) / self.seconds for name in names}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    def mfu(self, work: Work, accelerator: Accelerator, num_devices: int) -> float:
+        """Model FLOP/s over the peak of all devices."""
+        peak = accelerator.peak_flops(work.dtype)
+        assert peak is not None
+        return count_flops_per_token(work.model, work.seq_len) * self.tokens_per_second / (peak * num_devices)
+
+
+def find_shares(accelerator: Accelerator) -> Shares:
+    fitting = [name for name in SHARES if accelerator.name.startswith(name)]
+    return SHARES[max(fitting, key=len)] if fitting else GUESSED
+
+
+def step_time(
+    work: Work, layout: Layout, accelerator: Accelerator, node: Node, shares: Shares | None = None
+) -> StepTime:
+    """Raises ConfigError for a batch that does not divide and a dtype whose peak is not known."""
+    model, shares = work.model, shares or find_shares(accelerator)
+    peak = accelerator.peak_flops(work.dtype)
+    if peak is None:
+        known = ", ".join(accelerator.peak_teraflops)
+        raise ConfigError(f"{accelerator.name}: no {work.dtype} peak is published for it (known: {known})")
+    memory_rate = MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second
+    num_bytes = FP32_BYTES if work.dtype in ("fp32", "tf32") else 2
+
+    num_microbatches = work.num_microbatches(layout)
+    seq_len = work.seq_len // layout.context
+    num_tokens = work.microbatch_size * seq_len
+    num_blocks = -(-model.n_layers // layout.pipeline)
+    num_block, num_outside = _count(model)
+    is_recomputed = work.activation_checkpointing is True
+    passes = 4 if is_recomputed else 3
+
+    # One microbatch on one device.
+    block_products = 2 * num_tokens * num_block / layout.tensor * passes / (shares.products * peak)
+    head_products = 3 * 2 * num_tokens * model.vocab_size * model.d_model / (shares.products * peak) / layout.pipeline
+    window = model.attn_config.sliding_window_size
+    num_keys = work.seq_len if window < 0 else min(work.seq_len, 2 * (window + 1))
+    # A causal kernel computes half of the square; its backward pass has five products where the forward pass has two.
+    square = 2 * num_tokens * num_keys * model.d_model / layout.tensor
+    block_attention = square * (2.5 + (2 if work.activation_checkpointing else 1)) / (shares.attention * peak)
+    stream = STREAM_BYTES * num_bytes / 2 * num_tokens * model.d_model * (passes / 3)
+    # Tensor parallelism divides the feed-forward layer's half of it; the norms' half is computed by all.
+    block_memory = stream * (1 + 1 / layout.tensor) / 2 / memory_rate
+    head_memory = LOGIT_BYTES * num_tokens * model.vocab_size / memory_rate / layout.pipeline
+    block_seconds = block_products + block_attention + block_memory
+
+    tensor = group_of(layout, "tensor", node)
+    # Two all-reduces a block forward, two backward, two more where the block is computed again.
+    stream_bytes = num_tokens * model.d_model * num_bytes
+    tensor_seconds = num_blocks * 2 * (3 if is_recomputed else 2) * tensor.reduce_seconds(stream_bytes)
+    context = group_of(layout, "context", node)
+    qkvo = 2 * stream_bytes + 2 * stream_bytes * model.num_kv_heads / model.n_heads
+    context_seconds = num_blocks * passes * context.exchange_seconds(qkvo / layout.tensor)
+    send = send_seconds(layout, "pipeline", node, stream_bytes)
+    pipeline_seconds = 2 * send * work.virtual_stages
+
+    num_local = num_block / layout.tensor
+    sharding_seconds = _sharding_seconds(
+        work,
+        layout,
+        node,
+        num_blocks=num_blocks,
+        num_block=num_local,
+        num_outside=num_outside,
+        num_microbatches=num_microbatches,
+        num_bytes=num_bytes,
+        forward_seconds=block_seconds / passes,
+        backward_seconds=block_seconds * (passes - 1) / passes,
+    )
+    share = layout.shard if work.is_sharded else 1
+    optimizer = OPTIMIZER_BYTES * (num_blocks * num_local + num_outside) / share / memory_rate
+    per_microbatch = {
+        "products": num_blocks * block_products + head_products,
+        "attention": num_blocks * block_attention,
+        "memory": num_blocks * block_memory + head_memory,
+        "tensor": tensor_seconds,
+        "context": context_seconds,
+        "pipeline": pipeline_seconds if layout.pipeline > 1 else 0.0,
+    }
+    waiting = 0.0
+    if layout.pipeline > 1:
+        waiting = bubble(work.schedule, layout.pipeline, num_microbatches, work.virtual_stages)
+    return StepTime(
+        **{name: seconds * num_microbatches for name, seconds in per_microbatch.items()},
+        optimizer=optimizer,
+        sharding=sharding_seconds,
+        bubble=waiting * num_microbatches * sum(per_microbatch.values()),
+        num_tokens=work.global_batch_size * work.seq_len,
+    )
+
+
+def _count(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of one block, and of all that is outside of blocks."""
+    num_outside = count_parameters(dataclasses.replace(model, n_layers=0))
+    return (count_parameters(model) - num_outside) // model.n_layers, num_outside
+
+
+def _sharding_seconds(
+    work: Work,
+    layout: Layout,
+    node: Node,
+    *,
+    num_blocks: int,
+    num_block: float,
+    num_outside: int,
+    num_microbatches: int,
+    num_bytes: int,
+    forward_seconds: float,
+    backward_seconds: float,
+) -> float:
+    """What a step's gathers and reductions of parameters and gradients take beyond the products that hide them.
+
+    A block's gather runs beside the block before it, its reduction beside the block after; the first gather and the
+    last reduction have nothing to hide behind. Copies of the model add up their shares once a step.
+    """
+    shard = group_of(layout, "shard", node)
+    replicate = group_of(layout, "replicate", node)
+    seconds = 0.0
+    if work.is_sharded and shard.size > 1:
+        gather = shard.gather_seconds(num_block * num_bytes)
+        reduce = shard.gather_seconds(num_block * work.reduction_bytes)
+        outside = shard.gather_seconds(num_outside * num_bytes) + shard.gather_seconds(
+            num_outside * work.reduction_bytes
+        )
+        regathers = num_microbatches if work.reshard_after_forward else 1
+        seconds += regathers * num_blocks * _exposed(gather, forward_seconds)
+        again = gather if work.reshard_after_forward else 0.0
+        seconds += num_microbatches * num_blocks * _exposed(again + reduce, backward_seconds)
+        seconds += regathers * gather + num_microbatches * reduce + outside
+    if replicate.size > 1:
+        # Where nothing is sharded, the whole gradient; else this rank's share of it. Hidden behind the last backward.
+        part = layout.shard if work.is_sharded else 1
+        whole = (num_blocks * num_block + num_outside) / part * work.reduction_bytes
+        seconds += _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
+    return seconds
+
+
+def _exposed(exchange: float, beside: float) -> float:
+    """The part of an exchange that is not hidden by `beside` seconds of computing."""
+    hidden = min(exchange, beside)
+    return exchange - hidden + OVERLAP_COST * hidden

@@ -1,0 +1,67 @@
+"""Tables for people, on a console and as Markdown. Names and numbers stay text in both."""
+
+import html
+import re
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from llmfoundry_lite.errors import printable
+
+
+def markdown_table(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:
+    """The first row is the header. Numbers are to the right: the columns `right`, by default all but the first."""
+    rule = ["---:" if _is_right(i, right) else "---" for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in rows]
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+
+
+def markdown_list(texts: Sequence[str]) -> list[str]:
+    return [f"- {markdown_text(text)}" for text in texts]
+
+
+def markdown_text(text: str) -> str:
+    """Text that stays text in a cell or a line: no HTML, no links, no further columns or lines."""
+    # A backslash before one of these would take away what is put there to make it text.
+    return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", html.escape(printable(text), quote=False))
+
+
+def lean_table(title: str | None = None, gap: int = 0) -> Table:
+    """A line under the header alone, and `gap` more than one space between columns."""
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
+    )
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[int] | None = None,
+    *,
+    keeps_words: bool = False,
+) -> None:
+    """`keeps_words`: rather a line too long for the console than a word or number that goes on below."""
+    table = lean_table(gap=1)
+    for i, heading in enumerate(columns):
+        words = " ".join([heading, *(row[i] for row in rows)]).split()
+        table.add_column(
+            Text(heading),
+            justify="right" if _is_right(i, right) else "left",
+            overflow="fold",
+            min_width=max(map(len, words), default=0) if keeps_words else None,
+        )
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    if keeps_words:
+        # What rich measures leaves out the padding at the edges.
+        least = Console(width=1000).measure(table).minimum + len(columns)
+        console = console if least <= console.width else Console(width=least, file=console.file, highlight=False)
+    console.print(table)
+
+
+def _is_right(column: int, right: Collection[int] | None) -> bool:
+    return column > 0 if right is None else column in right

@@ -1,0 +1,209 @@
+"""`llmfoundry-lite plan`, as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.plan.memory import estimate_memory
+from llmfoundry_lite.plan.search import layouts_of, usable_bytes
+
+UNFUSED = "model.attn_config.fused_qkv=false"
+
+
+def plan(*arguments: str) -> int:
+    return run(["plan", *arguments])
+
+
+def facts_of(capsys, *arguments: str) -> dict:
+    assert plan(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_planned_and_the_plan_explained(capsys):
+    assert plan("mpt-7b", "--hardware", "mi250", "--devices", "256", "--price", "1.5") == 0
+    out = capsys.readouterr().out
+    assert "mpt-7b: 6.66 billion parameters, 1.34e+11 tokens, 1024 x 2048 a batch, amp_bf16" in out
+    assert "256 x MI250 (half a card each), 8 in a node" in out
+    assert "state     0.12 TB at 18 bytes a parameter (0.0932 TB at the 14 that papers count)" in out
+    assert "rejected  256x1x1 (copies x shards x tensor): needs " in out
+    assert "model.attn_config.fused_qkv: true does not divide (false does)" in out
+    assert [line.split()[0] for line in out.splitlines() if line[:10].strip()][-5:-1] == [
+        "rejected",
+        "run",
+        "failures",
+        "budget",
+    ]
+    assert " dollars" in out and "matrix products" in out
+
+
+def test_every_layout_is_planned_or_rejected_with_a_reason(capsys):
+    facts = facts_of(capsys, "mpt-30b", "--hardware", "h100", "--devices", "64", UNFUSED)
+    seen = {(x["replicate"], x["shard"], x["tensor"]) for x in facts["layouts"] + facts["rejected"]}
+    assert seen == {(x.replicate, x.shard, x.tensor) for x, _ in layouts_of(64, 8)}
+    assert all(x["memory_bytes"] <= facts["usable_bytes"] for x in facts["layouts"])
+    assert all(x["reason"] for x in facts["rejected"])
+    fastest = max(x["tokens_per_second"] for x in facts["layouts"])
+    assert facts["layouts"][0]["tokens_per_second"] >= fastest / 1.01
+    alike = [x for x in facts["layouts"] if x["tokens_per_second"] >= fastest / 1.01]
+    assert facts["layouts"][0]["memory_bytes"] == min(x["memory_bytes"] for x in alike)
+
+
+def test_the_overlay_it_writes_is_one_that_trains(capsys, tmp_path):
+    overlay = tmp_path / "planned.yaml"
+    arguments = ["mpt-30b", "--hardware", "a100-80gb", "--devices", "64", UNFUSED]
+    assert plan(*arguments, "--write", str(overlay)) == 0
+    best = facts_of(capsys, *arguments)["layouts"][0] if capsys.readouterr() else {}
+    assert yaml.safe_load(overlay.read_text()) == best["overlay"]
+    config = load_train_config(["mpt-30b", str(overlay), UNFUSED]).config
+    assert config.device_train_microbatch_size == best["overlay"]["device_train_microbatch_size"]
+    assert config.sharding.sharding_strategy == best["overlay"]["fsdp_config"]["sharding_strategy"]
+
+
+def test_where_nothing_fits_it_says_what_would(capsys):
+    assert plan("mpt-30b", "--hardware", "l4", "--devices", "8") == 2
+    assert "no layout of 8 L4 fits; 64 devices would do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware", "h1000", "--devices", "8"], "hardware 'h1000' is not in the table; expected one of V100-16GB"),
+        (["--hardware", "h100", "--devices", "12"], "12 are no whole number of nodes of 8; the nearest counts are 8 "),
+        (["--hardware", "h100", "--devices", "8", "--pipeline", "3"], "3 stages do not divide 8 devices"),
+        (["--hardware", "h100", "--devices", "8", "precision=fp16"], "precision"),
+        (["--hardware", "mi250", "--devices", "8", "precision=tf32"], "MI250: no tf32 peak is published for it"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(capsys, arguments, words):
+    assert plan("mpt-1b", *arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_a_hundred_thousand_devices_are_planned_too(capsys):
+    facts = facts_of(
+        capsys, "mpt-70b", "--hardware", "h100", "--devices", "98304", "global_train_batch_size=98304", UNFUSED
+    )
+    assert facts["layouts"] and facts["cost"]["hours_between_failures"] < 1
+
+
+def test_stages_are_predicted_only(capsys, tmp_path):
+    arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512", UNFUSED, "--pipeline", "8"]
+    assert plan(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "8 stages, 1f1b; predicted only: this release trains none" in out and "waiting for other stages" in out
+    assert plan(*arguments, "--write", str(tmp_path / "x.yaml")) == 2
+    assert "this release trains no pipelines" in capsys.readouterr().err
+
+
+def test_a_faster_network_is_a_faster_run(capsys):
+    arguments = ["mpt-30b", "--hardware", "h100", "--devices", "128"]
+    slow = facts_of(capsys, *arguments, "--adapter", "100")["layouts"][0]
+    fast = facts_of(capsys, *arguments)["layouts"][0]
+    assert slow["tokens_per_second"] < 0.95 * fast["tokens_per_second"]
+
+
+def test_several_counts_make_one_table(capsys):
+    counts = ["--hardware", "h100,mi300x", "--devices", "8,64,512", "--samples", "2"]
+    assert plan("mpt-7b", *counts) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [(row[0].strip(), row[1].strip(), row[2].strip()) for row in rows[1:]] == [
+        (name, devices, samples)
+        for name in ("H100-80GB", "MI300X")
+        for devices, samples in (("8", "16"), ("64", "128"), ("512", "1,024"))
+    ]
+    assert [row[11].strip() for row in rows[1::3]] == ["100.0%", "100.0%"]
+    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8,many") == 2
+    assert "--devices: '8,many' given, expected a number, or several such as 64,128,256" in capsys.readouterr().err
+
+
+def test_a_second_cluster_is_weighed(capsys):
+    arguments = ["mpt-7b", "--hardware", "h100", "--devices", "64", "--join", "mi250:64"]
+    assert plan(*arguments, "--wan", "0.1") == 0
+    slow = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("joined"))
+    assert plan(*arguments, "--wan", "100000") == 0
+    fast = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("joined"))
+    assert "64 x MI250" in slow and "does not pay" in slow
+    assert "does not pay" not in fast and "it pays from" in fast
+    assert plan(*arguments[:-1], "mi250") == 2
+    assert "--join: 'mi250' given, expected HARDWARE:DEVICES" in capsys.readouterr().err
+
+
+def test_published_microbatches_fit():
+    """Rows of LLM Foundry's table."""
+    for device, d, n_layers, n_heads, seq_len, num_devices, microbatch_size, num_microbatches, recomputed, pure in (
+        ("A100-40GB", 5120, 40, 40, 8192, 8, 1, 16, True, True),
+        ("A100-40GB", 2560, 32, 20, 8192, 8, 1, 8, False, True),
+        ("A100-40GB", 8192, 80, 64, 2048, 64, 2, 1, True, True),
+        ("A100-80GB", 7168, 48, 56, 8192, 8, 1, 21, True, False),
+        ("H100-80GB", 5120, 40, 40, 2048, 8, 2, 1, False, False),
+        ("H100-80GB", 7168, 48, 56, 2048, 16, 10, 3, True, False),
+        ("H100-80GB", 2560, 32, 20, 65536, 8, 1, 2, True, False),
+    ):
+        model = ModelConfig(d_model=d, n_layers=n_layers, n_heads=n_heads, max_seq_len=seq_len, vocab_size=50368)
+        estimate = estimate_memory(
+            model,
+            seq_len=seq_len,
+            microbatch_size=microbatch_size,
+            shard_degree=num_devices,
+            mixed_precision="PURE" if pure else "DEFAULT",
+            activation_checkpointing=recomputed,
+            has_one_microbatch=num_microbatches == 1,
+        )
+        assert estimate.total_bytes <= usable_bytes(ACCELERATORS[device]), (device, d, seq_len)
+
+
+def test_torch_is_not_asked():
+    code = (
+        "import sys; from llmfoundry_lite.cli.main import run; "
+        "run(['plan', 'mpt-1b', '--hardware', 'h100', '--devices', '8']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def write_report(path, **changes):
+    rows = [
+        {"shape": "1b", "step": "matrix products", "flops_per_sec": 600e12},
+        {"shape": "7b", "step": "matrix products", "flops_per_sec": 640e12},
+        {"shape": "7b", "step": "sdpa, compiled", "flops_per_sec": 400e12},
+        {"shape": "30b", "step": "matrix products", "error": "out of memory"},
+    ]
+    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "peak_flops": 989.5e12, "rows": rows} | changes))
+    return str(path)
+
+
+def test_a_measured_rate_takes_the_place_of_the_fitted_one(capsys, tmp_path):
+    arguments = ["mpt-7b", "--hardware", "h100", "--devices", "8"]
+    facts = facts_of(capsys, *arguments, "--calibrate", write_report(tmp_path / "mfu.json"))
+    assert facts["rates"]["products"] == pytest.approx(620 / 989.5)
+    assert "measured on NVIDIA H100 80GB HBM3, mfu.json" in facts["rates"]["source"]
+    fitted = facts_of(capsys, *arguments)
+    assert facts["layouts"][0]["tokens_per_second"] > fitted["layouts"][0]["tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": []}, "has no rate of matrix products"),
+        ({"peak_flops": None}, "whose peak is not in the table"),
+        ({"rows": 3}, "is no report of `llmfoundry-lite bench mfu`"),
+    ],
+)
+def test_a_report_without_a_rate_is_refused(capsys, tmp_path, changes, words):
+    path = write_report(tmp_path / "mfu.json", **changes)
+    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "--calibrate", path) == 2
+    assert words in capsys.readouterr().err
+    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "--calibrate", str(tmp_path / "no.json")) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_nothing_to_plan_is_said_in_a_line(capsys):
+    assert plan("mpt-7b") == 2
+    assert "expected RUN.yaml, --hardware and --devices, or --check RUN" in capsys.readouterr().err
