@@ -34,7 +34,8 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd):
     assert "flash, of scaled_dot_product_attention" in text
     assert "all_gather bfloat16, 8 ranks within a node" in text
     assert "reduce_scatter float32, 8 ranks within a node" in text
-    assert re.search(r"host waits +llmfoundry_lite/training/\w+\.py:\d+", text)
+    waits = re.findall(r"host waits +(\S+?):?\d*: (\d+) in a batch", text)
+    assert waits == [("llmfoundry_lite/training/gradients.py", "1")], "of four microbatches"
     assert set(Path(tempfile.gettempdir()).glob("rehearse-*")) <= before
 
 
