@@ -27,7 +27,7 @@ static size_t used_bytes;
 static __thread int current_device;
 
 static long number(const char *name, long otherwise) { const char *text = getenv(name); return text ? atol(text) : otherwise; }
-static size_t memory_bytes(void) { static size_t all; return all ? all : (all = number("REHEARSED_MEMORY_BYTES", 1L << 30)); }
+static size_t memory_bytes(void) { return number("REHEARSED_MEMORY_BYTES", 1L << 30); } /* a fork may play another device */
 
 /* ------------------------------------------------------------------------------------------------------- memory */
 
@@ -138,7 +138,7 @@ int cuPointerGetAttribute(void *found, int attribute, unsigned long long p) { *(
 
 static int copy(void *to, const void *from, size_t size) {
   if (size <= SMALL) memmove(to, from, size);
-  else if (!is_in(device_ranges, to)) memset(to, 0, size); /* a host reads what no device has computed */
+  else if (!is_in(device_ranges, to) && !is_in(pinned_ranges, to)) memset(to, 0, size); /* nothing has been computed */
   return 0;
 }
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return copy(to, from, size); }

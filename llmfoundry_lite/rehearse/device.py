@@ -7,6 +7,7 @@ from pathlib import Path
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
 
+TABLE = "llmfoundry_lite/hardware.py"
 FREE_SHARE = 0.98
 """Of the memory as sold: 1 to 2 % less is free for programs (hardware.py)."""
 
@@ -46,18 +47,18 @@ def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
     if name is not None:
         rows = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
         if not rows:
-            raise ConfigError(f"--hardware: {name!r} given, {known}; a new device is a new row in hardware.py")
+            raise ConfigError(f"--hardware: {name!r} given, {known}; for a new device, copy the row of one like it in {TABLE} and change its figures")
         return rows[0]
     stems = [re.sub(r"-\d+$", "", Path(text).stem).lower() for text in arguments if text.endswith((".yaml", ".yml"))]
     for stem in reversed(stems):
         for row in ACCELERATORS.values():
             if f"{row.name.lower()}-".startswith(f"{stem}-"):
                 return row
-    raise ConfigError(f"rehearse: no YAML file is named after a device; name it with --hardware, {known}")
+    raise ConfigError(f"rehearse: no YAML file is named after a device; name it with --hardware, {known} (the rows of {TABLE})")
 
 
-def describe_device(device: Accelerator, num_devices: int, cuda_release: int) -> dict[str, str]:
-    """The environment of `cuda.c`."""
+def describe_device(device: Accelerator, num_devices: int, cuda_release: int, spare_bytes: int = 0) -> dict[str, str]:
+    """The environment of `cuda.c`. `spare_bytes` of the memory are out of reach."""
     capability = AMD_STAND_IN
     if device.vendor == "nvidia":
         family = max((name for name in CAPABILITIES if device.name.startswith(name)), key=len)
@@ -66,7 +67,7 @@ def describe_device(device: Accelerator, num_devices: int, cuda_release: int) ->
     facts = {
         "NAME": device_name(device),
         "DEVICES": num_devices,
-        "MEMORY_BYTES": int(device.memory_bytes * FREE_SHARE),
+        "MEMORY_BYTES": int(device.memory_bytes * FREE_SHARE) - spare_bytes,
         "MAJOR": capability[0],
         "MINOR": capability[1],
         "UNITS": device.num_compute_units,

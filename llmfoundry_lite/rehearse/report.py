@@ -1,6 +1,7 @@
 """A rehearsal as lines for people. No torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
@@ -43,8 +44,8 @@ class Rehearsal:
     """Kind, group, dtype, calls in a batch, bytes in a batch."""
     flops: dict[str, int]
     """Operation -> FLOPs in a batch, on this rank."""
-    is_compiled: bool
-    """Some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
+    compiled: dict[str, Any]
+    """`measure.Compiled`: some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
     attention: list[str]
     reads: dict[str, int]
     """File and line -> how often the host waited for the device there, in a batch."""
@@ -86,12 +87,7 @@ def describe(rehearsal: Rehearsal) -> str:
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
         f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
-    attention = rehearsal.attention or [
-        "FlexAttention or another kernel, compiled" if rehearsal.is_compiled else "unfused"
-    ]
-    lines.append(f"attention      {', '.join(attention)}")
-    if rehearsal.is_compiled:
-        lines.append("compiled       some of the run's code: FLOPs and attention inside it are not counted above")
+    lines += describe_kernels(rehearsal)
     for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
         lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {_bytes(num_bytes)} in a batch")
     for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
@@ -100,6 +96,26 @@ def describe(rehearsal: Rehearsal) -> str:
     if device.vendor == "amd":
         lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
     return "\n".join(lines)
+
+
+def describe_kernels(rehearsal: Rehearsal) -> list[str]:
+    compiled = rehearsal.compiled
+    inside = [name for name in compiled["attention"] if name not in rehearsal.attention]
+    attention = [*rehearsal.attention, *(f"{name}, compiled" for name in inside)]
+    lines = [f"attention      {', '.join(attention) or 'no kernel of its own: products and softmax'}"]
+    if not compiled["functions"]:
+        return lines
+    before = f", {compiled['num_before']} of them while auto tried sizes" if compiled["num_before"] else ""
+    kernels = ", ".join(f"{count} Triton kernels for {target}" for target, count in compiled["kernels"].items())
+    num_again, num_breaks = (sum(compiled[name].values()) for name in ("again", "breaks"))
+    lines += [
+        f"compiled       {compiled['num_graphs']} graphs of {', '.join(compiled['functions'])}{before}",
+        f"               {kernels or 'no Triton kernels'}; FLOPs inside are not counted above",
+        f"               {num_breaks} graph breaks, {num_again} compiled again in a batch",
+    ]
+    lines += [f"graph break    {reason}: {count}" for reason, count in compiled["breaks"].items()]
+    lines += [f"compiled again {reason}: {count}" for reason, count in compiled["again"].items()]
+    return lines
 
 
 def _bytes(num_bytes: int) -> str:
