@@ -61,6 +61,19 @@ def bench_mfu(
         write_report(report, out)
 
 
+@bench.command("memory")
+def bench_memory(
+    models: Annotated[str, typer.Option(help="Names of training runs, with commas [all that ship].")] = "",
+    overlays: Annotated[str, typer.Option(help="Names of hardware overlays [all that ship, but cpu].")] = "",
+    devices: Annotated[str, typer.Option(help="Counts; smallest: the fewest that one sample fits.")] = "smallest,1024",
+    out: Annotated[Path | None, typer.Option(help="A folder for memory.json and .md; other rows there stay.")] = None,
+) -> None:
+    """Memory of all that ships: the estimate beside the rehearsal. Exit code 2 where they differ by more than 5 %."""
+    from llmfoundry_lite.bench.memory import run
+
+    raise typer.Exit(run(*(list(filter(None, text.split(","))) for text in (models, overlays, devices)), out=out))
+
+
 @bench.command("prepare")
 def bench_prepare(
     peer_command: Annotated[

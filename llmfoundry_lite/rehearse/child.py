@@ -18,6 +18,7 @@ from typing import Any
 
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoaderConfig, LoggersConfig, TrainConfig
+from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
 
 GRADIENT_NORM = 1000.0
@@ -63,14 +64,18 @@ def rehearse(arguments: Sequence[str]) -> None:
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
     # Torch has looked at its part of the environment when it was imported, before the fork.
-    torch.cuda.memory._set_allocator_settings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
     torch.cuda._is_in_bad_fork = lambda: False  # nothing of a device that is not there is lost in a fork
     record()
     began = time.monotonic()
+    found: dict[str, Any] = {}
     try:
         train(config)
+    except OutOfMemoryError:
+        found["is_out_of_memory"] = True
+        raise
     finally:
-        found = {**Measure.found, "seconds": time.monotonic() - began}
+        found |= {**Measure.found, "seconds": time.monotonic() - began}
         (folder / "result.json").write_text(json.dumps(found))
 
 

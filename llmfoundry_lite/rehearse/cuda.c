@@ -18,6 +18,7 @@
 #define SMALL (64 << 10)
 #define PAGE ((size_t)2 << 20)
 #define OUT_OF_MEMORY 2 /* of the runtime and of the driver alike */
+#define NO_DEVICE 100
 
 typedef struct range { struct range *next; char *start; size_t size; } range;
 
@@ -146,7 +147,12 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
 
 /* ------------------------------------------------------------------------------------------------------ devices */
 
-int cudaGetDeviceCount(int *n) { *n = number("REHEARSED_DEVICES", 1); return 0; }
+int cudaGetDeviceCount(int *n) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  int is_hidden = visible && !*visible;
+  *n = is_hidden ? 0 : number("REHEARSED_DEVICES", 1);
+  return is_hidden ? NO_DEVICE : 0;
+}
 int cudaGetDevice(int *device) { *device = current_device; return 0; }
 int cudaSetDevice(int device) { current_device = device; return 0; }
 int cuDeviceGetCount(int *n) { return cudaGetDeviceCount(n); }

@@ -39,22 +39,33 @@ AMD_STAND_IN = (9, 0)
 
 
 def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
-    """The row `name` of the hardware table; without a name, the row that the overlay's file name begins with.
+    """The row `name` of the hardware table; without a name, the row that the overlay's name begins: h100-8 is
+    H100-80GB, a module rather than a PCIe card.
 
-    Raises ConfigError, which lists the rows, for a name that none has.
+    Raises ConfigError, which lists the rows, for a name that none has or several have.
     """
     known = f"expected one of {', '.join(ACCELERATORS)}"
     if name is not None:
         rows = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
         if not rows:
-            raise ConfigError(f"--hardware: {name!r} given, {known}; for a new device, copy the row of one like it in {TABLE} and change its figures")
+            raise ConfigError(
+                f"--hardware: {name!r} given, {known}; "
+                f"for a new device, copy the row of one like it in {TABLE} and change its figures"
+            )
         return rows[0]
-    stems = [re.sub(r"-\d+$", "", Path(text).stem).lower() for text in arguments if text.endswith((".yaml", ".yml"))]
+    # Overlays are files, or names of those that ship.
+    stems = [re.sub(r"-\d+$", "", Path(text).stem).lower() for text in arguments if "=" not in text]
     for stem in reversed(stems):
-        for row in ACCELERATORS.values():
-            if f"{row.name.lower()}-".startswith(f"{stem}-"):
-                return row
-    raise ConfigError(f"rehearse: no YAML file is named after a device; name it with --hardware, {known} (the rows of {TABLE})")
+        rows = [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
+        boards = [row for row in rows if "PCIe" not in row.name] or rows
+        if len(boards) > 1:
+            names = " and ".join(row.name for row in boards)
+            raise ConfigError(f"rehearse: {stem} may be {names}; name the device with --hardware")
+        if boards:
+            return boards[0]
+    raise ConfigError(
+        f"rehearse: no YAML file is named after a device; name it with --hardware, {known} (the rows of {TABLE})"
+    )
 
 
 def describe_device(device: Accelerator, num_devices: int, cuda_release: int, spare_bytes: int = 0) -> dict[str, str]:

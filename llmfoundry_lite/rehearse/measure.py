@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from llmfoundry_lite.training.monitor import Callback, Logger, State
 
 HISTORY_ENTRIES = 20_000_000
-NUM_LARGEST = 5
+NUM_LARGEST = 40
 PACKAGE = Path(__file__).parent.parent
 
 FSDP = "/fsdp/_fully_shard/"
@@ -141,6 +141,8 @@ def categorise(frames: list[dict[str, Any]]) -> str:
         return "logits"  # its products are those of `models`
     for frame in frames:
         file, name = frame["filename"], frame["name"]
+        if name == "_train_microbatches":  # which the optimizer calls
+            return "rest"
         if FSDP in file:
             return categorise_sharded({frame["name"] for frame in frames if FSDP in frame["filename"]})
         if "/torch/optim/" in file or file.endswith("training/optimizers.py"):
@@ -261,6 +263,8 @@ def describe_compiled(num_before: int) -> dict[str, Any]:
     made = utils.get_compilation_metrics()
     functions, again = Counter(), Counter()
     for place, one in enumerate(made):
+        if one.co_name is None:  # a backward pass, which is its forward pass's
+            continue
         name = f"{one.co_name} ({shorten(one.co_filename or '')}:{one.co_firstlineno})"
         functions[name] += 1
         if place >= num_before and one.recompile_reason:

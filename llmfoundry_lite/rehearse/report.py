@@ -56,7 +56,7 @@ def describe(rehearsal: Rehearsal) -> str:
     num_ranks = config.num_data_ranks(rehearsal.num_devices)
     estimate = estimate_training_memory(config, rehearsal.num_devices, rehearsal.per_node)
     free_bytes = int(device.memory_bytes * FREE_SHARE)
-    expected_bytes = estimate.total_bytes + rehearsal.workspaces_bytes
+    expected_bytes = estimate.total_bytes
     lines = [
         f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
         f"as rank {rehearsal.rank}, in {rehearsal.wall_seconds:.0f} s",
@@ -65,8 +65,8 @@ def describe(rehearsal: Rehearsal) -> str:
         f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
         f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {free_bytes / GIB:.2f} GiB "
         f"({FREE_SHARE:.0%} of what is sold)",
-        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}), "
-        f"of which cuBLAS' workspaces {rehearsal.workspaces_bytes / GIB:.2f}",
+        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}); "
+        f"{rehearsal.workspaces_bytes / GIB:.2f} of the first for cuBLAS' workspaces",
         f"               the peak is at {rehearsal.peak_at}",
         "               GiB at the peak   rehearsed  estimate",
     ]

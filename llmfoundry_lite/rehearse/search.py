@@ -16,7 +16,6 @@ from llmfoundry_lite.rehearse.stage import Outcome, Stage
 
 UNREHEARSED_BYTES = 2 * GIB
 """Kept free for NCCL's buffers and the driver's context, which a rehearsal does not have."""
-OUT_OF_MEMORY = "error: out of memory"
 
 
 def search(
@@ -39,8 +38,10 @@ def search(
     first = max((size for size in sizes if estimates[size] <= limit), default=1)
     last: list[Outcome] = []
     print(
-        f"search         {config.run_name} on {num_devices} x {device.name}, as rank {rank}: {device_batch_size} samples "
-        f"on a device, {limit / GIB:.2f} GiB for torch ({UNREHEARSED_BYTES / GIB:.0f} are kept for NCCL and the driver)",
+        f"search         {config.run_name} on {num_devices} x {device.name}, as rank {rank}",
+        f"batch          {device_batch_size} samples on this rank",
+        f"memory         {limit / GIB:.2f} GiB for torch; {UNREHEARSED_BYTES / GIB:.0f} GiB are kept for NCCL and the "
+        "driver",
         "microbatch   allocated    reserved    estimate, GiB    seconds",
         sep="\n",
         flush=True,
@@ -60,7 +61,7 @@ def search(
         )
         last[:] = [outcome]
         fits = outcome.exit_code == EXIT_DONE
-        if not fits and not outcome.said.startswith(OUT_OF_MEMORY):
+        if not fits and "is_out_of_memory" not in outcome.found:
             return None
         print(describe(size, outcome, estimates[size]), flush=True)
         return fits

@@ -4,6 +4,7 @@ Owns that process, its environment and its end. Each rehearsal is a fork of it, 
 small rehearsal. No torch is imported here.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -43,7 +44,7 @@ class Stage:
         self._num_rehearsals = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "llmfoundry_lite.rehearse.child", str(os.getpid()), str(self.folder)],
-            env={**os.environ, **self.environment()},
+            env={**without_choice_of_devices(), **self.environment()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -53,17 +54,13 @@ class Stage:
 
     def __exit__(self, *error: Any) -> None:
         with_forks = self._process.pid  # leads its session
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(with_forks, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
         self._place.cleanup()
 
     def environment(self) -> dict[str, str]:
@@ -132,6 +129,11 @@ class Stage:
         if code == EXIT_DONE and "allocated_bytes" not in found:
             code, text = EXIT_BUG, text + "error: rehearse: the run ended before its memory was measured\n"
         return Outcome(code, text, found, time.monotonic() - began)
+
+
+def without_choice_of_devices() -> dict[str, str]:
+    """This machine's are not those that are rehearsed."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
 
 
 def preload(library: Path) -> dict[str, str]:

@@ -1,0 +1,186 @@
+"""Memory of a run: the estimate beside the rehearsal for all that ships, and with a GPU beside the real run.
+
+llmfoundry-lite bench memory --models mpt-125m,mpt-1b --out docs/measurements
+llmfoundry-lite bench memory --here --out runs/gpu-check
+
+Owns which runs are compared, and the table. Leaves rehearsing to `rehearse`, and estimating to `plan.memory`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.shipped import shipped_folder
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
+from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.rehearse.device import FREE_SHARE, find_device
+from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, divisors, short_batch
+from llmfoundry_lite.rehearse.stage import Stage
+
+PER_NODE = 8
+COUNTS = [1, 2, 4, *range(8, 1025, 8)]
+MOST = 0.05
+"""By which the estimate may exceed the rehearsal. It is never below it."""
+HEADINGS = ["model", "hardware", "devices", "microbatch", "rehearsed, GiB", "estimate, GiB", "difference"]
+
+
+class Case(NamedTuple):
+    model: str
+    overlays: list[str]
+    """Those that lead to the same run; the last one's device is rehearsed."""
+    device: Accelerator
+    arguments: list[str]
+    num_devices: int
+    microbatch_size: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.model} on {self.num_devices} x {', '.join(self.overlays)}"
+
+
+def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence[str]) -> list[Case]:
+    """Each model x overlay x count, with the largest microbatch that the estimate gives room for. Raises ConfigError.
+
+    `devices`: numbers, or `smallest`, the fewest on which one sample fits. Batches are short: two microbatches.
+    """
+    found: dict[str, Case] = {}
+    for model in models:
+        for overlay in overlays:
+            device = find_device([overlay], None)
+            config = load_train_config([model, overlay]).config
+            counts = [smallest_count(config, device) if count == "smallest" else int(count) for count in devices]
+            for num_devices in dict.fromkeys(filter(None, counts)):
+                case = find_case(model, overlay, device, config, num_devices)
+                if case is None:
+                    continue
+                sized = load_train_config(case.arguments).config
+                same = dataclasses.replace(sized, environment={}, run_name="", run_folder="")
+                kind = json.dumps([as_dict(same), num_devices], default=str)
+                known = found[kind].overlays if kind in found else []
+                found[kind] = case._replace(overlays=[*known, overlay])
+    return list(found.values())
+
+
+def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:
+    """None where not even one sample fits."""
+    num_ranks = config.num_data_ranks(num_devices)
+    batch = max(config.global_train_batch_size, num_ranks) // num_ranks * num_ranks
+    fitting = [
+        size
+        for size in divisors(batch // num_ranks)
+        if fits(dataclasses.replace(config, global_train_batch_size=batch), device, size, num_devices)
+    ]
+    if not fitting:
+        return None
+    size = max(fitting)
+    arguments = [model, overlay, *short_batch(size, batch // num_ranks, num_ranks)]
+    return Case(model, [overlay], device, arguments, num_devices, size)
+
+
+def smallest_count(config: TrainConfig, device: Accelerator) -> int | None:
+    return next((n for n in COUNTS if config.global_train_batch_size % n == 0 and fits(config, device, 1, n)), None)
+
+
+def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) -> bool:
+    sized = dataclasses.replace(config, device_train_microbatch_size=size)
+    needed = estimate_training_memory(sized, num_devices, min(PER_NODE, num_devices)).total_bytes
+    return needed <= device.memory_bytes * FREE_SHARE - UNREHEARSED_BYTES
+
+
+def run(
+    models: Sequence[str] | None = None,
+    overlays: Sequence[str] | None = None,
+    devices: Sequence[str] = ("smallest", "1024"),
+    out: Path | None = None,
+) -> int:
+    """Rehearse all cases, print each as it is done, and what was left out. Returns the exit code: 2 when an estimate
+    is below its rehearsal or more than 5 % above it."""
+    models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
+    cases = find_cases(models, overlays, devices)
+    rows = []
+    print(*HEADINGS, sep="  ", flush=True)
+    with Stage() as stage:
+        for case in cases:
+            rows.append(compare(stage, case))
+            print(*cells(rows[-1]), sep="  ", flush=True)
+            if out is not None:
+                write_report(rows, out)
+    return EXIT_DONE if all(is_sound(row) for row in rows) else EXIT_USER
+
+
+def compare(stage: Stage, case: Case) -> dict[str, Any]:
+    per_node = min(PER_NODE, case.num_devices)
+    outcome = stage.rehearse(
+        case.arguments,
+        case.device,
+        num_devices=case.num_devices,
+        per_node=per_node,
+        rank=case.num_devices - 1 if case.num_devices == 1024 else 0,
+        counts_operations=False,
+    )
+    config = load_train_config(case.arguments).config
+    estimate = estimate_training_memory(config, case.num_devices, per_node)
+    return {
+        "model": case.model,
+        "overlays": case.overlays,
+        "num_devices": case.num_devices,
+        "microbatch_size": case.microbatch_size,
+        "estimated_bytes": estimate.total_bytes,
+        "estimate": dataclasses.asdict(estimate),
+        "rehearsed": outcome.found,
+        "error": "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1],
+        "seconds": outcome.seconds,
+    }
+
+
+def is_sound(row: dict[str, Any]) -> bool:
+    return not row["error"] and 0 <= difference(row) <= MOST
+
+
+def difference(row: dict[str, Any]) -> float:
+    return row["estimated_bytes"] / row["rehearsed"]["allocated_bytes"] - 1
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    first = [row["model"], ", ".join(row["overlays"]), f"{row['num_devices']:,}", str(row["microbatch_size"])]
+    if row["error"]:
+        return [*first, row["error"], f"{row['estimated_bytes'] / GIB:.2f}", ""]
+    sizes = (row["rehearsed"]["allocated_bytes"], row["estimated_bytes"])
+    return [*first, *(f"{size / GIB:.2f}" for size in sizes), f"{difference(row):+.1%}"]
+
+
+def shipped(kind: str) -> list[str]:
+    return sorted(path.stem for path in (shipped_folder("yamls") / kind).glob("*.yaml"))
+
+
+def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
+    """memory.json and memory.md. Rows that were there of other runs stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "memory.json"
+    before = json.loads(path.read_text())["rows"] if path.is_file() else []
+    new = {place_of(row) for row in rows}
+    rows = sorted([*(row for row in before if place_of(row) not in new), *rows], key=place_of)
+    write_atomically(path, json.dumps({"rows": rows}, indent=1) + "\n")
+    lines = [
+        "# Memory: the estimate beside the rehearsal",
+        "",
+        "`llmfoundry-lite bench memory --out docs/measurements`, without a GPU. Each run has the largest microbatch",
+        "that the estimate gives room for: at the fewest devices on which one sample fits, and at 1,024 devices as the",
+        "last rank. The estimate shall be at most 5 % above the rehearsal, and never below it. AMD's memory is",
+        "rehearsed on NVIDIA's runtime.",
+        "",
+        *markdown_table([HEADINGS, *(cells(row) for row in rows)]),
+    ]
+    write_atomically(folder / "memory.md", "\n".join(lines) + "\n")
+
+
+def place_of(row: dict[str, Any]) -> tuple[int, str, int, str]:
+    parameters = row["estimate"]["parameters_bytes"] * row["num_devices"]
+    return parameters // GIB, row["model"], row["num_devices"], ", ".join(row["overlays"])
