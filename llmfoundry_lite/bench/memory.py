@@ -8,6 +8,7 @@ Owns which runs are compared, and the table. Leaves rehearsing to `rehearse`, an
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +16,14 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.shipped import shipped_folder
-from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, ConfigError
 from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.rehearse.device import FREE_SHARE, find_device
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, divisors, short_batch
-from llmfoundry_lite.rehearse.stage import Stage
+from llmfoundry_lite.rehearse.stage import Stage, run_for_real
 
 PER_NODE = 8
 COUNTS = [1, 2, 4, *range(8, 1025, 8)]
@@ -138,6 +139,69 @@ def compare(stage: Stage, case: Case) -> dict[str, Any]:
         "error": "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1],
         "seconds": outcome.seconds,
     }
+
+
+VARIANTS = {"": [], "ALiBi": ["model.attn_config.alibi=true"], "compiled": ["compile_config={}"]}
+HERE_HEADINGS = ["model", "microbatch", "real, GiB", "rehearsed, GiB", "difference", "estimate, GiB", "reserved, GiB"]
+
+
+def run_here(models: Sequence[str] | None = None, minutes: float = 3, out: Path | None = None) -> int:
+    """On this machine's GPU, alone: the real run beside its rehearsal. Prints each row, and what is left out.
+
+    Returns the exit code: 1 when a run fails. Raises ConfigError without a GPU of the table.
+    """
+    from llmfoundry_lite.devices import accelerator, device_name
+
+    device = accelerator()
+    if device is None:
+        raise ConfigError(f"bench memory --here: {device_name()} is no GPU of the hardware table; leave --here out")
+    deadline, rows, left_out = time.monotonic() + 60 * minutes, [], []
+    print(*HERE_HEADINGS, sep="  ", flush=True)
+    with Stage() as stage:
+        for model in models or ["mpt-125m", "mpt-350m", "mpt-1b"]:
+            size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
+            for variant, overrides in VARIANTS.items():
+                name = f"{model} {variant}".strip()
+                if time.monotonic() > deadline:
+                    left_out.append(name)
+                    continue
+                arguments = [model, *overrides, *short_batch(size, 2 * size, 1)]
+                rows.append(compare_here(stage, name, arguments, device, size))
+                print(*cells_here(rows[-1]), sep="  ", flush=True)
+    if left_out:
+        print(f"no time for: {', '.join(left_out)}", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "memory-here.json", json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
+        table = markdown_table([HERE_HEADINGS, *(cells_here(row) for row in rows)])
+        write_atomically(out / "memory-here.md", "\n".join([f"# Memory on one {device.name}", "", *table]) + "\n")
+    return EXIT_BUG if any(row["error"] for row in rows) else EXIT_DONE
+
+
+def compare_here(stage: Stage, name: str, arguments: list[str], device: Accelerator, size: int) -> dict[str, Any]:
+    real = run_for_real(arguments)
+    rehearsed = stage.rehearse(arguments, device, num_devices=1, per_node=1, counts_operations=False)
+    failed = next((outcome for outcome in (real, rehearsed) if outcome.exit_code != EXIT_DONE), None)
+    return {
+        "model": name,
+        "microbatch_size": size,
+        "estimated_bytes": estimate_training_memory(load_train_config(arguments).config, 1).total_bytes,
+        "real": real.found,
+        "rehearsed": rehearsed.found,
+        "error": failed.said.strip().splitlines()[-1] if failed else "",
+    }
+
+
+def cells_here(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return [row["model"], str(row["microbatch_size"]), row["error"], *[""] * (len(HERE_HEADINGS) - 3)]
+    real, rehearsed = (row[side]["allocated_bytes"] for side in ("real", "rehearsed"))
+    reserved = " and ".join(f"{row[side]['reserved_bytes'] / GIB:.2f}" for side in ("real", "rehearsed"))
+    return [
+        *(row["model"], str(row["microbatch_size"])),
+        *(f"{real / GIB:.2f}", f"{rehearsed / GIB:.2f}", f"{rehearsed / real - 1:+.2%}"),
+        *(f"{row['estimated_bytes'] / GIB:.2f}", reserved),
+    ]
 
 
 def is_sound(row: dict[str, Any]) -> bool:

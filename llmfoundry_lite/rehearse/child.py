@@ -63,9 +63,8 @@ def rehearse(arguments: Sequence[str]) -> None:
     config = rehearsed(load_train_config(request["arguments"]).config, request, folder)
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
-    # Torch has looked at its part of the environment when it was imported, before the fork.
+    # Torch has looked at its part of the environment when it was imported.
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    torch.cuda._is_in_bad_fork = lambda: False  # nothing of a device that is not there is lost in a fork
     record()
     began = time.monotonic()
     found: dict[str, Any] = {}
@@ -87,7 +86,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         kwargs={
             "num_tokens": config.max_seq_len,
             "vocab_size": config.model.vocab_size,
-            "num_data_ranks": config.num_data_ranks(request["world_size"]),
+            "num_data_ranks": config.num_data_ranks(request["num_devices"]),
         },
     )
     measure = {
@@ -148,6 +147,7 @@ def replace_the_world() -> None:
     exchange.tell_all = lambda value, group=None, *, source=0: value
     exchange.agree = agree
     fsdp.initialise_weights = lambda model, seed: None
+    torch.cuda._is_in_bad_fork = lambda: False  # nothing of a device that is not there is lost in a fork
     # cuDNN's library asks the device for more than a device that is not there can say.
     torch.backends.cuda.enable_cudnn_sdp(False)
     replace_numbers()
@@ -186,4 +186,6 @@ def end_with(parent: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 2:  # on a device that is there
+        run_and_exit(rehearse)
     main(int(sys.argv[1]), sys.argv[2])

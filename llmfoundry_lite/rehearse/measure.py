@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from llmfoundry_lite.training.monitor import Callback, Logger, State
 
 HISTORY_ENTRIES = 20_000_000
-NUM_LARGEST = 40
+NUM_LARGEST = 5
 PACKAGE = Path(__file__).parent.parent
 
 FSDP = "/fsdp/_fully_shard/"

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,8 +68,6 @@ class Stage:
         """What makes torch take our library for CUDA's, and keeps compilers' caches in `folder`."""
         return {
             **preload(self.library),
-            "TRITON_CACHE_DIR": f"{self.folder}/triton",
-            "TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/inductor",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # processes of its own would outlive a fork
         }
 
@@ -89,26 +88,19 @@ class Stage:
         self._num_rehearsals += 1
         folder = self.folder / str(self._num_rehearsals)
         folder.mkdir()
-        request = {
-            "arguments": arguments,
-            "environment": {
-                **describe_device(device, per_node, cuda_release(), spare_bytes),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(num_devices),
-                "LOCAL_RANK": str(rank % per_node),
-                "LOCAL_WORLD_SIZE": str(per_node),
-                "NODE_RANK": str(rank // per_node),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": "29999",
-                "TRITON_CACHE_DIR": f"{folder}/triton",
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            },
-            "num_batches": num_batches,
-            "counts_operations": counts_operations,
-            "per_node": per_node,
-            "world_size": num_devices,
+        environment = {
+            **describe_device(device, per_node, cuda_release(), spare_bytes),
+            **place_in_launch(rank, num_devices, per_node),
         }
-        (folder / "request.json").write_text(json.dumps(request))
+        write_request(
+            folder,
+            arguments,
+            environment,
+            num_devices=num_devices,
+            per_node=per_node,
+            num_batches=num_batches,
+            counts_operations=counts_operations,
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(f"{folder}\n")
@@ -116,19 +108,66 @@ class Stage:
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""
-        said, result = folder / "stderr.txt", folder / "result.json"
+        said = folder / "stderr.txt"
         text = said.read_text(errors="replace") if said.is_file() else ""
         if answer.strip():
             code = int(answer)
         else:  # the stage itself is gone, with its reason on our standard error
             code = -(self._process.wait() or EXIT_BUG)
-        if code < 0:
-            text += describe_killed(-code)
-            code = EXIT_BUG
-        found = json.loads(result.read_text()) if result.is_file() else {}
-        if code == EXIT_DONE and "allocated_bytes" not in found:
-            code, text = EXIT_BUG, text + "error: rehearse: the run ended before its memory was measured\n"
-        return Outcome(code, text, found, time.monotonic() - began)
+        return read_outcome(folder, code, text, time.monotonic() - began)
+
+
+def run_for_real(arguments: list[str]) -> Outcome:
+    """The same measurement on this machine's own device, alone."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="measure-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        write_request(
+            folder,
+            arguments,
+            place_in_launch(0, 1, 1),
+            num_devices=1,
+            per_node=1,
+            num_batches=2,
+            counts_operations=False,
+        )
+        command = [sys.executable, "-m", "llmfoundry_lite.rehearse.child", str(folder)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return read_outcome(folder, done.returncode, done.stderr, time.monotonic() - began)
+
+
+def place_in_launch(rank: int, num_devices: int, per_node: int) -> dict[str, str]:
+    """As a launcher would say it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_devices),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "NODE_RANK": str(rank // per_node),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def write_request(folder: Path, arguments: list[str], environment: dict[str, str], **options: Any) -> None:
+    """`options`: num_devices, per_node, num_batches, counts_operations. Compilers keep their caches in `folder`."""
+    caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    request = {"arguments": arguments, "environment": {**environment, **caches}, **options}
+    (folder / "request.json").write_text(json.dumps(request))
+
+
+def read_outcome(folder: Path, code: int, said: str, seconds: float) -> Outcome:
+    if code < 0:
+        said += describe_killed(-code)
+        code = EXIT_BUG
+    result = folder / "result.json"
+    found = json.loads(result.read_text()) if result.is_file() else {}
+    if code == EXIT_DONE and "allocated_bytes" not in found:
+        code, said = EXIT_BUG, said + "error: rehearse: the run ended before its memory was measured\n"
+    return Outcome(code, said, found, seconds)
 
 
 def without_choice_of_devices() -> dict[str, str]:
