@@ -166,14 +166,21 @@ def estimate_memory(
             activations_bytes=kept_bytes,
             logits_bytes=logits_bytes + hidden_bytes,
         )
-        in_backward = dataclasses.replace(
+        embedding = model.vocab_size * model.d_model
+        at_first_block = dataclasses.replace(
             in_loss,
-            gradients_bytes=share_bytes,
+            gradients_bytes=embedding * FP32_BYTES if has_one_microbatch else share_bytes,
             unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
             activations_bytes=kept_bytes + (block_bytes if activation_checkpointing else 0),
-            logits_bytes=model.vocab_size * model.d_model * compute_bytes + hidden_bytes,
+            logits_bytes=embedding * compute_bytes + hidden_bytes,
         )
-        return max(in_loss, in_backward, key=lambda moment: moment.total_bytes)
+        at_last_block = dataclasses.replace(
+            at_first_block,
+            gradients_bytes=share_bytes,
+            unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
+            activations_bytes=block_bytes,
+        )
+        return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
     in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
         gradients_bytes=waiting_bytes,

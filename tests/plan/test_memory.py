@@ -9,6 +9,7 @@ import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory
 
@@ -40,16 +41,44 @@ def test_a_small_case_by_hand():
 
 
 def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
-    """The same case without FSDP: only the gradient of one matrix stands beside the whole."""
-    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    """Without FSDP only the gradient of one matrix stands beside the whole, in the backward pass."""
+    model = ModelConfig(d_model=16, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=1, no_bias=True)
     options = {"seq_len": 4, "microbatch_size": 2, "reduces_every_microbatch": False}
     alone = estimate_memory(model, precision="fp32", has_fsdp=False, **options)
     assert alone.gradients_bytes == alone.parameters_bytes
-    assert alone.unsharded_bytes == 4 * 2 * 8
+    assert alone.unsharded_bytes == 4 * 16 * 64
     shared = estimate_memory(model, precision="fp32", **options)
     assert shared.unsharded_bytes > 2 * alone.unsharded_bytes
     half = estimate_memory(model, has_fsdp=False, **options)
-    assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 2 * 8
+    assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 16 * 64
+
+
+def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
+    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    options = {"seq_len": 4, "microbatch_size": 2, "precision": "fp32", "has_fsdp": False}
+    later = estimate_memory(model, **options)
+    assert later.logits_bytes == 2 * 4 * 8 * 8 + 4 * 8 * 2 + 4 * 8 * 2  # as by hand above
+    assert later.gradients_bytes == later.parameters_bytes
+    assert estimate_memory(model, has_one_microbatch=True, **options).gradients_bytes == 0
+
+
+def test_rows_that_devices_do_not_divide_are_gathered_with_their_padding():
+    """192 rows on 1,024 devices: one row on each that has any, and 1,024 where they are gathered."""
+    narrow = ModelConfig(d_model=192, n_heads=6, n_layers=4, max_seq_len=256, vocab_size=4096, no_bias=True)
+    options = {"seq_len": 256, "microbatch_size": 1, "precision": "fp32"}
+    many, few = (estimate_memory(narrow, shard_degree=n, **options) for n in (1024, 64))
+    block = 4 * (3 * 1024 * 192 + 1024 * 768 + 2 * 1024)  # padded: Wqkv, out_proj, up_proj; down_proj; norms
+    assert many.unsharded_bytes > 2 * block > few.unsharded_bytes
+
+
+def test_the_shapes_of_all_parameters_add_up():
+    for model in (
+        SMALL,
+        SEVEN_BILLION,
+        replace(SMALL, tie_word_embeddings=False, attn_config=AttentionConfig(**GROUPED)),
+    ):
+        estimate = estimate_memory(model, seq_len=64, microbatch_size=1)
+        assert estimate.parameters_bytes == 4 * count_parameters(model)
 
 
 def test_published_activation_formula():
