@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoaderConfig, LoggersConfig, TrainConfig
+from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
 
@@ -159,6 +161,7 @@ def replace_numbers() -> None:
     from llmfoundry_lite.training.checkpointing import Checkpointing
 
     real_measure, real_count = gradients.measure, builders.DataSpec.get_num_tokens_in_batch
+    real_load = builders.load_tokenizer
 
     def measure(*args: Any) -> tuple[float, int]:
         real_measure(*args)
@@ -168,6 +171,11 @@ def replace_numbers() -> None:
         real_count(self, batch, token_type)
         return batch["input_ids"].numel()
 
+    def load_tokenizer(name: str) -> Any:
+        """Documents end with the same token, made up, where the tokenizer is on another machine."""
+        return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
+
+    builders.load_tokenizer = load_tokenizer
     gradients.measure = measure
     builders.DataSpec.get_num_tokens_in_batch = count
     Checkpointing._save = lambda self, state, logger: None

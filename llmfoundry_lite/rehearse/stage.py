@@ -17,13 +17,18 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.rehearse.build import NAME, build_library
 from llmfoundry_lite.rehearse.device import describe_device
 
 CUDA_RELEASE = 13000
 """As CUDA counts, where no package says it."""
+
+
+TOO_SHORT = (
+    "error: rehearse: the run ends before enough batches were measured; give it a longer one: max_duration=100ba\n"
+)
 
 
 class Outcome(NamedTuple):
@@ -113,7 +118,7 @@ class Stage:
         if answer.strip():
             code = int(answer)
         else:  # the stage itself is gone, with its reason on our standard error
-            code = -(self._process.wait() or EXIT_BUG)
+            code = self._process.wait() or EXIT_BUG
         return read_outcome(folder, code, text, time.monotonic() - began)
 
 
@@ -166,7 +171,7 @@ def read_outcome(folder: Path, code: int, said: str, seconds: float) -> Outcome:
     result = folder / "result.json"
     found = json.loads(result.read_text()) if result.is_file() else {}
     if code == EXIT_DONE and "allocated_bytes" not in found:
-        code, said = EXIT_BUG, said + "error: rehearse: the run ended before its memory was measured\n"
+        code, said = EXIT_USER, said + TOO_SHORT
     return Outcome(code, said, found, seconds)
 
 
@@ -185,12 +190,8 @@ def preload(library: Path) -> dict[str, str]:
 
 
 def describe_killed(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"error: rehearse: the process ended with {number}\n"
     reason = "; this machine may be out of memory" if number == signal.SIGKILL else ""
-    return f"error: rehearse: the process was killed by {name}{reason}\n"
+    return f"error: rehearse: the process was killed by {signal.Signals(number).name}{reason}\n"
 
 
 def cuda_release() -> int:

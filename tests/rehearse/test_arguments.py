@@ -52,6 +52,13 @@ def test_without_a_c_compiler_one_line_says_so(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("libcuda*"))
 
 
+def test_a_home_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"file/llmfoundry_lite/rehearse cannot be made .*; set XDG_CACHE_HOME"):
+        build.build_library()
+
+
 def test_a_torch_without_cuda_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: type("", (), {"origin": f"{tmp_path}/x.py"}))
     with pytest.raises(ConfigError, match="was built without CUDA"):

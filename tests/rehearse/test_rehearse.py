@@ -71,6 +71,17 @@ def test_out_of_memory_is_the_allocators_own_and_one_line(stage):
     assert "; what helps most: fsdp_config.activation_checkpointing: true" in outcome.said
 
 
+def test_a_run_too_short_to_be_measured_says_so(stage):
+    outcome = rehearse(stage, "model.n_layers=1", "max_duration=1ba")
+    assert outcome.exit_code == EXIT_USER
+    assert outcome.said.endswith("give it a longer one: max_duration=100ba\n")
+
+
+def test_documents_are_rehearsed_without_the_tokenizer(stage):
+    outcome = rehearse(stage, "model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
