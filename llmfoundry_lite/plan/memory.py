@@ -41,7 +41,7 @@ class MemoryEstimate:
     logits_bytes: int
     """One chunk of logits and the gradients that the chunked loss computes with it; or those gradients alone."""
     workspaces_bytes: int = 0
-    """Of the libraries that compute matrix products; and the batch's token ids, a microbatch's ids and labels."""
+    """Of the libraries that compute matrix products; and token ids: a batch's, three times a microbatch's."""
 
     @property
     def total_bytes(self) -> int:
@@ -82,7 +82,7 @@ def estimate_training_memory(
         activation_cpu_offload=fsdp.activation_cpu_offload,
         num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
     )
-    ids_bytes = config.max_seq_len * (device_batch_size + 2 * microbatch_size) * INT64_BYTES
+    ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
     return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes)
 
 
