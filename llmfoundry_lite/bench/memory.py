@@ -20,12 +20,15 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, ConfigError
 from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.rehearse.device import FREE_SHARE, find_device
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, divisors, short_batch
 from llmfoundry_lite.rehearse.stage import Stage, run_for_real
 
-PER_NODE = 8
+PER_NODE, LARGE = 8, 1024
+COMMON = "h100-8"
+"""Its rows come first."""
 COUNTS = [1, 2, 4, *range(8, 1025, 8)]
 MOST = 0.05
 """By which the estimate may exceed the rehearsal. It is never below it."""
@@ -40,10 +43,6 @@ class Case(NamedTuple):
     arguments: list[str]
     num_devices: int
     microbatch_size: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.model} on {self.num_devices} x {', '.join(self.overlays)}"
 
 
 def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence[str]) -> list[Case]:
@@ -66,7 +65,7 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
                 kind = json.dumps([as_dict(same), num_devices], default=str)
                 known = found[kind].overlays if kind in found else []
                 found[kind] = case._replace(overlays=[*known, overlay])
-    return list(found.values())
+    return sorted(found.values(), key=lambda case: COMMON not in case.overlays)
 
 
 def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:
@@ -99,45 +98,56 @@ def run(
     models: Sequence[str] | None = None,
     overlays: Sequence[str] | None = None,
     devices: Sequence[str] = ("smallest", "1024"),
+    minutes: float = 600,
     out: Path | None = None,
 ) -> int:
-    """Rehearse all cases, print each as it is done, and what was left out. Returns the exit code: 2 when an estimate
-    is below its rehearsal or more than 5 % above it."""
+    """Rehearse all cases, but those that `out` has already, and print each as it is done. Returns the exit code: 2 when
+    an estimate is below its rehearsal or more than 5 % above it."""
     models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
-    cases = find_cases(models, overlays, devices)
-    rows = []
+    deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
+    known = {place_of(row): row for row in read_report(out)}
     print(*HEADINGS, sep="  ", flush=True)
     with Stage() as stage:
-        for case in cases:
-            rows.append(compare(stage, case))
+        for case in find_cases(models, overlays, devices):
+            row = known.get(place_of(describe(case, {})))
+            if row is None and time.monotonic() > deadline:
+                left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
+                continue
+            rows.append(describe(case, row["rehearsed"]) if row else compare(stage, case))
             print(*cells(rows[-1]), sep="  ", flush=True)
             if out is not None:
                 write_report(rows, out)
+    if left_out:
+        print(f"no time for: {'; '.join(left_out)}", flush=True)
     return EXIT_DONE if all(is_sound(row) for row in rows) else EXIT_USER
 
 
 def compare(stage: Stage, case: Case) -> dict[str, Any]:
-    per_node = min(PER_NODE, case.num_devices)
     outcome = stage.rehearse(
         case.arguments,
         case.device,
         num_devices=case.num_devices,
-        per_node=per_node,
-        rank=case.num_devices - 1 if case.num_devices == 1024 else 0,
+        per_node=min(PER_NODE, case.num_devices),
+        rank=case.num_devices - 1 if case.num_devices == LARGE else 0,
         counts_operations=False,
     )
+    error = "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1]
+    return describe(case, {**outcome.found, "seconds": outcome.seconds}, error)
+
+
+def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str, Any]:
     config = load_train_config(case.arguments).config
-    estimate = estimate_training_memory(config, case.num_devices, per_node)
+    estimate = estimate_training_memory(config, case.num_devices, min(PER_NODE, case.num_devices))
     return {
         "model": case.model,
-        "overlays": case.overlays,
+        "overlays": sorted(case.overlays),
         "num_devices": case.num_devices,
         "microbatch_size": case.microbatch_size,
+        "num_parameters": count_parameters(config.model),
         "estimated_bytes": estimate.total_bytes,
         "estimate": dataclasses.asdict(estimate),
-        "rehearsed": outcome.found,
-        "error": "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1],
-        "seconds": outcome.seconds,
+        "rehearsed": rehearsed,
+        "error": error,
     }
 
 
@@ -224,14 +234,17 @@ def shipped(kind: str) -> list[str]:
     return sorted(path.stem for path in (shipped_folder("yamls") / kind).glob("*.yaml"))
 
 
+def read_report(folder: Path | None) -> list[dict[str, Any]]:
+    path = folder / "memory.json" if folder is not None else None
+    return json.loads(path.read_text())["rows"] if path is not None and path.is_file() else []
+
+
 def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
     """memory.json and memory.md. Rows that were there of other runs stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "memory.json"
-    before = json.loads(path.read_text())["rows"] if path.is_file() else []
     new = {place_of(row) for row in rows}
-    rows = sorted([*(row for row in before if place_of(row) not in new), *rows], key=place_of)
-    write_atomically(path, json.dumps({"rows": rows}, indent=1) + "\n")
+    rows = sorted([*(row for row in read_report(folder) if place_of(row) not in new), *rows], key=place_of)
+    write_atomically(folder / "memory.json", json.dumps({"rows": rows}, indent=1) + "\n")
     lines = [
         "# Memory: the estimate beside the rehearsal",
         "",
@@ -245,6 +258,6 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
     write_atomically(folder / "memory.md", "\n".join(lines) + "\n")
 
 
-def place_of(row: dict[str, Any]) -> tuple[int, str, int, str]:
-    parameters = row["estimate"]["parameters_bytes"] * row["num_devices"]
-    return parameters // GIB, row["model"], row["num_devices"], ", ".join(row["overlays"])
+def place_of(row: dict[str, Any]) -> tuple[int, str, int, int, str]:
+    names = ", ".join(row["overlays"])
+    return row["num_parameters"], row["model"], row["num_devices"], row["microbatch_size"], names
