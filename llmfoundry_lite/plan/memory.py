@@ -18,6 +18,8 @@ INT64_BYTES = 8
 WORKSPACES_BYTES = 65 * MIB
 """Scratch memory of matrix products: 32 MiB for each of the two threads that compute, on Hopper; elsewhere less.
 Source: torch's `getChosenWorkspaceSize`, and rehearsals. And one of tensors too small to be counted."""
+ROUNDING = 1 / 5000
+"""By how much more torch's allocator gives, which rounds up; by rehearsals."""
 LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
 OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
@@ -83,7 +85,8 @@ def estimate_training_memory(
         num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
     )
     ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
-    return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes)
+    rounding_bytes = int(estimate.total_bytes * ROUNDING)
+    return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)
 
 
 def estimate_memory(
@@ -104,7 +107,8 @@ def estimate_memory(
     num_optimizer_slots: int = 2,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> MemoryEstimate:
-    """Bytes when one device holds the most: in the loss, at the backward pass's first block, or at its last.
+    """Bytes when one device holds the most: in the loss, or in the backward pass at its first block, its last, or
+    the embeddings.
 
     `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
     of them stands for a group whose devices divide each layer, and share what is not divided. `microbatch_size`:
@@ -131,7 +135,6 @@ def estimate_memory(
     # the one that is fetched ahead.
     num_in_loss = padded if not reshard_after_forward else padded_outside + padded_block
     num_in_backward = padded if not reshard_after_forward else padded_outside + min(2, model.n_layers) * padded_block
-    block_gradients_bytes = num_block * stream_bytes + padded_block * reduction_bytes
     # Autocast keeps a copy of every weight it has cast until the backward pass has used it.
     copies = model.n_layers if has_autocast and not activation_checkpointing else int(has_autocast)
     copies_bytes = compute_bytes * num_block * copies
@@ -153,6 +156,12 @@ def estimate_memory(
     )
     hidden_bytes = num_tokens * model.d_model * compute_bytes
     logits_bytes = _logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes)
+    # Of a block in its backward pass: early its activations, the gradient of the widest and of one matrix; late the
+    # gradients of all its matrices. Its input is among what was kept.
+    is_kept = not activation_checkpointing
+    widest_bytes = num_tokens * model.ffn_dim // tensor_parallel_degree * compute_bytes
+    input_bytes = 0 if is_kept else num_tokens * model.d_model * stream_bytes
+    early_bytes = block_bytes + widest_bytes - input_bytes
     if not has_fsdp:
         # Copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix.
         num_copied = num_outside + num_block if activation_checkpointing else num_parameters
@@ -171,14 +180,14 @@ def estimate_memory(
             in_loss,
             gradients_bytes=embedding * FP32_BYTES if has_one_microbatch else share_bytes,
             unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
-            activations_bytes=kept_bytes + (block_bytes if activation_checkpointing else 0),
+            activations_bytes=kept_bytes - is_kept * block_bytes + early_bytes,
             logits_bytes=embedding * compute_bytes + hidden_bytes,
         )
         at_last_block = dataclasses.replace(
             at_first_block,
             gradients_bytes=share_bytes,
             unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
-            activations_bytes=block_bytes,
+            activations_bytes=early_bytes,
         )
         return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
     in_loss = MemoryEstimate(
@@ -189,19 +198,29 @@ def estimate_memory(
         activations_bytes=kept_bytes,
         logits_bytes=logits_bytes + hidden_bytes,
     )
+    early_bytes += model.d_model * model.ffn_dim // tensor_parallel_degree * stream_bytes
+    late_bytes = num_block * stream_bytes + 4 * hidden_bytes
+    embedding_bytes = model.vocab_size * model.d_model * compute_bytes
     at_first_block = dataclasses.replace(
         in_loss,
-        unsharded_bytes=num_in_backward * stream_bytes + block_gradients_bytes + copies_bytes,
-        activations_bytes=kept_bytes + (block_bytes if activation_checkpointing else 0),
-        logits_bytes=model.vocab_size * model.d_model * compute_bytes + hidden_bytes,
+        unsharded_bytes=num_in_backward * stream_bytes + padded_block * reduction_bytes + copies_bytes,
+        activations_bytes=kept_bytes - is_kept * block_bytes + max(early_bytes, late_bytes),
+        logits_bytes=embedding_bytes + hidden_bytes,
     )
     at_last_block = dataclasses.replace(
         at_first_block,
         gradients_bytes=max(waiting_bytes, share_bytes),
-        unsharded_bytes=at_first_block.unsharded_bytes + padded_outside * reduction_bytes,
-        activations_bytes=block_bytes,
+        activations_bytes=max(early_bytes, late_bytes),
     )
-    return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
+    at_embeddings = dataclasses.replace(
+        at_last_block,
+        unsharded_bytes=(padded_outside if reshard_after_forward else padded) * stream_bytes
+        + padded_outside * reduction_bytes,
+        activations_bytes=hidden_bytes,
+        logits_bytes=2 * embedding_bytes,
+    )
+    moments = (in_loss, at_first_block, at_last_block, at_embeddings)
+    return max(moments, key=lambda moment: moment.total_bytes)
 
 
 def _activations_bytes(
