@@ -6,6 +6,7 @@ host reads are sound. All else is the run's own code.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -159,9 +160,10 @@ def replace_numbers() -> None:
     """Nothing is computed, so the host would read whatever lies in memory. Each read is still made."""
     from llmfoundry_lite.training import builders, gradients
     from llmfoundry_lite.training.checkpointing import Checkpointing
+    from llmfoundry_lite.training.trainer import GroupedTrainer
 
     real_measure, real_count = gradients.measure, builders.DataSpec.get_num_tokens_in_batch
-    real_load = builders.load_tokenizer
+    real_load, real_iterate = builders.load_tokenizer, GroupedTrainer._iter_dataloader
 
     def measure(*args: Any) -> tuple[float, int]:
         real_measure(*args)
@@ -175,6 +177,12 @@ def replace_numbers() -> None:
         """Documents end with the same token, made up, where the tokenizer is on another machine."""
         return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
 
+    def iterate(self: Any, mode: Any) -> Any:
+        """The loop's end is a number on the device; the host knows it too."""
+        num_batches = self.state.dataloader_len
+        return itertools.islice(real_iterate(self, mode), None if num_batches is None else int(num_batches))
+
+    GroupedTrainer._iter_dataloader = iterate
     builders.load_tokenizer = load_tokenizer
     gradients.measure = measure
     builders.DataSpec.get_num_tokens_in_batch = count
