@@ -18,7 +18,7 @@ INT64_BYTES = 8
 WORKSPACES_BYTES = 65 * MIB
 """Scratch memory of matrix products: 32 MiB for each of the two threads that compute, on Hopper; elsewhere less.
 Source: torch's `getChosenWorkspaceSize`, and rehearsals. And one of tensors too small to be counted."""
-ROUNDING = 1 / 5000
+ROUNDING = 1 / 300
 """By how much more torch's allocator gives, which rounds up; by rehearsals."""
 LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
