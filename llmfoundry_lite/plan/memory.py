@@ -24,6 +24,8 @@ LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
 OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
 """Numbers an optimizer keeps for each parameter; one of a user's own is taken to keep two."""
+OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
+"""Numbers for each parameter that it needs during its step; torch's fused AdamW needs none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,6 +86,15 @@ def estimate_training_memory(
         activation_cpu_offload=fsdp.activation_cpu_offload,
         num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
     )
+    share_bytes = estimate.parameters_bytes
+    in_step = dataclasses.replace(
+        estimate,
+        gradients_bytes=share_bytes * (1 + OPTIMIZER_SCRATCH.get(config.optimizer.name, 0)),
+        unsharded_bytes=0,
+        activations_bytes=0,
+        logits_bytes=0,
+    )
+    estimate = max(estimate, in_step, key=lambda moment: moment.total_bytes)
     ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
     rounding_bytes = int(estimate.total_bytes * ROUNDING)
     return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory
+from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory, estimate_training_memory
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
@@ -19,7 +20,8 @@ SHALLOW = ModelConfig(d_model=768, n_heads=12, n_layers=2)
 
 
 def test_a_small_case_by_hand():
-    """d=2, one head, one block, s=4, V=8, no biases, fp32, one device, two samples of four tokens."""
+    """d=2, one head, one block, s=4, V=8, no biases, fp32, two samples of four tokens, at the backward pass's
+    only block: its activations are kept, and the gradients of the widest one and of one matrix join them."""
     model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
     embeddings, block, last_norm = 8 * 2 + 4 * 2, 12 * 2 * 2 + 2 * 2, 2
     parameters = embeddings + block + last_norm
@@ -32,10 +34,9 @@ def test_a_small_case_by_hand():
         parameters_bytes=4 * parameters,
         gradients_bytes=4 * parameters,
         optimizer_bytes=8 * parameters,
-        unsharded_bytes=4 * parameters,
-        activations_bytes=tokens * (norms + attention + feed_forward + around),
-        # Logits and log-probabilities, the embedding's gradient, the hidden states' gradient.
-        logits_bytes=2 * 4 * tokens * 8 + 4 * 8 * d + 4 * tokens * d,
+        unsharded_bytes=4 * parameters + 4 * block,  # and the block's gradients, before they are shared out
+        activations_bytes=tokens * (norms + attention + feed_forward + around) + 4 * tokens * f + 4 * d * f,
+        logits_bytes=4 * 8 * d + 4 * tokens * d,  # gradients of the embedding and of hidden states
     )
 
 
@@ -63,6 +64,14 @@ def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
     assert later.logits_bytes == 2 * 4 * 8 * 8 + 4 * 8 * 2 + 4 * 8 * 2  # as by hand above
     assert later.gradients_bytes == later.parameters_bytes
     assert alone.gradients_bytes == 0
+
+
+def test_lion_takes_most_in_its_step():
+    options = ["mpt-1b", "device_train_microbatch_size=1", "fsdp_config.activation_checkpointing=true"]
+    adamw = estimate_training_memory(load_train_config(options).config, 1)
+    lion = estimate_training_memory(load_train_config([*options, "optimizer.name=decoupled_lionw"]).config, 1)
+    assert adamw.activations_bytes and not lion.activations_bytes
+    assert lion.gradients_bytes == 2 * lion.parameters_bytes
 
 
 def test_rows_that_devices_do_not_divide_are_gathered_with_their_padding():
@@ -198,8 +207,9 @@ def measure_saved_bytes(config: ModelConfig, dtype: torch.dtype, *, autocast: bo
 def test_activations_are_within_five_percent_of_what_autograd_keeps(config, precision, mixed_precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     measured_bytes = measure_saved_bytes(config, dtype, autocast=mixed_precision == "FULL")
+    wide = replace(config, vocab_size=1 << 16)  # so that the loss takes most, when all are kept
     estimate = estimate_memory(
-        config, seq_len=64, microbatch_size=2, precision=precision, mixed_precision=mixed_precision
+        wide, seq_len=64, microbatch_size=2, precision=precision, mixed_precision=mixed_precision
     )
     assert estimate.activations_bytes == pytest.approx(measured_bytes, rel=0.05)
 
