@@ -58,6 +58,7 @@ def rehearse(arguments: Sequence[str]) -> None:
     import torch
 
     from llmfoundry_lite.rehearse.measure import Measure, record
+    from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.train import train
 
     folder = Path(arguments[0])
@@ -68,6 +69,7 @@ def rehearse(arguments: Sequence[str]) -> None:
         os.environ.setdefault(name, value)
     # Torch has looked at its part of the environment when it was imported.
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    Checkpointing._save = lambda self, state, logger: None
     record()
     began = time.monotonic()
     found: dict[str, Any] = {}
@@ -159,7 +161,6 @@ def replace_the_world() -> None:
 def replace_numbers() -> None:
     """Nothing is computed, so the host would read whatever lies in memory. Each read is still made."""
     from llmfoundry_lite.training import builders, gradients
-    from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.trainer import GroupedTrainer
 
     real_measure, real_count = gradients.measure, builders.DataSpec.get_num_tokens_in_batch
@@ -186,7 +187,6 @@ def replace_numbers() -> None:
     builders.load_tokenizer = load_tokenizer
     gradients.measure = measure
     builders.DataSpec.get_num_tokens_in_batch = count
-    Checkpointing._save = lambda self, state, logger: None
 
 
 def end_with(parent: int, folder: str) -> None:
