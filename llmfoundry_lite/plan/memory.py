@@ -96,7 +96,10 @@ def estimate_training_memory(
     )
     estimate = max(estimate, in_step, key=lambda moment: moment.total_bytes)
     ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
-    rounding_bytes = int(estimate.total_bytes * ROUNDING)
+    num_slots = OPTIMIZER_SLOTS.get(config.optimizer.name, 2)
+    rounding_bytes = int(estimate.total_bytes * ROUNDING) + (1 + num_slots) * _rounding_bytes(
+        config.model, shard_degree, config.tensor_parallel_degree
+    )
     return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)
 
 
@@ -173,6 +176,8 @@ def estimate_memory(
     widest_bytes = num_tokens * model.ffn_dim // tensor_parallel_degree * compute_bytes
     input_bytes = 0 if is_kept else num_tokens * model.d_model * stream_bytes
     early_bytes = block_bytes + widest_bytes - input_bytes
+    # The last norm's input and output are gone by then.
+    before_bytes = kept_bytes - is_kept * block_bytes - 2 * num_tokens * model.d_model * stream_bytes
     if not has_fsdp:
         # Copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix.
         num_copied = num_outside + num_block if activation_checkpointing else num_parameters
@@ -191,7 +196,7 @@ def estimate_memory(
             in_loss,
             gradients_bytes=embedding * FP32_BYTES if has_one_microbatch else share_bytes,
             unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
-            activations_bytes=kept_bytes - is_kept * block_bytes + early_bytes,
+            activations_bytes=before_bytes + early_bytes,
             logits_bytes=embedding * compute_bytes + hidden_bytes,
         )
         at_last_block = dataclasses.replace(
@@ -215,7 +220,7 @@ def estimate_memory(
     at_first_block = dataclasses.replace(
         in_loss,
         unsharded_bytes=num_in_backward * stream_bytes + padded_block * reduction_bytes + copies_bytes,
-        activations_bytes=kept_bytes - is_kept * block_bytes + max(early_bytes, late_bytes),
+        activations_bytes=before_bytes + max(early_bytes, late_bytes),
         logits_bytes=embedding_bytes + hidden_bytes,
     )
     at_last_block = dataclasses.replace(
@@ -283,6 +288,14 @@ Shapes = list[tuple[int, int]]
 def _share(shapes: Shapes, degree: int) -> int:
     """Numbers that one of `degree` devices holds."""
     return sum(-(-rows // degree) * columns for rows, columns in shapes)
+
+
+def _rounding_bytes(model: ModelConfig, shard_degree: int, tensor_parallel_degree: int) -> int:
+    """By how much torch's allocator rounds up the blocks' shares: from each 20 MiB that it cuts into tensors of 1 to 10
+    MiB, it gives the last one up to 1 MiB more (c10/cuda/CUDACachingAllocator: kLargeBuffer, kSmallSize)."""
+    shapes = _shapes_of_block(model, tensor_parallel_degree)
+    shares = [FP32_BYTES * _share([shape], shard_degree) for shape in shapes]
+    return model.n_layers * sum(share // 20 for share in shares if MIB < share < 10 * MIB)
 
 
 def _shapes_outside(model: ModelConfig) -> Shapes:

@@ -178,10 +178,10 @@ def replace_numbers() -> None:
         """Documents end with the same token, made up, where the tokenizer is on another machine."""
         return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
 
-    def iterate(self: Any, mode: Any) -> Any:
+    def iterate(self: Any, trainer_mode: Any) -> Any:
         """The loop's end is a number on the device; the host knows it too."""
         num_batches = self.state.dataloader_len
-        return itertools.islice(real_iterate(self, mode), None if num_batches is None else int(num_batches))
+        return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
 
     GroupedTrainer._iter_dataloader = iterate
     builders.load_tokenizer = load_tokenizer

@@ -20,8 +20,7 @@ SHALLOW = ModelConfig(d_model=768, n_heads=12, n_layers=2)
 
 
 def test_a_small_case_by_hand():
-    """d=2, one head, one block, s=4, V=8, no biases, fp32, two samples of four tokens, at the backward pass's
-    only block: its activations are kept, and the gradients of the widest one and of one matrix join them."""
+    """d=2, one head, one block, s=4, V=8, no biases, fp32, one device, two samples of four tokens."""
     model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
     embeddings, block, last_norm = 8 * 2 + 4 * 2, 12 * 2 * 2 + 2 * 2, 2
     parameters = embeddings + block + last_norm
@@ -34,9 +33,10 @@ def test_a_small_case_by_hand():
         parameters_bytes=4 * parameters,
         gradients_bytes=4 * parameters,
         optimizer_bytes=8 * parameters,
-        unsharded_bytes=4 * parameters + 4 * block,  # and the block's gradients, before they are shared out
-        activations_bytes=tokens * (norms + attention + feed_forward + around) + 4 * tokens * f + 4 * d * f,
-        logits_bytes=4 * 8 * d + 4 * tokens * d,  # gradients of the embedding and of hidden states
+        unsharded_bytes=4 * parameters,
+        activations_bytes=tokens * (norms + attention + feed_forward + around),
+        # Logits and log-probabilities, the embedding's gradient, the hidden states' gradient.
+        logits_bytes=2 * 4 * tokens * 8 + 4 * 8 * d + 4 * tokens * d,
     )
 
 
