@@ -1,8 +1,8 @@
 """Tests marked `gpu`, on a device that is not there: eager and compiled code run, and nothing is said about numbers.
 
 Left out, because they are about numbers or real launchers alone: `switches between` (bench switch), `tests/doctor`
-(memory that must keep what is written), `test_resume_exactly` (states that must be equal), `an offloaded optimizer` (the
-host computes with gradients that nobody has computed, and its save is refused).
+(memory that must keep what is written), `test_resume_exactly` (states that must be equal), `an offloaded optimizer`
+(the host computes with gradients that nobody has computed, and its save is refused).
 """
 
 import os
