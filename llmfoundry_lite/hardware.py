@@ -71,20 +71,33 @@ def find_accelerator(device_name: str, num_compute_units: int | None = None) -> 
 
 
 def accelerator_named(name: str) -> Accelerator:
-    """The row of this name, upper or lower case; `h100` and `h100-8` are the first H100.
+    """The row of this name in upper or lower case, or the one that it begins: `h100` and `h100-8` are H100-80GB, a
+    module rather than a PCIe card.
 
-    Raises ConfigError, which lists the rows and says how to add one.
+    Raises ConfigError, which lists the rows, for a name that none has or several have.
     """
-    wanted = name.lower()
-    rows = [row for row in ACCELERATORS.values() if row.name.lower() == wanted]
-    stem = re.sub(r"-\d+$", "", wanted)
-    rows = rows or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
+    rows = _rows_named(name)
+    if len(rows) > 1:
+        names = " and ".join(row.name for row in rows)
+        raise ConfigError(f"hardware {name!r} may be {names}; name one of them")
     if not rows:
         raise ConfigError(
             f"hardware {name!r} is not in the table; expected one of {', '.join(ACCELERATORS)}. For a new device, copy "
             "the row of one like it in llmfoundry_lite/hardware.py and change its figures"
         )
     return rows[0]
+
+
+def is_named(name: str) -> bool:
+    """Whether the table has a row, or several, that `accelerator_named` could mean."""
+    return bool(_rows_named(name))
+
+
+def _rows_named(name: str) -> list[Accelerator]:
+    exact = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
+    stem = re.sub(r"-\d+$", "", name.lower())
+    rows = exact or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
+    return [row for row in rows if "PCIe" not in row.name] or rows
 
 
 # ------------------------------------------------------------------------------------------------------- the table

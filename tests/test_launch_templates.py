@@ -245,3 +245,34 @@ def test_a_build_ends_where_a_step_has_replaced_torch(tmp_path, path, guilty):
         for run in re.findall("^RUN (.*)$", text, re.MULTILINE)
     ]
     assert (results == [0, 0]) == (guilty is None)
+
+
+ABORTED = """
+import json, os, sys, time
+from pathlib import Path
+folder = Path("runs/tiny")
+folder.mkdir(parents=True, exist_ok=True)
+path = folder / "status.json"
+path.write_text(json.dumps({"status": sys.argv[-2].removeprefix("metadata.s="), "batch": 4, "reason": "SIGUSR1"}))
+age = float(sys.argv[-1].removeprefix("metadata.age="))
+os.utime(path, (time.time() - age,) * 2)
+os.abort()
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("status", "age_seconds", "is_requeued"), [("preempted", 0, True), ("failed", 0, False), ("preempted", 900, False)]
+)
+def test_a_job_whose_ranks_abort_is_requeued_if_it_says_that_it_was_preempted(
+    tmp_path, status, age_seconds, is_requeued
+):
+    """As NCCL's watchdog aborts a rank whose peer has left: the launcher's exit code is 134."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/slurm").symlink_to(ROOT / "scripts/slurm")
+    (tmp_path / "scripts/train.py").write_text(ABORTED)
+    config = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))
+    arguments = [config, f"metadata.s={status}", f"metadata.age={age_seconds}"]
+    with Job(BATCH_SCRIPTS[0], tmp_path, *arguments) as job:
+        assert job.wait() == 134, job.output.read_text()
+        assert job.requeued() == ([f"requeue {job.id}"] if is_requeued else []), job.output.read_text()

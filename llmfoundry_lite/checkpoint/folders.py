@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -99,8 +100,9 @@ class Folder(Protocol):
         """At most `max_bytes` + 1 bytes, so that the reader can tell. Raises FileNotFoundError."""
         ...
 
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        """Durable, whole or not at all. Raises FileExistsError when it should have been new."""
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
+        """Whole or not at all, and durable unless said otherwise. Raises FileExistsError when it should have been
+        new."""
 
     def remove(self, name: str) -> None: ...
 
@@ -231,20 +233,37 @@ class LocalFolder:
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
         draft = self.path / f".{name}.{uuid.uuid4().hex}"
         try:
             with open(draft, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if is_durable:
+                    os.fsync(file.fileno())
             if only_if_new:
                 self._link(draft, self.path / name)
             else:
                 os.replace(draft, self.path / name)
         finally:
             draft.unlink(missing_ok=True)
-        self.sync()
+        if is_durable:
+            self.sync()
+
+    def put_last(self, name: str, data: bytes) -> None:
+        """Into a folder that nobody reads before this returns: durable then, with the names of all that is in it.
+
+        Both at once, so that the file system's journal is waited for once.
+        """
+        with (
+            open(self.path / name, "xb") as file,
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint-names") as beside,
+        ):
+            file.write(data)
+            file.flush()
+            names = beside.submit(self.sync)
+            os.fsync(file.fileno())
+            names.result()
 
     def _link(self, draft: Path, target: Path) -> None:
         try:
@@ -420,7 +439,7 @@ class RemoteFolder:
 
         return _persistently(fetched)
 
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
         path = f"{self.path}/{name}"
         if not only_if_new:
             _persistently(lambda: self.filesystem.pipe_file(path, data))

@@ -23,6 +23,7 @@ stays readable; `tests/checkpoint/fixtures` holds files of each. (The number is 
 ever, because releases that read format 1 alone must find a number in `version` to say that a newer one is needed.)
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -254,6 +255,10 @@ class Head(NamedTuple):
     save_id: str
     lease_epoch: int
     batch: int
+    num_tokens: int
+    written_at: str | None
+    num_bytes: int | None
+    """None: format 1 does not say it there."""
 
 
 HEAD_BYTES = 4096
@@ -268,15 +273,28 @@ def read_head(raw: bytes) -> Head | None:
             lines.update(json.loads(b"{" + line.removesuffix(b",") + b"}"))
         except (ValueError, RecursionError):
             return None
-        if "timestamp" in lines:
+        if "num_bytes" in lines:
             break
     try:
-        head = Head(lines["save_id"], lines["lease_epoch"], lines["timestamp"]["batch"])
+        stamp = lines["timestamp"]
+        beyond = lines.get("written_at"), lines.get("num_bytes")
+        head = Head(lines["save_id"], lines["lease_epoch"], stamp["batch"], stamp["token"], *beyond)
         is_known = lines["format"] == FORMAT and 1 <= lines["version"] <= VERSION
         agrees = head.save_id.startswith(f"e{head.lease_epoch}-ba{head.batch}-")
+        agrees &= isinstance(head.num_tokens, int) and isinstance(head.num_bytes, int | None)
+        agrees &= isinstance(head.written_at, str | None)
     except (KeyError, TypeError, AttributeError):
         return None
     return head if is_known and agrees else None
+
+
+def read_log_parts(raw: bytes) -> set[str] | None:
+    """Names of the files that the `log` of a manifest lists, without decoding the rest; None: decode it to know."""
+    line = next((line for line in raw.split(b"\n") if line.startswith(b'"log":')), None)
+    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        if line is not None:
+            return {part["name"].rpartition("/")[2] for part in json.loads(line.removeprefix(b'"log":').rstrip(b","))}
+    return None
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -48,6 +48,7 @@ from llmfoundry_lite.checkpoint.manifest import (
     decode,
     encode,
     read_head,
+    read_log_parts,
 )
 from llmfoundry_lite.errors import (
     CheckpointError,
@@ -126,6 +127,14 @@ class Candidate:
     @property
     def batch(self) -> int:
         return self.order[1]
+
+    @property
+    def save_id(self) -> str:
+        """Of one that is listed."""
+        if self.head is not None:
+            return self.head.save_id
+        assert self._found is not None
+        return self._found.manifest.save_id
 
     def _read(self) -> None:
         if self._found is None and self._error is None:
@@ -310,7 +319,7 @@ class CheckpointStore:
             self.on_phase("after rename")
         self._logs[manifest.save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
         with contextlib.suppress(OSError):
-            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
+            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n", is_durable=False)
         return Checkpoint(name, folder, manifest)
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
@@ -330,7 +339,7 @@ class CheckpointStore:
 
     def _commit_by_rename(self, root: LocalFolder, manifest: Manifest, raw: bytes, lease: Lease) -> None:
         draft = root.child(DRAFT + manifest.save_id)
-        draft.put(MANIFEST, raw)  # syncs the folder, and with it the names of the shards
+        draft.put_last(MANIFEST, raw)
         name = _committed_name(manifest.save_id)
         self.check(lease)
         self._check_not_newer(name, manifest)
@@ -454,7 +463,7 @@ class CheckpointStore:
         """
         folder = self.root.child(name)
         with _os_errors(f"{folder.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
-            if MANIFEST in folder.names() and read_checkpoint(folder).manifest.save_id != save_id:
+            if MANIFEST in folder.names() and _save_id(folder) != save_id:
                 return
             if isinstance(self.root, LocalFolder):
                 doomed = self.root.child(f"{DELETING}e0-{_name_of_batch(name)}-{uuid.uuid4().hex[:12]}")
@@ -479,8 +488,9 @@ class CheckpointStore:
     ) -> list[str]:
         """Remove old checkpoints, and nothing that dead writers left (see `acquire`); returns their names.
 
-        Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, those that
-        cannot be read (for a person to look at), and, if none of the newest passes `verify`, the newest that does.
+        Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, those that can't
+        be listed (for a person to look at), and, if none of the newest passes `verify`, the newest that does.
+        Manifests are decoded for `verify` alone, from the newest on.
         """
         if lease is not None:
             self.check(lease)
@@ -489,7 +499,7 @@ class CheckpointStore:
         doomed = [
             candidate
             for candidate in listed[max(keep_newest, 1) :]
-            if (not keep_every_batches or candidate.batch % keep_every_batches) and candidate.checkpoint is not None
+            if not keep_every_batches or candidate.batch % keep_every_batches
         ]
         if not doomed:
             return []
@@ -499,29 +509,38 @@ class CheckpointStore:
         doomed = [candidate for candidate in reversed(doomed) if candidate is not intact]
         if not dry_run:
             for candidate in doomed:
-                assert candidate.checkpoint is not None
-                self.remove(candidate.name, candidate.checkpoint.manifest.save_id)
+                self.remove(candidate.name, candidate.save_id)
             if lease is not None:
                 self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)
         return [candidate.name for candidate in doomed]
 
     def _remove_log(self, kept: Sequence[Candidate], lease: Lease) -> None:
         """Parts of the log that no checkpoint has any more; none if a checkpoint cannot be asked."""
-        used: set[str] = set()
-        for candidate in kept:
-            save_id = candidate.head.save_id if candidate.head is not None else ""
-            if save_id not in self._logs:
-                if candidate.checkpoint is None:
-                    return
-                manifest = candidate.checkpoint.manifest
-                save_id = manifest.save_id
-                self._logs[save_id] = {file.name.rpartition("/")[2] for file in manifest.log}
-            used |= self._logs[save_id]
         folder = self.root.child(LOG)
-        for name in folder.names():
+        names = folder.names()
+        used: set[str] = set()
+        for candidate in kept if names else ():
+            if not candidate.is_listed:
+                return
+            if candidate.save_id not in self._logs:
+                parts = self._read_log_parts(candidate)
+                if parts is None:
+                    return
+                self._logs[candidate.save_id] = parts
+            used |= self._logs[candidate.save_id]
+        for name in names:
             save = SAVE_ID.search(name)
             if save is not None and name not in used and int(save[1]) <= lease.epoch:
                 folder.remove(name)
+
+    def _read_log_parts(self, candidate: Candidate) -> set[str] | None:
+        with contextlib.suppress(OSError):
+            parts = read_log_parts(self.root.child(candidate.name).read(MANIFEST, MAX_BYTES))
+            if parts is not None:
+                return parts
+        if candidate.checkpoint is None:
+            return None
+        return {file.name.rpartition("/")[2] for file in candidate.checkpoint.manifest.log}
 
 
 class _Fenced(Exception):
@@ -566,6 +585,11 @@ def _epoch(name: str) -> int:
     """Of a name that has a save_id in it; 0 of others."""
     save = SAVE_ID.search(name)
     return int(save[1]) if save else 0
+
+
+def _save_id(folder: Folder) -> str:
+    head = _head(folder)
+    return head.save_id if head is not None else read_checkpoint(folder).manifest.save_id
 
 
 def _head(folder: Folder) -> Head | None:

@@ -57,6 +57,26 @@ def bench_mfu(
     run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
 
 
+@bench.command("memory")
+def bench_memory(
+    models: Annotated[str, typer.Option(help="Names of training runs, with commas [all that ship].")] = "",
+    overlays: Annotated[str, typer.Option(help="Names of hardware overlays [all that ship, but cpu].")] = "",
+    devices: Annotated[str, typer.Option(help="Counts; smallest: the fewest that one sample fits.")] = "smallest,1024",
+    here: Annotated[bool, typer.Option("--here", help="Instead: the real run on this machine's GPU.")] = False,
+    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 600,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for memory.json and .md; what it has is not rehearsed again.")
+    ] = None,
+) -> None:
+    """Memory of all that ships: the estimate beside the rehearsal. Exit code 2 where it is not 0 to 5 % above."""
+    from llmfoundry_lite.bench.memory import run, run_here
+
+    if here:
+        raise typer.Exit(run_here(list(filter(None, models.split(","))), minutes, out))
+    chosen = (list(filter(None, text.split(","))) for text in (models, overlays, devices))
+    raise typer.Exit(run(*chosen, minutes=minutes, out=out))
+
+
 @bench.command("prepare")
 def bench_prepare(
     peer_command: Annotated[

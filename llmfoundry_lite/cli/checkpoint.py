@@ -91,17 +91,31 @@ def list_checkpoints(where: Where) -> None:
     store, candidates = find_some(where)
     rows, unread = [], []
     for candidate in candidates:
-        if candidate.checkpoint is None:
+        row = describe_row(candidate)
+        if row is None:
             unread.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
-            continue
-        manifest = candidate.checkpoint.manifest
-        stamp, written = manifest.timestamp, (manifest.written_at or "").replace("+00:00", "Z")
-        rows.append((candidate.name, f"{stamp.batch:,}", f"{stamp.token:,}", megabytes(manifest.num_bytes), written))
+        else:
+            rows.append((candidate.name, *row))
     say(store.root.url)
     if rows:
         print_columns(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
     for line in unread:
         say(line)
+
+
+def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
+    """Batch, tokens, size and date: from the beginning of the manifest if it has them all, which every release but the
+    first writes so."""
+    head = candidate.head
+    if head is None or head.num_bytes is None:
+        if candidate.checkpoint is None:
+            return None
+        manifest = candidate.checkpoint.manifest
+        stamp = manifest.timestamp
+        batch, tokens, num_bytes, written = stamp.batch, stamp.token, manifest.num_bytes, manifest.written_at
+    else:
+        batch, tokens, num_bytes, written = head.batch, head.num_tokens, head.num_bytes, head.written_at
+    return f"{batch:,}", f"{tokens:,}", megabytes(num_bytes), (written or "").replace("+00:00", "Z")
 
 
 @checkpoint.command("inspect")

@@ -12,6 +12,9 @@ def rehearse_command(
     rank: Annotated[int, typer.Option(help="Which of them is rehearsed.")] = 0,
     all_kinds: Annotated[bool, typer.Option("--all-kinds", help="The first and the last rank, in turn.")] = False,
     batches: Annotated[int, typer.Option(min=1, help="Whose memory is measured; one more is counted.")] = 2,
+    searches: Annotated[
+        bool, typer.Option("--search", help="Instead: find the largest microbatch that fits, by rehearsing.")
+    ] = False,
     hardware: Annotated[str | None, typer.Option(help="The device, if no YAML is named after it.")] = None,
 ) -> None:
     """Run the real training code as one rank of many, on devices that are not there: memory, FLOPs, collectives.
@@ -22,6 +25,12 @@ def rehearse_command(
 
     ranks = sorted({0, devices - 1}) if all_kinds else [rank]
     code = rehearse(
-        arguments, num_devices=devices, per_node=per_node, ranks=ranks, num_batches=batches, hardware=hardware
+        arguments,
+        num_devices=devices,
+        per_node=per_node,
+        ranks=ranks,
+        num_batches=batches,
+        hardware=hardware,
+        searches=searches,
     )
     raise typer.Exit(code)

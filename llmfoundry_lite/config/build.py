@@ -12,9 +12,10 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmfoundry_lite.config.changes import schema_keys
 from llmfoundry_lite.config.check_values import DURATIONS
 from llmfoundry_lite.config.layers import Layer, source_of
-from llmfoundry_lite.config.schema import TrainConfig, describe_span
+from llmfoundry_lite.config.schema import describe_span
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -156,7 +157,7 @@ NICKNAMES = {
 def _suggest(key: str, path: str, fields: Mapping[str, Any]) -> str:
     full = f"{path}.{key}" if path else key
     word = NICKNAMES.get(key, key)
-    everywhere = [other for other in _schema_keys(TrainConfig) if other != full]  # a training's word in an evaluation
+    everywhere = [other for other in _every_key() if other != full]  # a training's word in an evaluation
     elsewhere = [other for other in everywhere if _last(other) == word]
     near = difflib.get_close_matches(word, fields, n=1, cutoff=0.6)
     far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)
@@ -182,11 +183,10 @@ def _num_shared_parts(key: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _schema_keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    for name, hint in typing.get_type_hints(cls).items():
-        keys.append(prefix + name)
-        for option in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(option):
-                keys += _schema_keys(typing.cast(type, option), f"{prefix}{name}.")
-    return keys
+def _every_key() -> list[str]:
+    """Of a training YAML, blocks before what is in them."""
+    found: dict[str, None] = {}
+    for key in schema_keys():
+        parts = key.replace(".*", "").split(".")
+        found |= dict.fromkeys(".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return list(found)

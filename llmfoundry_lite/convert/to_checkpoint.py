@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
-from llmfoundry_lite.checkpoint.store import HINT, Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.store import DAMAGED, HINT, REPLACED, Checkpoint, CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.where import TOKENIZER
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig
@@ -93,8 +93,14 @@ def open_empty_store(out: str) -> CheckpointStore:
         raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
+    names = store.root.names()
+    for name in names:
+        if name.startswith((DAMAGED, REPLACED)):
+            raise CheckpointError(
+                f"{store.root.url}: holds {name}, which may be all that is left of a run; give another folder"
+            )
     for name in ("ba0", TOKENIZER, HINT):
-        if name in store.root.names():
+        if name in names:
             raise CheckpointError(
                 f"{store.root.url}: already holds {name}, which the import would replace; give another folder, or "
                 "remove it"

@@ -303,6 +303,8 @@ class TextDataset(StreamingDataset):
             if not num_samples:
                 raise DataError(f"{folder_of(stream)} holds no samples; prepare the data again")
         epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
+        if epoch_samples and epoch_samples > 10**18:
+            raise DataError(f"epoch_size is {epoch_size}, expected at most 10^18 samples")
         self.epoch_size = Stream.apply_weights(self.streams, samples_per_stream, epoch_samples, seed)
 
     def _check_size(self) -> None:

@@ -163,7 +163,7 @@ def has_other_tokenizer(first: Loaded, other: Loaded) -> bool:
 
 
 def code_of(record: Record) -> str:
-    return record.get("code", "an earlier release")
+    return record.get("code") or "an earlier release"
 
 
 class Answers(NamedTuple):

@@ -265,7 +265,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         }
     trimmed = sum(1 for item in items if item.get("num_trimmed"))
     odd = {"num_trimmed": trimmed, "num_missing_examples": sum(bool(i.num_missing_examples) for i in task.items)}
-    odd |= {"skipped": task.skipped, "beginning": task.beginning}
+    odd |= {"num_repeated": task.num_repeated, "skipped": task.skipped, "beginning": task.beginning}
     return {**record, **{key: value for key, value in odd.items() if value}, "seconds": round(seconds, 3)}
 
 

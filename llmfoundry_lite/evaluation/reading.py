@@ -17,6 +17,9 @@ from llmfoundry_lite.evaluation.paired import Floats
 
 Record = dict[str, Any]
 
+Kinds = dict[str, tuple[type, ...]]
+"""Key -> what its value may be."""
+
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 BITS = "bits_per_byte"
 
@@ -66,19 +69,47 @@ def read_facts(path: Path) -> Record:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(facts, dict) or "model" not in facts or not isinstance(facts.get("tasks"), dict):
         raise DataError(
             f"{path} is no result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
         )
+    _check_kinds(facts, FACTS, f"{path}: it")
     for task, record in facts["tasks"].items():
-        expected = ("n", "metric", "fingerprint", record.get("metric") if isinstance(record, dict) else "metric")
+        metric = record.get("metric") if isinstance(record, dict) else None
+        expected = ("n", "metric", "fingerprint", metric if isinstance(metric, str) else "metric")
         if missing := [key for key in expected if not isinstance(record, dict) or key not in record]:
             raise DataError(f"{path}: {task} has no {missing[0]!r}; evaluate it again with redo=true")
+        _check_kinds(record, RECORD, f"{path}: {task}")
+        numbers = {record["metric"], *(key for key in record if key.endswith("_stderr"))}
+        _check_kinds(record, dict.fromkeys(numbers, (int, float)), f"{path}: {task}")
+        _check_kinds(record.get("settings") or {}, {"limit": (int, NONE)}, f"{path}: {task}")
     if not facts["tasks"]:
         raise DataError(f"{path} has no finished task")
     return facts
+
+
+NONE = type(None)
+FACTS: Kinds = {
+    **dict.fromkeys(("model",), (str,)),
+    **dict.fromkeys(("suite", "source", "save_id", "tokenizer", "precision"), (str, NONE)),
+    **dict.fromkeys(("num_tokens_trained", "num_parameters"), (int, NONE)),
+}
+RECORD: Kinds = {
+    "n": (int,),
+    **dict.fromkeys(("metric", "fingerprint"), (str,)),
+    **dict.fromkeys(("data_fingerprint", "type", "code"), (str, NONE)),
+    **dict.fromkeys(("num_clusters", "num_documents"), (int, NONE)),
+    **dict.fromkeys(("settings", "skipped"), (dict, NONE)),
+}
+
+
+def _check_kinds(values: Record, kinds: Kinds, whose: str) -> None:
+    for key, expected in kinds.items():
+        value = values.get(key)
+        if isinstance(value, bool) or not isinstance(value, expected):
+            raise DataError(f"{whose} has {key} {value!r}, which no result has; evaluate it again with redo=true")
 
 
 def read_items(path: Path, facts: Record) -> dict[str, list[Record]]:
@@ -99,7 +130,7 @@ def read_items(path: Path, facts: Record) -> dict[str, list[Record]]:
             item = json.loads(line)
             items.get(item["task"], []).append(item)
             texts.get(item["task"], []).append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             torn = torn or number
     for task, record in facts["tasks"].items():
         if len(items[task]) != record["n"]:
@@ -124,6 +155,9 @@ def hash_of(lines: Sequence[str]) -> str:
 
 def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record]) -> None:
     metric = record["metric"]
+    for name in ACCURACIES:
+        if name in record and not all(name in item for item in items):
+            raise DataError(f"{beside}: the items of {task} lack {name} or index; evaluate again with redo=true")
     try:
         if metric == BITS:
             found = float(bits_per_byte(by_document(items).sum(axis=0)))

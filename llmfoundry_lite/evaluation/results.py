@@ -154,12 +154,12 @@ class ResultFiles:
 
     def _read_lines(self) -> Iterator[tuple[str, str]]:
         """(task, line) of the items that are here and of a result."""
-        if not self.known or not self.items_path.exists():
+        if not self.known or not self.items_path.is_file():
             return
         with self.items_path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 # A torn line belongs to a task that is done again.
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     yield json.loads(line)["task"], line.rstrip("\n")
 
     def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
@@ -251,7 +251,8 @@ def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list
         except DataError as error:
             notes.append(f"{error}; left out of the table")
             continue
-        found.append(Results(**{key.name: facts[key.name] for key in fields(Results) if key.name in facts}))
+        named = {"suite": folder.name, "source": "", **facts}
+        found.append(Results(**{key.name: named[key.name] for key in fields(Results) if key.name in named}))
     return found, notes
 
 

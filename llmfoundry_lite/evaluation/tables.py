@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # comparing needs no torch
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
     "num_duplicates": "{} that repeat a choice",
+    "num_repeated": "{} that repeat an earlier item, and count as independent",
     "num_trimmed": "{} with a context cut to fit the model",
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
@@ -42,6 +43,8 @@ def cell(record: Record | None) -> tuple[str, str]:
         return "", ""
     metric = record["metric"]
     error = record.get(f"{metric}_stderr")
+    if metric in ACCURACIES and (record.get("num_clusters") or record["n"]) == 1:
+        error = None  # it is 0, and says nothing
     return f"{record[metric]:.3f}", "" if error is None else f"{error:.3f}"
 
 

@@ -97,6 +97,8 @@ class Prepared:
     """Of the rows or texts alone."""
     beginning: list[int] = field(default_factory=list)
     """Token ids before every text, which the tokenizer's template decides."""
+    num_repeated: int = 0
+    """Items that are the same as an earlier one, and so not independent of it."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> items that could not be asked."""
     config: TaskConfig
@@ -213,11 +215,14 @@ def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
         raise DataError(f"{where}: aliases is {aliases!r}, expected texts")
     if config.has_categories and "category" not in row:
         raise DataError(f"{where}: no column 'category', which has_categories asks for")
-    if config.cluster is not None and not isinstance(row.get(config.cluster), (str, int)):
-        raise DataError(
-            f"{where}: {config.cluster} is {row.get(config.cluster)!r}, expected a text or a whole number, because "
-            f"cluster names this column"
-        )
+    grouping = [("category", "has_categories asks for")] if config.has_categories else []
+    grouping += [(config.cluster, "cluster names")] if config.cluster is not None else []
+    for column, why in grouping:
+        if not isinstance(row.get(column), (str, int)):
+            raise DataError(
+                f"{where}: {column} is {row.get(column)!r}, expected a text or a whole number, because {why} this "
+                "column"
+            )
     options = row.get({"multiple_choice": "choices", "schema": "context_options"}.get(config.icl_task_type, ""))
     if options is None and "gold" not in expected:
         return
@@ -283,6 +288,7 @@ def prepare(
         settings=described,
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
+        num_repeated=0 if config.cluster else len(items) - len({fingerprint(rows[item.index]) for item in items}),
         skipped=skipped,
         config=replace(config, tokenization=tokenization),
     )

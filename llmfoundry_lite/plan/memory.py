@@ -1,8 +1,7 @@
 """How much memory one device needs to train an MPT: a first estimate, pure arithmetic, no torch.
 
-Counts what the tensors of `models`, `parallel` and the chunked loss must hold at the same time. Left out: the
-device's context and libraries (0.5 to 1 GiB, cuBLAS' workspaces among them), the allocator's fragmentation, and
-communication buffers.
+Counts what the tensors of `models`, `parallel` and the chunked loss must hold at the same time, and cuBLAS'
+workspaces. Left out: the device's context and libraries, communication buffers, and the allocator's fragmentation.
 
 Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, s sequence length.
 """
@@ -14,13 +13,20 @@ from dataclasses import dataclass
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_lite.models.flops import count_parameters
 
 FP32_BYTES = 4
+INT64_BYTES = 8
+WORKSPACES_BYTES = 65 * MIB
+"""Scratch memory of matrix products: 32 MiB for each of the two threads that compute, on Hopper; elsewhere less.
+Source: torch's `getChosenWorkspaceSize`, and rehearsals. And one of tensors too small to be counted."""
+ROUNDING = 1 / 300
+"""By how much more torch's allocator gives, which rounds up; by rehearsals."""
 LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
 OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
 """Numbers an optimizer keeps for each parameter; one of a user's own is taken to keep two."""
+OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
+"""Numbers for each parameter that it needs during its step; torch's fused AdamW needs none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,6 +45,8 @@ class MemoryEstimate:
     """What the forward pass keeps for the backward pass, and the block that is recomputed in it."""
     logits_bytes: int
     """One chunk of logits and the gradients that the chunked loss computes with it; or those gradients alone."""
+    workspaces_bytes: int = 0
+    """Of the libraries that compute matrix products; and token ids: a batch's, three times a microbatch's."""
 
     @property
     def total_bytes(self) -> int:
@@ -56,7 +64,7 @@ def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstim
     fsdp = config.sharding
     device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
     microbatch_size = config.first_microbatch_size(device_batch_size)
-    return estimate_memory(
+    estimate = estimate_memory(
         config.model,
         seq_len=config.max_seq_len,
         microbatch_size=microbatch_size,
@@ -72,6 +80,21 @@ def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstim
         activation_cpu_offload=fsdp.activation_cpu_offload,
         num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
     )
+    share_bytes = estimate.parameters_bytes
+    in_step = dataclasses.replace(
+        estimate,
+        gradients_bytes=share_bytes * (1 + OPTIMIZER_SCRATCH.get(config.optimizer.name, 0)),
+        unsharded_bytes=0,
+        activations_bytes=0,
+        logits_bytes=0,
+    )
+    estimate = max(estimate, in_step, key=lambda moment: moment.total_bytes)
+    ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
+    num_slots = OPTIMIZER_SLOTS.get(config.optimizer.name, 2)
+    rounding_bytes = int(estimate.total_bytes * ROUNDING) + (1 + num_slots) * _rounding_bytes(
+        config.model, layout.shard, layout.tensor
+    )
+    return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)
 
 
 def estimate_memory(
@@ -92,7 +115,8 @@ def estimate_memory(
     num_optimizer_slots: int = 2,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> MemoryEstimate:
-    """Bytes when one device holds the most: in the loss, at the backward pass's first block, or at its last.
+    """Bytes when one device holds the most: in the loss, or in the backward pass at its first block, its last, or
+    the embeddings.
 
     `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
     of them stands for a group whose devices divide each layer, and share what is not divided. `microbatch_size`:
@@ -105,18 +129,20 @@ def estimate_memory(
     stream_bytes = FP32_BYTES if has_autocast else compute_bytes
     reduction_bytes = compute_bytes if mixed_precision == "PURE" else FP32_BYTES
 
-    num_outside = count_parameters(dataclasses.replace(model, n_layers=0))
-    num_block = (count_parameters(model) - num_outside) // model.n_layers
-    num_block -= _count_divided(model) - _count_divided(model) // tensor_parallel_degree
+    outside, block = _shapes_outside(model), _shapes_of_block(model, tensor_parallel_degree)
+    outside_degree = shard_degree * tensor_parallel_degree
+    share_bytes = FP32_BYTES * (_share(outside, outside_degree) + model.n_layers * _share(block, shard_degree))
+    num_outside, num_block = _share(outside, 1), _share(block, 1)
     num_parameters = num_outside + model.n_layers * num_block
-    outside_share = -(-num_outside // (shard_degree * tensor_parallel_degree))
-    share_bytes = FP32_BYTES * (outside_share + -(-model.n_layers * num_block // shard_degree))
+    # FSDP divides rows, and gathers as many from each device.
+    padded_outside = outside_degree * _share(outside, outside_degree)
+    padded_block = shard_degree * _share(block, shard_degree)
+    padded = padded_outside + model.n_layers * padded_block
 
     # The embeddings and the last norm stay; of the blocks, the last one, and in the backward pass the one in use and
     # the one that is fetched ahead.
-    num_in_loss = num_parameters if not reshard_after_forward else num_outside + num_block
-    num_in_backward = num_parameters if not reshard_after_forward else num_outside + min(2, model.n_layers) * num_block
-    block_gradients_bytes = num_block * (stream_bytes + reduction_bytes)
+    num_in_loss = padded if not reshard_after_forward else padded_outside + padded_block
+    num_in_backward = padded if not reshard_after_forward else padded_outside + min(2, model.n_layers) * padded_block
     # Autocast keeps a copy of every weight it has cast until the backward pass has used it.
     copies = model.n_layers if has_autocast and not activation_checkpointing else int(has_autocast)
     copies_bytes = compute_bytes * num_block * copies
@@ -136,41 +162,75 @@ def estimate_memory(
         checkpointing=activation_checkpointing,
         is_offloaded=activation_cpu_offload and activation_checkpointing is True,
     )
+    hidden_bytes = num_tokens * model.d_model * compute_bytes
+    logits_bytes = _logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes)
+    # Of a block in its backward pass: early its activations, the gradient of the widest and of one matrix; late the
+    # gradients of all its matrices. Its input is among what was kept.
+    is_kept = not activation_checkpointing
+    widest_bytes = num_tokens * model.ffn_dim // tensor_parallel_degree * compute_bytes
+    input_bytes = 0 if is_kept else num_tokens * model.d_model * stream_bytes
+    early_bytes = block_bytes + widest_bytes - input_bytes
+    # The last norm's input and output are gone by then.
+    before_bytes = kept_bytes - is_kept * block_bytes - 2 * num_tokens * model.d_model * stream_bytes
     if not has_fsdp:
         # Copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix.
         num_copied = num_outside + num_block if activation_checkpointing else num_parameters
         copy_bytes = stream_bytes if stream_bytes < FP32_BYTES else 0
         one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES)
-        return MemoryEstimate(
+        in_loss = MemoryEstimate(
             parameters_bytes=share_bytes,
-            gradients_bytes=share_bytes,
+            gradients_bytes=0 if has_one_microbatch else share_bytes,
             optimizer_bytes=num_optimizer_slots * share_bytes,
-            unsharded_bytes=num_copied * copy_bytes + one_matrix_bytes + copies_bytes,
+            unsharded_bytes=num_copied * copy_bytes + copies_bytes,
             activations_bytes=kept_bytes,
-            logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes),
+            logits_bytes=logits_bytes + hidden_bytes,
         )
-    hidden_bytes = num_tokens * model.d_model * compute_bytes
+        embedding = model.vocab_size * model.d_model
+        at_first_block = dataclasses.replace(
+            in_loss,
+            gradients_bytes=embedding * FP32_BYTES if has_one_microbatch else share_bytes,
+            unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
+            activations_bytes=before_bytes + early_bytes,
+            logits_bytes=embedding * compute_bytes + hidden_bytes,
+        )
+        at_last_block = dataclasses.replace(
+            at_first_block,
+            gradients_bytes=share_bytes,
+            unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
+            activations_bytes=early_bytes,
+        )
+        return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
     in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
         gradients_bytes=waiting_bytes,
         optimizer_bytes=num_optimizer_slots * share_bytes,
         unsharded_bytes=num_in_loss * stream_bytes + copies_bytes,
         activations_bytes=kept_bytes,
-        logits_bytes=_logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes) + hidden_bytes,
+        logits_bytes=logits_bytes + hidden_bytes,
     )
+    early_bytes += model.d_model * model.ffn_dim // tensor_parallel_degree * stream_bytes
+    late_bytes = num_block * stream_bytes + 4 * hidden_bytes
+    embedding_bytes = model.vocab_size * model.d_model * compute_bytes
     at_first_block = dataclasses.replace(
         in_loss,
-        unsharded_bytes=num_in_backward * stream_bytes + block_gradients_bytes + copies_bytes,
-        activations_bytes=kept_bytes + (block_bytes if activation_checkpointing else 0),
-        logits_bytes=model.vocab_size * model.d_model * compute_bytes + hidden_bytes,
+        unsharded_bytes=num_in_backward * stream_bytes + padded_block * reduction_bytes + copies_bytes,
+        activations_bytes=before_bytes + max(early_bytes, late_bytes),
+        logits_bytes=embedding_bytes + hidden_bytes,
     )
     at_last_block = dataclasses.replace(
         at_first_block,
         gradients_bytes=max(waiting_bytes, share_bytes),
-        unsharded_bytes=at_first_block.unsharded_bytes + num_outside * reduction_bytes,
-        activations_bytes=block_bytes,
+        activations_bytes=max(early_bytes, late_bytes),
     )
-    return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
+    at_embeddings = dataclasses.replace(
+        at_last_block,
+        unsharded_bytes=(padded_outside if reshard_after_forward else padded) * stream_bytes
+        + padded_outside * reduction_bytes,
+        activations_bytes=hidden_bytes,
+        logits_bytes=2 * embedding_bytes,
+    )
+    moments = (in_loss, at_first_block, at_last_block, at_embeddings)
+    return max(moments, key=lambda moment: moment.total_bytes)
 
 
 def _activations_bytes(
@@ -215,12 +275,51 @@ def _activations_bytes(
     return blocks_bytes + last_norm_bytes + bias_bytes + dropout_bytes
 
 
-def _count_divided(model: ModelConfig) -> int:
-    """Parameters of a block that tensor parallelism divides: all but the norms and what is added to the stream."""
-    d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
+Shapes = list[tuple[int, int]]
+"""Rows, which FSDP divides, and columns."""
+
+
+def _share(shapes: Shapes, degree: int) -> int:
+    """Numbers that one of `degree` devices holds."""
+    return sum(-(-rows // degree) * columns for rows, columns in shapes)
+
+
+def _rounding_bytes(model: ModelConfig, shard_degree: int, tensor_parallel_degree: int) -> int:
+    """By how much torch's allocator rounds up the blocks' shares: from each 20 MiB that it cuts into tensors of 1 to 10
+    MiB, it gives the last one up to 1 MiB more (c10/cuda/CUDACachingAllocator: kLargeBuffer, kSmallSize)."""
+    shapes = _shapes_of_block(model, tensor_parallel_degree)
+    shares = [FP32_BYTES * _share([shape], shard_degree) for shape in shapes]
+    return model.n_layers * sum(share // 20 for share in shares if MIB < share < 10 * MIB)
+
+
+def _shapes_outside(model: ModelConfig) -> Shapes:
+    d = model.d_model
+    shapes = [(model.vocab_size, d)] * (1 if model.tie_word_embeddings else 2)
+    if model.uses_learned_positions:
+        shapes.append((model.max_seq_len, d))
+    return shapes + _shapes_of_norm(model, d)
+
+
+def _shapes_of_block(model: ModelConfig, tensor_parallel_degree: int) -> Shapes:
+    """On one device of a tensor group, which divides all but the norms and what is added to the stream."""
+    d, kv_dim, f = model.d_model, model.num_kv_heads * model.head_dim, model.ffn_dim
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
-    biases = 0 if model.no_bias else d + 2 * kv_dim + num_up * model.ffn_dim
-    return 2 * d * d + 2 * d * kv_dim + (num_up + 1) * d * model.ffn_dim + biases
+    qkv = [d + 2 * kv_dim] if model.attn_config.fused_qkv else [d, kv_dim, kv_dim]
+    first = [rows // tensor_parallel_degree for rows in (*qkv, *(f,) * num_up)]
+    shapes = [(rows, d) for rows in first]
+    shapes += [(d, columns // tensor_parallel_degree) for columns in (d, f)]
+    if not model.no_bias:
+        shapes += [(rows, 1) for rows in (*first, d, d)]
+    widths = [d, d]
+    if model.attn_config.qk_ln:
+        widths += [d, kv_dim]
+    elif model.attn_config.qk_gn:
+        widths += [model.head_dim] * 2
+    return shapes + [shape for width in widths for shape in _shapes_of_norm(model, width)]
+
+
+def _shapes_of_norm(model: ModelConfig, width: int) -> Shapes:
+    return [(width, 1)] * (1 if model.no_bias or model.norm_type.endswith("rmsnorm") else 2)
 
 
 def _block_bytes_per_token(

@@ -8,7 +8,7 @@ from typing import Any
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.hardware import GIB, Accelerator
-from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS, MemoryEstimate, estimate_memory
+from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
 from llmfoundry_lite.plan.network import Node
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, step_time
 
@@ -155,7 +155,7 @@ def _best(
             work = dataclasses.replace(work, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages)
             if pipeline.schedule == "interleaved" and device_batch_size // microbatch_size % layout.pipeline:
                 continue
-            memory = memory_of(config, layout, work)
+            memory = memory_of(config, layout, strategy, work)
             if least is None or memory.total_bytes < least.total_bytes:
                 least = memory
             if memory.total_bytes > limit:
@@ -217,26 +217,20 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
     )
 
 
-def memory_of(config: TrainConfig, layout: Layout, work: Work) -> MemoryEstimate:
+def memory_of(config: TrainConfig, layout: Layout, strategy: str, work: Work) -> MemoryEstimate:
     """Of the fullest device. A stage of a pipeline keeps the activations of as many microbatches as there are stages
     after it, itself among them (1F1B), and its share of the blocks."""
     num_microbatches = work.num_microbatches(layout)
-    model = dataclasses.replace(work.model, n_layers=-(-work.model.n_layers // layout.pipeline))
-    estimate = estimate_memory(
-        model,
-        seq_len=work.seq_len // layout.context,
-        microbatch_size=work.microbatch_size,
-        shard_degree=layout.shard if work.is_sharded else 1,
-        has_fsdp=layout.world_size > 1 or config.compile_config is not None or config.sharding.offload_optimizer,
-        tensor_parallel_degree=layout.tensor,
-        precision=config.precision,
-        mixed_precision=config.sharding.mixed_precision,
-        reshard_after_forward=work.reshard_after_forward,
-        reduces_every_microbatch=config.reduces_every_microbatch or num_microbatches == 1,
-        has_one_microbatch=num_microbatches == 1,
-        activation_checkpointing=work.activation_checkpointing,
-        activation_cpu_offload=config.sharding.activation_cpu_offload,
-        num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+    fsdp = dataclasses.replace(
+        config.sharding, sharding_strategy=strategy, activation_checkpointing=work.activation_checkpointing
     )
+    stage = dataclasses.replace(
+        config,
+        model=dataclasses.replace(work.model, n_layers=-(-work.model.n_layers // layout.pipeline)),
+        max_seq_len=work.seq_len // layout.context,
+        device_train_microbatch_size=work.microbatch_size,
+        fsdp_config=fsdp,
+    )
+    estimate = estimate_training_memory(stage, layout)
     in_flight = min(layout.pipeline, num_microbatches)
     return dataclasses.replace(estimate, activations_bytes=estimate.activations_bytes * in_flight)

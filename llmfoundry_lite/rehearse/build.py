@@ -43,7 +43,10 @@ def build_library() -> Path:
             "the library that stands in for CUDA is built once, at first use"
         )
     headers = find_headers(torch_folder)
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"rehearse: {cache_folder()} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
     with tempfile.TemporaryDirectory(dir=cache_folder()) as place:
         write_stubs(torch_folder, Path(place) / "stubs.inc")
         made = Path(place) / NAME

@@ -1,10 +1,12 @@
 """The process that rehearses: the run's own `train()`, as one rank of many, on devices that are not there.
 
-Started by `rehearse.py` with the library of `cuda.c` preloaded. Owns what is replaced: the process group is torch's
-`fake` one, data are made up, weights are not drawn, nothing is saved. All else is the run's own code.
+Started by `stage.py` with the library of `cuda.c` preloaded; each rehearsal is a fork of it. Owns what is replaced: the
+process group is torch's `fake` one, data are made up, weights are not drawn, nothing is saved, and numbers that the
+host reads are sound. All else is the run's own code.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -13,33 +15,76 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoaderConfig, LoggersConfig, TrainConfig
+from llmfoundry_lite.data.tokenizer import is_local_or_cached
+from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
 
+GRADIENT_NORM = 1000.0
+"""As the host reads it: more than clipping allows, so that gradients are clipped."""
 
-def main(arguments: Sequence[str]) -> None:
-    """`arguments`: a JSON file, `{"arguments", "folder", "num_batches", "per_node", "world_size"}`."""
-    request = json.loads(Path(arguments[0]).read_text())
-    end_with_parent(request["parent"], request["folder"])
-    config = rehearsed(load_train_config(request["arguments"]).config, request)
-    for name, value in config.environment.items():
-        os.environ.setdefault(name, value)  # before torch looks
+
+def main(parent: int, folder: str) -> None:
+    """Each line of standard input names a folder with a `request.json`; the exit code is the answer."""
+    end_with(parent, folder)
     replace_the_world()
-    from llmfoundry_lite.rehearse.measure import Measure, record_memory
+    import llmfoundry_lite.training.train  # noqa: F401 - takes longer than a small rehearsal
+
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            rehearse_in_this_process(Path(line.strip()), folder)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def rehearse_in_this_process(place: Path, folder: str) -> None:
+    """Never returns."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    said = os.open(place / "stderr.txt", os.O_WRONLY | os.O_CREAT)
+    for descriptor, target in ((nothing, 0), (nothing, 1), (said, 2)):
+        os.dup2(descriptor, target)
+    end_with(os.getppid(), folder)
+    sys.argv = [sys.argv[0], str(place)]
+    run_and_exit(rehearse)
+
+
+def rehearse(arguments: Sequence[str]) -> None:
+    """`arguments`: the folder of a `request.json`, as `stage.py` writes it."""
+    import torch
+
+    from llmfoundry_lite.rehearse.measure import Measure, record
+    from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.train import train
 
-    record_memory()
+    folder = Path(arguments[0])
+    request = json.loads((folder / "request.json").read_text())
+    os.environ.update(request["environment"])
+    config = rehearsed(load_train_config(request["arguments"]).config, request, folder)
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)
+    # Torch has looked at its part of the environment when it was imported.
+    torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    Checkpointing._save = lambda self, state, logger: None
+    record()
     began = time.monotonic()
-    train(config)
-    found = {**Measure.found, "seconds": time.monotonic() - began}
-    Path(request["result"]).write_text(json.dumps(found))
+    found: dict[str, Any] = {}
+    try:
+        train(config)
+    except OutOfMemoryError:
+        found["is_out_of_memory"] = True
+        raise
+    finally:
+        found |= {**Measure.found, "seconds": time.monotonic() - began}
+        (folder / "result.json").write_text(json.dumps(found))
 
 
-def rehearsed(config: TrainConfig, request: dict[str, Any]) -> TrainConfig:
+def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> TrainConfig:
     """The same model, layout, precision, optimizer and schedule; nothing that reads or writes outside `folder`."""
     num_batches = request["num_batches"]
     loader = LoaderConfig(
@@ -47,7 +92,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any]) -> TrainConfig:
         kwargs={
             "num_tokens": config.max_seq_len,
             "vocab_size": config.model.vocab_size,
-            "num_data_ranks": layout_of(config, request["world_size"], request["per_node"]).num_data_ranks,
+            "num_data_ranks": layout_of(config, request["num_devices"], request["per_node"]).num_data_ranks,
         },
     )
     measure = {
@@ -67,18 +112,18 @@ def rehearsed(config: TrainConfig, request: dict[str, Any]) -> TrainConfig:
         progress_bar=False,
         log_to_console=False,
         export_at_end=False,
-        run_folder=f"{request['folder']}/run",
+        run_folder=f"{folder}/run",
         save_folder=None,
         autoresume=False,
         load_path=None,
         max_wall_time=None,
-        stop_after=f"{num_batches + 1}ba",
+        stop_after=f"{num_batches + request['counts_operations']}ba",
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}),
     )
 
 
 def replace_the_world() -> None:
-    """Before anything of the run is imported: modules keep what they have imported by name."""
+    """Before the run's own modules are imported: they keep what they have imported by name."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
@@ -87,9 +132,10 @@ def replace_the_world() -> None:
     from llmfoundry_lite.ranks import exchange
     from llmfoundry_lite.ranks.rank import this_rank
 
-    here, real_init, real_backend = this_rank(), dist.init_process_group, dist.get_backend
+    real_init, real_backend = dist.init_process_group, dist.get_backend
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
+        here = this_rank()
         real_init("fake", rank=here.rank, world_size=here.world_size, store=dist.HashStore())
 
     def get_backend(group: Any = None) -> str:
@@ -97,26 +143,61 @@ def replace_the_world() -> None:
         asks = sys._getframe(1).f_globals.get("__name__", "")
         return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
+    def agree(error: Exception | None, group: Any = None) -> None:
+        if error is not None:
+            raise error
+
     dist.init_process_group = init_process_group
     dist.get_backend = get_backend
+    # Nobody else is there to tell or to ask.
     exchange.open_host_group = lambda timeout: None
     exchange._device = lambda group: torch.device("cpu")
-    exchange.tell_all = lambda value, group=None, *, source=0: value  # nobody else is there to tell
+    exchange.tell_all = lambda value, group=None, *, source=0: value
+    exchange.agree = agree
     fsdp.initialise_weights = lambda model, seed: None
+    torch.cuda._is_in_bad_fork = lambda: False  # nothing of a device that is not there is lost in a fork
     # cuDNN's library asks the device for more than a device that is not there can say.
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-    from llmfoundry_lite.training.checkpointing import Checkpointing
-
-    Checkpointing._save = lambda self, state, logger: None
+    replace_numbers()
 
 
-def end_with_parent(parent: int, folder: str) -> None:
-    """Should the parent be killed, leave nothing behind."""
+def replace_numbers() -> None:
+    """Nothing is computed, so the host would read whatever lies in memory. Each read is still made."""
+    from llmfoundry_lite.training import builders, gradients
+    from llmfoundry_lite.training.trainer import GroupedTrainer
+
+    real_measure, real_count = gradients.measure, builders.DataSpec.get_num_tokens_in_batch
+    real_load, real_iterate = builders.load_tokenizer, GroupedTrainer._iter_dataloader
+
+    def measure(*args: Any) -> tuple[float, float, int]:
+        real_measure(*args)
+        return GRADIENT_NORM, 1.0, 0
+
+    def count(self: Any, batch: Any, token_type: str = "total") -> int:
+        real_count(self, batch, token_type)
+        return batch["input_ids"].numel()
+
+    def load_tokenizer(name: str) -> Any:
+        """Documents end with the same token, made up, where the tokenizer is on another machine."""
+        return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
+
+    def iterate(self: Any, trainer_mode: Any) -> Any:
+        """The loop's end is a number on the device; the host knows it too."""
+        num_batches = self.state.dataloader_len
+        return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
+
+    GroupedTrainer._iter_dataloader = iterate
+    builders.load_tokenizer = load_tokenizer
+    gradients.measure = measure
+    builders.DataSpec.get_num_tokens_in_batch = count
+
+
+def end_with(parent: int, folder: str) -> None:
+    """Should the process that waits for this one be killed, leave nothing behind."""
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(0.2)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
@@ -124,4 +205,6 @@ def end_with_parent(parent: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    if len(sys.argv) == 2:  # on a device that is there
+        run_and_exit(rehearse)
+    main(int(sys.argv[1]), sys.argv[2])

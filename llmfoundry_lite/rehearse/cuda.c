@@ -18,6 +18,7 @@
 #define SMALL (64 << 10)
 #define PAGE ((size_t)2 << 20)
 #define OUT_OF_MEMORY 2 /* of the runtime and of the driver alike */
+#define NO_DEVICE 100
 
 typedef struct range { struct range *next; char *start; size_t size; } range;
 
@@ -27,7 +28,7 @@ static size_t used_bytes;
 static __thread int current_device;
 
 static long number(const char *name, long otherwise) { const char *text = getenv(name); return text ? atol(text) : otherwise; }
-static size_t memory_bytes(void) { static size_t all; return all ? all : (all = number("REHEARSED_MEMORY_BYTES", 1L << 30)); }
+static size_t memory_bytes(void) { return number("REHEARSED_MEMORY_BYTES", 1L << 30); } /* a fork may play another device */
 
 /* ------------------------------------------------------------------------------------------------------- memory */
 
@@ -138,7 +139,7 @@ int cuPointerGetAttribute(void *found, int attribute, unsigned long long p) { *(
 
 static int copy(void *to, const void *from, size_t size) {
   if (size <= SMALL) memmove(to, from, size);
-  else if (!is_in(device_ranges, to)) memset(to, 0, size); /* a host reads what no device has computed */
+  else if (!is_in(device_ranges, to) && !is_in(pinned_ranges, to)) memset(to, 0, size); /* nothing has been computed */
   return 0;
 }
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return copy(to, from, size); }
@@ -146,7 +147,12 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
 
 /* ------------------------------------------------------------------------------------------------------ devices */
 
-int cudaGetDeviceCount(int *n) { *n = number("REHEARSED_DEVICES", 1); return 0; }
+int cudaGetDeviceCount(int *n) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  int is_hidden = visible && !*visible;
+  *n = is_hidden ? 0 : number("REHEARSED_DEVICES", 1);
+  return is_hidden ? NO_DEVICE : 0;
+}
 int cudaGetDevice(int *device) { *device = current_device; return 0; }
 int cudaSetDevice(int device) { current_device = device; return 0; }
 int cuDeviceGetCount(int *n) { return cudaGetDeviceCount(n); }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, accelerator_named, is_named
 
 FREE_SHARE = 0.98
 """Of the memory as sold: 1 to 2 % less is free for programs (hardware.py)."""
@@ -38,26 +38,25 @@ AMD_STAND_IN = (9, 0)
 
 
 def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
-    """The row `name` of the hardware table; without a name, the row that the overlay's file name begins with.
+    """The row `name` of the hardware table; without a name, the one that the overlay's name begins.
 
-    Raises ConfigError, which lists the rows, for a name that none has.
+    Raises ConfigError, which lists the rows, for a name that none has or several have.
     """
-    known = f"expected one of {', '.join(ACCELERATORS)}"
     if name is not None:
-        rows = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
-        if not rows:
-            raise ConfigError(f"--hardware: {name!r} given, {known}; a new device is a new row in hardware.py")
-        return rows[0]
-    stems = [re.sub(r"-\d+$", "", Path(text).stem).lower() for text in arguments if text.endswith((".yaml", ".yml"))]
-    for stem in reversed(stems):
-        for row in ACCELERATORS.values():
-            if f"{row.name.lower()}-".startswith(f"{stem}-"):
-                return row
-    raise ConfigError(f"rehearse: no YAML file is named after a device; name it with --hardware, {known}")
+        return accelerator_named(name)
+    # Overlays are files, or names of those that ship.
+    stems = [Path(text).stem for text in arguments if "=" not in text]
+    named = next((stem for stem in reversed(stems) if is_named(stem)), None)
+    if named is None:
+        raise ConfigError(
+            "rehearse: no YAML file is named after a device; name it with --hardware, expected one of "
+            f"{', '.join(ACCELERATORS)}"
+        )
+    return accelerator_named(named)
 
 
-def describe_device(device: Accelerator, num_devices: int, cuda_release: int) -> dict[str, str]:
-    """The environment of `cuda.c`."""
+def describe_device(device: Accelerator, num_devices: int, cuda_release: int, spare_bytes: int = 0) -> dict[str, str]:
+    """The environment of `cuda.c`. `spare_bytes` of the memory are out of reach."""
     capability = AMD_STAND_IN
     if device.vendor == "nvidia":
         family = max((name for name in CAPABILITIES if device.name.startswith(name)), key=len)
@@ -66,7 +65,7 @@ def describe_device(device: Accelerator, num_devices: int, cuda_release: int) ->
     facts = {
         "NAME": device_name(device),
         "DEVICES": num_devices,
-        "MEMORY_BYTES": int(device.memory_bytes * FREE_SHARE),
+        "MEMORY_BYTES": int(device.memory_bytes * FREE_SHARE) - spare_bytes,
         "MAJOR": capability[0],
         "MINOR": capability[1],
         "UNITS": device.num_compute_units,

@@ -5,6 +5,8 @@ and reads by the host. Leaves the figures' words to `report.py`. Memory is measu
 mode belongs to the batch after those.
 """
 
+import json
+import os
 import sys
 import time
 import warnings
@@ -47,6 +49,7 @@ class Measure(Callback):
         if int(state.timestamp.batch) == 0:  # what `auto` has tried does not count
             torch.cuda.reset_peak_memory_stats()
             self.began_us = time.time_ns() // 1000
+            self.compiled_before = len(torch._dynamo.utils.get_compilation_metrics())
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.num_batches:
@@ -65,15 +68,16 @@ class Measure(Callback):
         elif batch > self.num_batches:
             self.watch.__exit__(None, None, None)
             self.found.update(self.watch.results())
-            self.found["is_compiled"] = bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            self.found["compiled"] = describe_compiled(self.compiled_before)
 
 
 # ------------------------------------------------------------------------------------------------------- memory
 
 
-def record_memory() -> None:
-    """Every allocation from now on, with the Python lines that asked for it."""
+def record() -> None:
+    """From now on, every allocation with the Python lines that asked for it, and every compilation."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY_ENTRIES)
+    torch._dynamo.utils.set_compilation_metrics_limit(HISTORY_ENTRIES)
 
 
 def measure_workspaces() -> int:
@@ -137,6 +141,8 @@ def categorise(frames: list[dict[str, Any]]) -> str:
         return "logits"  # its products are those of `models`
     for frame in frames:
         file, name = frame["filename"], frame["name"]
+        if name == "_train_microbatches":  # which the optimizer calls
+            return "rest"
         if FSDP in file:
             return categorise_sharded({frame["name"] for frame in frames if FSDP in frame["filename"]})
         if "/torch/optim/" in file or file.endswith("training/optimizers.py"):
@@ -234,6 +240,58 @@ class Watch(TorchDispatchMode):
             "attention": sorted(self.attention),
             "reads": dict(self.reads),
         }
+
+
+class Compiled(NamedTuple):
+    """What torch.compile made: of the run's own code, or of FlexAttention's."""
+
+    num_graphs: int
+    num_before: int
+    """Of them, before the first batch, while `auto` tried sizes."""
+    functions: list[str]
+    again: dict[str, int]
+    """Function and reason -> how often it was compiled again in a batch."""
+    breaks: dict[str, int]
+    """Reason -> how often a graph was cut there."""
+    kernels: dict[str, int]
+    """Target, sm_90 for one -> Triton kernels built for it."""
+    attention: list[str]
+
+
+def describe_compiled(num_before: int) -> dict[str, Any]:
+    utils = torch._dynamo.utils
+    made = utils.get_compilation_metrics()
+    functions, again = Counter(), Counter()
+    for place, one in enumerate(made):
+        if one.co_name is None:  # a backward pass, which is its forward pass's
+            continue
+        name = f"{one.co_name} ({shorten(one.co_filename or '')}:{one.co_firstlineno})"
+        functions[name] += 1
+        if place >= num_before and one.recompile_reason:
+            again[f"{name}: {one_line(one.recompile_reason)}"] += 1
+    kernels, attention = read_compilers_caches()
+    breaks = {one_line(reason): count for reason, count in utils.counters["graph_break"].items()}
+    num_graphs = utils.counters["stats"]["unique_graphs"]
+    return Compiled(num_graphs, num_before, list(functions), dict(again), breaks, kernels, attention)._asdict()
+
+
+def read_compilers_caches() -> tuple[dict[str, int], list[str]]:
+    """(target -> Triton kernels, attention kernels that the generated code names)"""
+    kernels, attention = Counter(), set()
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        folder = Path(os.environ[name])
+        for binary in folder.rglob("*.cubin"):
+            target = json.loads(binary.with_suffix(".json").read_text())["target"]
+            kernels[f"sm_{target['arch']}"] += 1
+        for source in folder.rglob("*.py"):
+            text = source.read_text()
+            attention |= {words for kernel, words in ATTENTION.items() if f"{kernel}." in text or f"{kernel}_" in text}
+    return dict(kernels), sorted(attention)
+
+
+def one_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def find_group(args: tuple) -> list[int] | None:

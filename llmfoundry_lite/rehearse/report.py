@@ -1,6 +1,7 @@
 """A rehearsal as lines for people. No torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.schema import TrainConfig
@@ -44,8 +45,8 @@ class Rehearsal:
     """Kind, group, dtype, calls in a batch, bytes in a batch."""
     flops: dict[str, int]
     """Operation -> FLOPs in a batch, on this rank."""
-    is_compiled: bool
-    """Some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
+    compiled: dict[str, Any]
+    """`measure.Compiled`: some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
     attention: list[str]
     reads: dict[str, int]
     """File and line -> how often the host waited for the device there, in a batch."""
@@ -56,7 +57,7 @@ def describe(rehearsal: Rehearsal) -> str:
     layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
     num_ranks, estimate = layout.num_data_ranks, estimate_training_memory(config, layout)
     free_bytes = int(device.memory_bytes * FREE_SHARE)
-    expected_bytes = estimate.total_bytes + rehearsal.workspaces_bytes
+    expected_bytes = estimate.total_bytes
     lines = [
         f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
         f"as rank {rehearsal.rank}, in {rehearsal.wall_seconds:.0f} s",
@@ -65,8 +66,8 @@ def describe(rehearsal: Rehearsal) -> str:
         f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
         f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {free_bytes / GIB:.2f} GiB "
         f"({FREE_SHARE:.0%} of what is sold)",
-        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}), "
-        f"of which cuBLAS' workspaces {rehearsal.workspaces_bytes / GIB:.2f}",
+        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}); "
+        f"{rehearsal.workspaces_bytes / GIB:.2f} of the first for cuBLAS' workspaces",
         f"               the peak is at {rehearsal.peak_at}",
         "               GiB at the peak   rehearsed  estimate",
     ]
@@ -87,12 +88,7 @@ def describe(rehearsal: Rehearsal) -> str:
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
         f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
-    attention = rehearsal.attention or [
-        "FlexAttention or another kernel, compiled" if rehearsal.is_compiled else "unfused"
-    ]
-    lines.append(f"attention      {', '.join(attention)}")
-    if rehearsal.is_compiled:
-        lines.append("compiled       some of the run's code: FLOPs and attention inside it are not counted above")
+    lines += describe_kernels(rehearsal)
     for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
         lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {in_bytes(num_bytes)} in a batch")
     for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
@@ -101,3 +97,23 @@ def describe(rehearsal: Rehearsal) -> str:
     if device.vendor == "amd":
         lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
     return "\n".join(lines)
+
+
+def describe_kernels(rehearsal: Rehearsal) -> list[str]:
+    compiled = rehearsal.compiled
+    inside = [name for name in compiled["attention"] if name not in rehearsal.attention]
+    attention = [*rehearsal.attention, *(f"{name}, compiled" for name in inside)]
+    lines = [f"attention      {', '.join(attention) or 'no kernel of its own: products and softmax'}"]
+    if not compiled["functions"]:
+        return lines
+    before = f", {compiled['num_before']} of them while auto tried sizes" if compiled["num_before"] else ""
+    kernels = ", ".join(f"{count} Triton kernels for {target}" for target, count in compiled["kernels"].items())
+    num_again, num_breaks = (sum(compiled[name].values()) for name in ("again", "breaks"))
+    lines += [
+        f"compiled       {compiled['num_graphs']} graphs of {', '.join(compiled['functions'])}{before}",
+        f"               {kernels or 'no Triton kernels'}; FLOPs inside are not counted above",
+        f"               {num_breaks} graph breaks, {num_again} compiled again in a batch",
+    ]
+    lines += [f"graph break    {reason}: {count}" for reason, count in compiled["breaks"].items()]
+    lines += [f"compiled again {reason}: {count}" for reason, count in compiled["again"].items()]
+    return lines

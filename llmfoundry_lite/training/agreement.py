@@ -57,7 +57,7 @@ class Agreement(Callback):
 
     # ------------------------------------------------------------------------------------------------- for the Trainer
 
-    def open(self, batches: Iterator[Any]) -> None:
+    def begin_epoch(self, batches: Iterator[Any]) -> None:
         """An epoch begins. Every rank must call this together."""
         self._batches = batches
         self._agree(self._read_ahead())
@@ -72,7 +72,7 @@ class Agreement(Callback):
         self.current = self.upcoming
         return batch if self.current.is_there else None
 
-    def close(self) -> None:
+    def end_epoch(self) -> None:
         self._batches = self._batch = self._error = None
 
     # ------------------------------------------------------------------------------------------------------- the event

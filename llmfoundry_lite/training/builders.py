@@ -52,9 +52,12 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
             print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
     model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)
     has_documents = config.model.attn_config.attn_uses_sequence_id
-    return LanguageModel(
+    language_model: Any = LanguageModel(
         model, precision, separator=load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
     )
+    if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
+        language_model.to = lambda *args, **kwargs: language_model
+    return language_model
 
 
 def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:

@@ -43,7 +43,7 @@ class GroupedTrainer(Trainer):
             return
         assert self.state.dataloader is not None
         length = self.state.dataloader_len
-        self.agreement.open(islice(self.state.dataloader, None if length is None else int(length)))
+        self.agreement.begin_epoch(islice(self.state.dataloader, None if length is None else int(length)))
         try:
             while True:
                 self.engine.run_event(Event.BEFORE_DATALOADER)
@@ -53,7 +53,7 @@ class GroupedTrainer(Trainer):
                     return
                 yield batch
         finally:
-            self.agreement.close()
+            self.agreement.end_epoch()
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
         """The gradient is that of the mean over the global batch's tokens, or samples, whatever each rank has of them.

@@ -1,3 +1,5 @@
+import os
+import threading
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +15,7 @@ from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_fi
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
-from tests.checkpoint.saves import save
+from tests.checkpoint.saves import save, write_draft
 
 
 def test_the_disk_is_asked_to_begin_with_every_byte_before_the_fsync(
@@ -87,3 +89,23 @@ def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.Monkey
 def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_folder("~/runs").url == f"{tmp_path}/runs"
+
+
+def test_what_commits_a_save_waits_for_the_disk_twice_and_the_hint_not_at_all(tmp_path, monkeypatch):
+    """The manifest and the names in its folder go out together; then the new name of the folder."""
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    draft = write_draft(store, lease, 1)
+    synced, both = [], threading.Barrier(2, timeout=20)
+    real = os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        if len(synced) <= 2:
+            both.wait()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.publish(draft, lease)
+    assert sorted(synced[:2]) == sorted(["manifest.json", f".tmp-{draft.save_id}"])
+    assert synced[2:] == [tmp_path.name]

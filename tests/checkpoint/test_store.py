@@ -11,16 +11,20 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import fsspec
 import pytest
 
 from llmfoundry_lite.checkpoint import folders
 from llmfoundry_lite.checkpoint import lease as leases
+from llmfoundry_lite.checkpoint import store as store_module
 from llmfoundry_lite.checkpoint.folders import LocalFolder, RemoteFolder, open_folder
 from llmfoundry_lite.checkpoint.lease import describe_this_process
+from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_structure, describe, verify_checkpoint
+from llmfoundry_lite.checkpoint.verify import check_present, check_structure, describe, verify_checkpoint
+from llmfoundry_lite.cli.checkpoint import describe_row
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -743,3 +747,23 @@ def test_structure_alone_reads_little_and_finds_what_is_missing(url):
     checkpoint.folder.remove(checkpoint.manifest.files[1].name)
     with pytest.raises(IncompleteCheckpointError, match=r"shard-00001.safetensors: missing"):
         check_structure(checkpoint)
+
+
+@pytest.mark.parametrize("with_log", [False, True])
+def test_listing_and_retention_decode_no_manifest_but_the_newest(tmp_path, monkeypatch, with_log):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in range(1, 9):
+        log = write_log(store, f"e1-ba{batch}-00", b"x\n" * batch, ()) if with_log else ()
+        store.publish(replace(write_draft(store, lease, batch), log=log), lease)
+    decoded = []
+    real = store_module.decode
+    monkeypatch.setattr(store_module, "decode", lambda raw, where: decoded.append(where) or real(raw, where))
+    rows = [describe_row(candidate) for candidate in CheckpointStore(tmp_path).candidates()]
+    assert [row[0] for row in rows if row] == [str(batch) for batch in range(8, 0, -1)] and not decoded
+    assert CheckpointStore(tmp_path).prune(lease, keep_newest=3, verify=check_present) == [
+        f"ba{n}" for n in range(1, 6)
+    ]
+    assert decoded == [f"{tmp_path}/ba8/manifest.json"]
+    parts = sorted(path.name for path in (tmp_path / "log").glob("*")) if with_log else []
+    assert parts == ([f"e1-ba{n}-00.jsonl" for n in (6, 7, 8)] if with_log else [])

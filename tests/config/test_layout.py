@@ -28,6 +28,7 @@ def places(degrees):
     return [Coordinates(*place) for place in itertools.product(*(range(degree) for degree in degrees))]
 
 
+@settings(deadline=None)
 @given(degrees)
 def test_every_rank_appears_once_and_comes_back_from_its_coordinates(degrees):
     layout = layout_with(degrees)
@@ -36,6 +37,7 @@ def test_every_rank_appears_once_and_comes_back_from_its_coordinates(degrees):
     assert [layout.rank_at(place) for place in places(degrees)] == list(range(layout.world_size))
 
 
+@settings(deadline=None)
 @given(degrees)
 def test_a_group_is_the_ranks_that_differ_in_one_dimension_alone(degrees):
     layout, all_places = layout_with(degrees), places(degrees)
@@ -61,6 +63,7 @@ def test_a_batch_is_shared_out_once_whatever_the_layout(degrees, share):
     assert sum(here.rank == 0 for here in ranks) == layout.ranks_per_data_rank
 
 
+@settings(deadline=None)
 @given(degrees, st.data())
 def test_a_group_spans_nodes_where_its_ranks_lie_in_several(degrees, data):
     world_size = math.prod(degrees)
@@ -71,6 +74,7 @@ def test_a_group_spans_nodes_where_its_ranks_lie_in_several(degrees, data):
         assert layout.spans_nodes(name) == any(len(some) > 1 for some in nodes)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]),
     st.sampled_from([None, 1, 2, 3, 4]),

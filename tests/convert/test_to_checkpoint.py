@@ -198,6 +198,17 @@ def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys):
         find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("left", [".damaged-ba4-0a1b2c", ".replaced-e1-ba4-0a1b2c3d4e5f"])
+def test_nothing_is_imported_beside_what_may_be_all_that_is_left_of_a_run(tmp_path, left):
+    folder_of(tmp_path / "hf")
+    (tmp_path / "out" / left).mkdir(parents=True)
+    (tmp_path / "out" / left / "shard-00000.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=rf"{left}.*; give another folder"):
+        import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [left]
+
+
 def test_weights_that_are_no_numbers_become_no_checkpoint(tmp_path):
     weights = dict(random_model(ALIBI).state_dict())
     weights["transformer.norm_f.weight"] = weights["transformer.norm_f.weight"] / 0

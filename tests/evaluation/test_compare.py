@@ -17,7 +17,7 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.paired import items_needed
 from llmfoundry_lite.evaluation.reading import load_results, mean_and_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, read_others
 from llmfoundry_lite.evaluation.verdicts import panels
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.results import choice, text, write_result
@@ -477,3 +477,46 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
     assert "| AMD-MPT-1B, 1.3B, 26B | 0.724 | 0.692 | 0.708 |" in (tmp_path / "out/compare.md").read_text()
     other = write_result(tmp_path, "other", {"copa/0-shot": TEN})
     assert "other have none of the published tasks in common" in error_of(capsys, other, "--published")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n": None}, "t/0-shot has n None, which no result has; evaluate it again with redo=true"),
+        ({"n": True}, "t/0-shot has n True, which no result has"),
+        ({"metric": []}, "t/0-shot has no 'metric'|t/0-shot has metric \\[\\], which no result has"),
+        ({"acc_per_token": "x"}, "t/0-shot has acc_per_token 'x', which no result has"),
+        ({"acc_per_token_stderr": None}, "t/0-shot has acc_per_token_stderr None, which no result has"),
+        ({"settings": 3}, "t/0-shot has settings 3, which no result has"),
+        ({"settings": {"limit": "x"}}, "t/0-shot has limit 'x', which no result has"),
+        ({"skipped": "x"}, "t/0-shot has skipped 'x', which no result has"),
+        ({"code": []}, "t/0-shot has code \\[\\], which no result has"),
+        ({"acc": 0.5}, "the items of t/0-shot lack acc or index; evaluate again with redo=true"),
+    ],
+)
+def test_what_no_evaluation_writes_is_refused_in_one_line_wherever_results_are_read(change, said, tmp_path):
+    record, items = choice(TEN)
+    path = write_result(tmp_path, "odd", {"t/0-shot": ({**record, **change}, items)})
+    with pytest.raises(DataError, match=said) as error:
+        load_results([path])
+    assert "\n" not in str(error.value)
+    found, notes = read_others(tmp_path, [])
+    assert (found and "acc" in change) or said[:9] in notes[0]
+
+
+@pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])
+def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
+    path = write_result(tmp_path, "odd", {"t/0-shot": TEN})
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=f"it has {next(iter(change))} .*, which no result has"):
+        load_results([path])
+
+
+def test_depth_is_no_reason_for_a_traceback(tmp_path):
+    path = write_result(tmp_path, "deep", {"t/0-shot": TEN})
+    with (tmp_path / "deep.items.jsonl").open("a") as file:
+        file.write("[" * 100_000)
+    assert load_results([path])[0].name == "deep"  # a line more is nobody's item
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="cannot be read as JSON"):
+        load_results([path])

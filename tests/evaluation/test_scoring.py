@@ -209,6 +209,7 @@ class LikeTransformers:
 
     def __init__(self, model):
         self.model, self.config = model, model.config
+        self.named_modules = model.named_modules
 
     def forward(self, input_ids):
         return Logits(self.model(input_ids))

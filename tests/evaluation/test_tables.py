@@ -10,6 +10,7 @@ from rich.console import Console
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import (
     average_error,
+    cell,
     notes,
     print_table,
     write_tables,
@@ -72,6 +73,12 @@ def test_what_an_error_rests_on_is_told():
     found = notes([results(a__0=choice([1, 0], num_clusters=1), x__0=text([[(1.0, 10)]], num_documents=3))])
     assert "a/0-shot: 2 items in 1 clusters, which its standard error counts" in found
     assert "x/0-shot: a standard error from 3 documents alone is rough" in found
+
+
+def test_of_a_single_item_or_cluster_no_error_is_claimed():
+    record = {"metric": "acc", "acc": 1.0, "acc_stderr": 0.0}
+    assert cell({**record, "n": 2}) == ("1.000", "0.000")
+    assert cell({**record, "n": 1}) == cell({**record, "n": 9, "num_clusters": 1}) == ("1.000", "")
 
 
 def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():

@@ -653,6 +653,29 @@ def test_categories_that_are_asked_for_must_be_there(tmp_path):
     assert ask(task(has_categories=True), rows=[row])[0].items[0].category == "ice"
 
 
+@pytest.mark.parametrize("category", [None, ["ice"], 1.5])
+def test_a_category_must_be_a_text_or_a_whole_number(category, tmp_path):
+    with pytest.raises(DataError, match="expected a text or a whole number, because has_categories asks for this"):
+        rows_of(tmp_path, json.dumps({**QUESTIONS[0], "category": category}), has_categories=True)
+
+
+def test_the_same_questions_have_the_same_fingerprints_however_a_file_is_written(tmp_path):
+    plain = "".join(json.dumps(row) + "\n" for row in QUESTIONS)
+    turned = "".join(json.dumps(dict(reversed(row.items()))) + "\n" for row in QUESTIONS)
+    escaped = plain.replace("e", "\\u0065").replace('"qu\\u0065ry"', '"query"').replace('"choic\\u0065s"', '"choices"')
+    assert escaped != plain
+    contents = (plain, plain.replace("\n", "\r\n"), "\ufeff" + plain, turned, escaped, plain.rstrip("\n"))
+    prepared = [ask(task(), rows=rows_of(tmp_path, content))[0] for content in contents]
+    assert len({(found.fingerprint, found.data_fingerprint) for found in prepared}) == 1
+
+
+def test_items_that_repeat_others_are_counted_unless_they_are_of_one_cluster():
+    rows = [{**row, "passage": i} for i, row in enumerate(QUESTIONS)]
+    assert ask(task(), rows=rows)[0].num_repeated == 0
+    assert ask(task(), rows=[*rows, *rows[:2], rows[0]])[0].num_repeated == 3
+    assert ask(task(cluster="passage"), rows=[*rows, rows[0]])[0].num_repeated == 0
+
+
 def test_a_cluster_must_be_a_column(tmp_path):
     with pytest.raises(DataError, match="line 1: passage is None, expected a text or a whole number, because cluster"):
         rows_of(tmp_path, GOOD, cluster="passage")

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory
+from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory, estimate_training_memory
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
-GROUPED = {"attn_type": "multiquery_attention"}
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
 SHALLOW = ModelConfig(d_model=768, n_heads=12, n_layers=2)
 
@@ -40,16 +42,62 @@ def test_a_small_case_by_hand():
 
 
 def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
-    """The same case without FSDP: only the gradient of one matrix stands beside the whole."""
-    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    """Without FSDP only the gradient of one matrix stands beside the whole, in the backward pass."""
+    model = ModelConfig(d_model=16, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=1, no_bias=True)
     options = {"seq_len": 4, "microbatch_size": 2, "reduces_every_microbatch": False}
     alone = estimate_memory(model, precision="fp32", has_fsdp=False, **options)
     assert alone.gradients_bytes == alone.parameters_bytes
-    assert alone.unsharded_bytes == 4 * 2 * 8
+    assert alone.unsharded_bytes == 4 * 16 * 64
     shared = estimate_memory(model, precision="fp32", **options)
     assert shared.unsharded_bytes > 2 * alone.unsharded_bytes
     half = estimate_memory(model, has_fsdp=False, **options)
-    assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 2 * 8
+    assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 16 * 64
+
+
+def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
+    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    later, alone = (
+        estimate_memory(
+            model, seq_len=4, microbatch_size=2, precision="fp32", has_fsdp=False, has_one_microbatch=is_alone
+        )
+        for is_alone in (False, True)
+    )
+    assert later.logits_bytes == 2 * 4 * 8 * 8 + 4 * 8 * 2 + 4 * 8 * 2  # as by hand above
+    assert later.gradients_bytes == later.parameters_bytes
+    assert alone.gradients_bytes == 0
+
+
+def test_lion_takes_most_in_its_step():
+    options = ["mpt-1b", "device_train_microbatch_size=1", "fsdp_config.activation_checkpointing=true"]
+    adamw = estimate_training_memory(load_train_config(options).config, Layout())
+    lion = estimate_training_memory(load_train_config([*options, "optimizer.name=decoupled_lionw"]).config, Layout())
+    assert adamw.activations_bytes and not lion.activations_bytes
+    assert lion.gradients_bytes == 2 * lion.parameters_bytes
+
+
+def test_rows_that_devices_do_not_divide_are_gathered_with_their_padding():
+    """192 rows on 1,024 devices: one row on each that has any, and 1,024 where they are gathered."""
+    narrow = ModelConfig(d_model=192, n_heads=6, n_layers=4, max_seq_len=256, vocab_size=4096, no_bias=True)
+    many, few = (
+        estimate_memory(narrow, seq_len=256, microbatch_size=1, precision="fp32", shard_degree=n) for n in (1024, 64)
+    )
+    block = 4 * (3 * 1024 * 192 + 1024 * 768 + 2 * 1024)  # padded: Wqkv, out_proj, up_proj; down_proj; norms
+    assert many.unsharded_bytes > 2 * block > few.unsharded_bytes
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SMALL,
+        SEVEN_BILLION,
+        replace(SMALL, tie_word_embeddings=False, attn_config=AttentionConfig(attn_type="multiquery_attention")),
+        replace(SMALL, attn_config=AttentionConfig(qk_ln=True, fused_qkv=False)),
+        replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu"), norm_type="rmsnorm"),
+    ],
+)
+def test_the_shapes_of_all_parameters_add_up(model):
+    estimate = estimate_memory(model, seq_len=64, microbatch_size=1)
+    assert estimate.parameters_bytes == 4 * count_parameters(model)
 
 
 def test_published_activation_formula():
@@ -147,7 +195,7 @@ def measure_saved_bytes(config: ModelConfig, dtype: torch.dtype, *, autocast: bo
         pytest.param(replace(SMALL, attn_config=AttentionConfig(clip_qkv=3.0)), id="clip-qkv"),
         pytest.param(replace(SMALL, attn_config=AttentionConfig(qk_ln=True)), id="qk-ln"),
         pytest.param(replace(SMALL, norm_type="layernorm", expansion_ratio=3), id="layernorm"),
-        pytest.param(replace(SMALL, attn_config=AttentionConfig(**GROUPED)), id="grouped"),
+        pytest.param(replace(SMALL, attn_config=AttentionConfig(attn_type="multiquery_attention")), id="grouped"),
         pytest.param(replace(SMALL, attn_config=AttentionConfig(rope=True)), id="rope"),
         pytest.param(replace(SMALL, attn_config=AttentionConfig(sliding_window_size=7)), id="window"),
         pytest.param(replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu")), id="gated"),
@@ -160,8 +208,9 @@ def measure_saved_bytes(config: ModelConfig, dtype: torch.dtype, *, autocast: bo
 def test_activations_are_within_five_percent_of_what_autograd_keeps(config, precision, mixed_precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     measured_bytes = measure_saved_bytes(config, dtype, autocast=mixed_precision == "FULL")
+    wide = replace(config, vocab_size=1 << 16)  # so that the loss takes most, when all are kept
     estimate = estimate_memory(
-        config, seq_len=64, microbatch_size=2, precision=precision, mixed_precision=mixed_precision
+        wide, seq_len=64, microbatch_size=2, precision=precision, mixed_precision=mixed_precision
     )
     assert estimate.activations_bytes == pytest.approx(measured_bytes, rel=0.05)
 

@@ -75,6 +75,7 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     ("arguments", "words"),
     [
         (["--hardware", "h1000", "--devices", "8"], "hardware 'h1000' is not in the table; expected one of V100-16GB"),
+        (["--hardware", "a100", "--devices", "8"], "hardware 'a100' may be A100-40GB and A100-80GB; name one of them"),
         (["--hardware", "h100", "--devices", "12"], "12 are no whole number of nodes of 8; the nearest counts are 8 "),
         (["--hardware", "h100", "--devices", "8", "--pipeline", "3"], "3 stages do not divide 8 devices"),
         (["--hardware", "h100", "--devices", "8", "precision=fp16"], "precision"),

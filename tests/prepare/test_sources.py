@@ -281,6 +281,7 @@ def test_files_beside_a_saved_data_set_are_counted_as_ignored(tmp_path: Path) ->
     saved = datasets.Dataset.from_list([{"text": "a"}])
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path)
     assert list_files([str(tmp_path)], split="train", on_error="stop").num_ignored == 0
+    (tmp_path / "more").mkdir()
     for name in ("README.txt", "more/a.jsonl", "more/b.bin", ".hidden", "train/cache-1.arrow", "train/b.txt"):
         plain(tmp_path / name, b"{}")
     found = list_files([str(tmp_path)], split="train", on_error="stop")

@@ -9,6 +9,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.rehearse import build
 from llmfoundry_lite.rehearse.device import describe_device, device_name, find_device
+from llmfoundry_lite.rehearse.search import bisect, divisors
 
 RUN = ["yamls/pretrain/mpt-125m.yaml", "yamls/hardware/h100-8.yaml"]
 
@@ -22,7 +23,8 @@ def refusal(capfd, *arguments: str) -> str:
 
 def test_unknown_hardware_is_answered_with_the_known(capfd):
     text = refusal(capfd, *RUN, "--devices", "8", "--hardware", "H1000")
-    assert "--hardware: 'H1000' given" in text and "H100-80GB" in text and "hardware.py" in text
+    assert "hardware 'H1000' is not in the table" in text and "H100-80GB" in text
+    assert "For a new device, copy the row of one like it in llmfoundry_lite/hardware.py" in text
 
 
 def test_a_run_without_an_overlay_must_name_its_device(capfd):
@@ -30,11 +32,12 @@ def test_a_run_without_an_overlay_must_name_its_device(capfd):
 
 
 def test_half_a_node_is_answered_with_the_nearest_counts(capfd):
-    assert "the nearest counts are 8 and 16" in refusal(capfd, *RUN, "--devices", "12")
+    text = refusal(capfd, *RUN, "--devices", "12")
+    assert "no whole number of nodes of 8" in text and text.endswith("the nearest counts that fit: 8 and 16\n")
 
 
 def test_a_batch_that_no_device_count_divides_is_answered_with_those_that_do(capfd):
-    assert "start with a number of devices that divides it" in refusal(capfd, *RUN, "--devices", "24")
+    assert refusal(capfd, *RUN, "--devices", "24").endswith("the nearest counts that fit: 16 and 32\n")
 
 
 def test_a_rank_that_is_not_there_is_refused(capfd):
@@ -47,6 +50,13 @@ def test_without_a_c_compiler_one_line_says_so(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="no C compiler on PATH"):
         build.build_library()
     assert not list(tmp_path.rglob("libcuda*"))
+
+
+def test_a_home_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"file/llmfoundry_lite/rehearse cannot be made .*; set XDG_CACHE_HOME"):
+        build.build_library()
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch, tmp_path):
@@ -68,3 +78,27 @@ def test_each_device_of_the_table_can_be_played(row):
 )
 def test_an_overlay_is_named_after_its_device(overlay, name):
     assert find_device([RUN[0], f"yamls/hardware/{overlay}.yaml"], None).name == name
+    assert find_device(["mpt-125m", overlay, "seed=1"], None).name == name
+
+
+def test_a_name_that_several_devices_have_is_refused():
+    with pytest.raises(ConfigError, match="hardware 'a100' may be A100-40GB and A100-80GB; name one of them"):
+        find_device([RUN[0], "a100.yaml"], None)
+
+
+@pytest.mark.parametrize("largest", [0, 1, 4, 16, 48])
+@pytest.mark.parametrize("first", [1, 8, 48])
+def test_the_search_needs_few_rehearsals(largest, first):
+    tried = []
+
+    def attempt(size):
+        tried.append(size)
+        return size <= largest
+
+    sizes = divisors(48)
+    assert bisect(sizes, first, attempt) == max((size for size in sizes if size <= largest), default=0)
+    assert len(tried) == len(set(tried)) <= 6
+
+
+def test_a_search_stops_at_a_rehearsal_that_fails_otherwise():
+    assert bisect([1, 2, 4], 2, lambda size: None) is None

@@ -1,6 +1,9 @@
 """Whole rehearsals: the run's own code on devices that are not there."""
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,22 +12,45 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmfoundry_lite.bench.memory import MOST, compare, difference, find_cases
 from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
+from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.rehearse.search import search
+from llmfoundry_lite.rehearse.stage import Stage
 from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.slow
 
-RUN = ["rehearse", "yamls/pretrain/mpt-125m.yaml", "yamls/hardware/h100-8.yaml", "--devices", "8"]
+H100 = ACCELERATORS["H100-80GB"]
+RUN = ["mpt-125m", "h100-8", "device_train_microbatch_size=8", "global_train_batch_size=128"]
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
+@pytest.fixture(scope="module")
+def stage():
+    """Of which each rehearsal is a fork; one import for all."""
+    before = os.getcwd()
+    os.chdir(ROOT)
+    with Stage() as stage:
+        yield stage
+    os.chdir(before)
+    assert not stage.folder.exists()
+
+
+def rehearse(stage, *overrides, device=H100, **options):
+    options = {"num_devices": 8, "per_node": 8, "counts_operations": False, **options}
+    return stage.rehearse([*RUN, *overrides], device, **options)
+
+
+def with_mistake(name):
+    return f"callbacks={{'python:tests.rehearse.mistakes:{name}': {{}}}}"
+
+
+def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypatch):
     monkeypatch.chdir(ROOT)
-
-
-def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd):
     before = set(Path(tempfile.gettempdir()).glob("rehearse-*"))
-    assert run([*RUN, "device_train_microbatch_size=8"]) == 0
+    assert run(["rehearse", *RUN, "--devices", "8"]) == EXIT_DONE
     text = capfd.readouterr().out
     found = re.search(r"allocated ([\d.]+), reserved ([\d.]+), of 78.40 GiB .*\n +estimate ([\d.]+)", text)
     assert found, text
@@ -34,34 +60,121 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd):
     assert "flash, of scaled_dot_product_attention" in text
     assert "all_gather bfloat16, 8 ranks within a node" in text
     assert "reduce_scatter float32, 8 ranks within a node" in text
-    assert re.search(r"host waits +llmfoundry_lite/training/\w+\.py:\d+", text)
+    waits = re.findall(r"host waits +(\S+?):?\d*: (\d+) in a batch", text)
+    assert waits == [("llmfoundry_lite/training/gradients.py", "1")], "of four microbatches"
     assert set(Path(tempfile.gettempdir()).glob("rehearse-*")) <= before
 
 
-def test_out_of_memory_is_the_allocators_own_and_one_line(capfd):
-    options = ["--hardware", "A100-40GB", "device_train_microbatch_size=32", "model.n_layers=32"]
-    assert run([*RUN, *options]) == 2
-    text = capfd.readouterr().err
-    assert text.count("\n") == 1
-    assert "out of memory on rank 0 in batch 1" in text and "of 39.20 GiB in use" in text
+def test_out_of_memory_is_the_allocators_own_and_one_line(stage):
+    outcome = rehearse(stage, "device_train_microbatch_size=16", "model.n_layers=64", device=ACCELERATORS["A100-40GB"])
+    assert outcome.exit_code == EXIT_USER and outcome.found["is_out_of_memory"]
+    assert outcome.said.count("\n") == 1, outcome.said
+    assert "out of memory on rank 0 in batch 1" in outcome.said and "of 39.20 GiB in use" in outcome.said
+    assert "; what helps most: fsdp_config.activation_checkpointing: true" in outcome.said
 
 
-def test_a_tensor_on_the_wrong_device_is_refused(capfd):
-    assert run([*RUN, "callbacks={'python:tests.rehearse.mistakes:AddsHostTensor': {}}", "model.n_layers=2"]) == 1
-    assert "Expected all tensors to be on the same device" in capfd.readouterr().err
+def test_a_run_too_short_to_be_measured_says_so(stage):
+    outcome = rehearse(stage, "model.n_layers=1", "max_duration=1ba")
+    assert outcome.exit_code == EXIT_USER
+    assert outcome.said.endswith("give it a longer one: max_duration=100ba\n")
 
 
-def test_a_rehearsal_that_is_killed_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    command = [sys.executable, "-m", "llmfoundry_lite.cli.main", *RUN, "device_train_microbatch_size=8"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
-        children = []
-        while parent.poll() is None and not children:
-            children = [child for child in psutil.Process(parent.pid).children() if is_rehearsing(child)]
-        assert children and list(tmp_path.glob("rehearse-*"))
-        parent.kill()
-    psutil.wait_procs(children, timeout=120)
-    assert not list(tmp_path.glob("rehearse-*"))
+def test_documents_are_rehearsed_without_the_tokenizer(stage):
+    outcome = rehearse(stage, "model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("AddsHostTensor", "Expected all tensors to be on the same device"),
+        ("MixesTypes", "same dtype"),
+        ("CutsColumn", "mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_what_a_device_refuses_is_refused(stage, name, words):
+    outcome = rehearse(stage, with_mistake(name), "model.n_layers=2")
+    assert outcome.exit_code == EXIT_BUG
+    assert words in outcome.said
+
+
+def test_the_search_finds_the_largest_microbatch_that_fits(stage, capfd):
+    arguments = ["mpt-350m", "h100-8"]  # 32 samples on a device
+    config = load_train_config(arguments).config
+    assert search(stage, arguments, config, ACCELERATORS["A100-40GB"], 8, 8) == EXIT_DONE
+    text = capfd.readouterr().out
+    assert re.search(r"\n +16 +\d+\.\d\d +\d+\.\d\d", text) and re.search(r"\n +32 +out of +memory", text)
+    assert text.endswith("device_train_microbatch_size=16\n")
+
+
+@pytest.mark.parametrize(("device", "target"), [("H100-80GB", "sm_90"), ("A100-80GB", "sm_80")])
+def test_compiled_blocks_are_built_for_the_device_that_is_named(stage, device, target):
+    overrides = ["compile_config={}", "model.n_layers=2", "model.attn_config.alibi=true"]
+    outcome = rehearse(stage, *overrides, device=ACCELERATORS[device], counts_operations=True)
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+    compiled = outcome.found["compiled"]
+    assert set(compiled["kernels"]) == {target} and compiled["kernels"][target] > 5
+    assert compiled["attention"] == ["FlexAttention"]
+    assert any(name.startswith("forward (llmfoundry_lite/models/mpt.py") for name in compiled["functions"])
+    assert not compiled["breaks"] and not compiled["again"]
+
+
+def test_graph_breaks_and_recompilations_are_counted(stage):
+    overrides = ["compile_config={backend: eager}", "model.n_layers=1"]
+    broken = rehearse(stage, *overrides, with_mistake("BreaksGraph"), counts_operations=True)
+    assert broken.exit_code == EXIT_DONE, broken.said
+    assert sum(broken.found["compiled"]["breaks"].values()) >= 1
+    shortened = rehearse(stage, *overrides, with_mistake("ShortensBatch"), counts_operations=True)
+    assert shortened.exit_code == EXIT_DONE, shortened.said
+    assert any("2048" in reason or "size" in reason for reason in shortened.found["compiled"]["again"])
+
+
+@pytest.mark.parametrize(
+    ("model", "devices"), [("mpt-quickstart", "1024"), ("mpt-125m", "1"), ("mpt-350m", "8"), ("mpt-7b", "1024")]
+)
+def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_below(stage, model, devices):
+    (case,) = find_cases([model], ["h100-8"], [devices])
+    row = compare(stage, case)
+    assert not row["error"]
+    assert 0 <= difference(row) <= MOST, row["rehearsed"]["at_peak_bytes"]
+
+
+@pytest.mark.long
+def test_so_it_is_for_every_overlay_and_model_that_ships():
+    from llmfoundry_lite.bench.memory import run as sweep
+
+    assert sweep() == EXIT_DONE
+
+
+@pytest.mark.parametrize("victim", ["parent", "rank"])
+def test_a_rehearsal_that_is_killed_leaves_nothing_behind(tmp_path, victim):
+    command = [sys.executable, "-m", "llmfoundry_lite.cli.main", "rehearse", *RUN, "--devices", "8"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as parent:
+        processes = []
+        while parent.poll() is None and len(processes) < 2:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                parent.wait(0.2)
+            processes = [child for child in descendants(parent.pid) if is_rehearsing(child)]
+        assert len(processes) == 2 and list(tmp_path.glob("rehearse-*"))
+        if victim == "parent":
+            parent.kill()
+        else:
+            processes[1].send_signal(signal.SIGKILL)
+        assert parent.stderr is not None
+        said = parent.stderr.read()
+    _, alive = psutil.wait_procs(processes, timeout=120)
+    assert not alive and not list(tmp_path.glob("rehearse-*"))
+    if victim == "rank":
+        assert parent.returncode == EXIT_BUG
+        assert said.endswith("error: rehearse: the process was killed by SIGKILL; this machine may be out of memory\n")
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def is_rehearsing(process: psutil.Process) -> bool:

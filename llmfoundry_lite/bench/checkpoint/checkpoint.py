@@ -18,6 +18,8 @@ ranks touch and free the memory it will need, see `meters.warm_up`.
 
 Nothing is left in `--folder` unless this process is killed with SIGKILL.
 
+A save after every batch: real training, with saves and without in turns (`interval.py`).
+
 Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it
 measures with to `meters.py`, who saves to `sides.py`, and targets and tables to
 `report.py`.
@@ -42,7 +44,13 @@ from rich.console import Console
 from llmfoundry_lite.bench.checkpoint import rank_program
 from llmfoundry_lite.bench.checkpoint.meters import available_bytes
 from llmfoundry_lite.bench.checkpoint.rank_program import MARK, NUM_RANKS, model_config
-from llmfoundry_lite.bench.checkpoint.report import judge, table_of_growth, table_of_sides, table_of_targets
+from llmfoundry_lite.bench.checkpoint.report import (
+    judge,
+    table_of_growth,
+    table_of_intervals,
+    table_of_sides,
+    table_of_targets,
+)
 from llmfoundry_lite.bench.frame import describe_conditions, open_console, show, write_report
 from llmfoundry_lite.bench.shapes import check_shapes
 from llmfoundry_lite.errors import DataError, UserError
@@ -51,6 +59,8 @@ from llmfoundry_lite.models.flops import count_parameters
 
 GROWTH_ROUNDS = 2
 """Warm saves of each size are enough to see how it grows."""
+INTERVAL_ROUNDS = 3
+"""Of batches that take half a minute each on two cores."""
 BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 
@@ -82,6 +92,10 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
         report["targets"] = judge(report)
         tables = [table_of_sides(report), table_of_targets(report)]
         show(console, *tables)
+        settings["num_rounds"] = min(num_rounds, INTERVAL_ROUNDS)
+        report |= _measure_on_ranks({"what": "interval", "size": size, **settings}, console)
+        tables.append(table_of_intervals(report))
+        show(console, tables[-1])
         settings["num_rounds"] = min(num_rounds, GROWTH_ROUNDS)
         for name in sizes:
             missing = _missing_memory(name)

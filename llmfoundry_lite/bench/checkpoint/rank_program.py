@@ -8,12 +8,14 @@ import json
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from llmfoundry_lite.bench.checkpoint.interval import measure_interval
 from llmfoundry_lite.bench.checkpoint.meters import Limits, Memory, drop_from_cache, slowest, timed, warm_up
 from llmfoundry_lite.bench.checkpoint.report import ASYNC_SAVE, COMPOSER, OURS, SAVE, SIDES
 from llmfoundry_lite.bench.checkpoint.sides import Start, composer_save, dcp_async_save, dcp_save, our_save
@@ -43,9 +45,12 @@ def measure(settings: dict[str, Any], rank: int, rendezvous: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_RANKS)
     model, optimizer = build(settings["size"])
     work = Path(settings["folder"], f"{settings['what']}-{settings['size']}")
-    found = (measure_sides if settings["what"] == "sides" else measure_growth)(
-        model, optimizer, work, settings["num_rounds"]
-    )
+    measures = {
+        "sides": measure_sides,
+        "growth": measure_growth,
+        "interval": partial(measure_interval, size=settings["size"]),
+    }
+    found = measures[settings["what"]](model, optimizer, work, settings["num_rounds"])
     local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
     parameters = count_parameters(model_config(settings["size"]))
     _say(result={"parameters": parameters, "local_bytes": exchange.gather_json(local_bytes), **found})

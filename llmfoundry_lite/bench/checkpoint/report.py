@@ -3,14 +3,18 @@
 Owns the names of the sides, which are keys of the report. Leaves measuring to `rank_program.py`.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llmfoundry_lite.bench.checkpoint.interval import SAVES
 from llmfoundry_lite.bench.frame import Table
+from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE
 from llmfoundry_lite.hardware import GIB
 
 OURS, SAVE, ASYNC_SAVE, COMPOSER = "ours", "dcp.save", "dcp.async_save", "Composer"
+JUDGED_SECONDS = 30
 SIDES = (OURS, ASYNC_SAVE, SAVE, COMPOSER)
 
 
@@ -26,7 +30,7 @@ def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
             "stall / copying the local state in memory",
             ratio(lambda r: r[OURS]["stall_seconds"], lambda r: r["copy_seconds"]),
             "<=",
-            2.0,
+            1.3,
         ),
         (
             "stall / async_save's",
@@ -122,6 +126,32 @@ def table_of_targets(report: dict[str, Any]) -> Table:
         for row in report["targets"]
     ]
     return Table("targets (medians of the warm rounds' ratios)", ["", "measured", "target", ""], rows)
+
+
+def table_of_intervals(report: dict[str, Any]) -> Table:
+    """Medians over rounds of what a save costs the training around it."""
+    rows = []
+    for shape, rounds in report["batches"].items():
+        batch_seconds = statistics.median(one["plain"] for one in rounds) / (SAVES + 1)
+        cost_seconds = statistics.median(one["saving"] - one["plain"] for one in rounds) / SAVES
+        share = cost_seconds / batch_seconds
+        fewest = max(1, math.ceil(share / LARGEST_SHARE))
+        verdict = "not judged"
+        if batch_seconds >= JUDGED_SECONDS:
+            verdict = "met" if share <= LARGEST_SHARE else "MISSED"
+        rows.append(
+            [
+                shape,
+                f"{batch_seconds:.2f}",
+                f"{cost_seconds:.3f}",
+                f"{share:.1%}",
+                f"<= {LARGEST_SHARE:.0%} from {JUDGED_SECONDS} s a batch",
+                verdict,
+                f"{fewest}ba",
+            ]
+        )
+    headings = ["batch", "seconds", "a save costs, s", "after every batch", "target", "", "smallest interval"]
+    return Table(f"a save after every batch, at most {LARGEST_SHARE:.0%} of training", headings, rows)
 
 
 def table_of_growth(report: dict[str, Any]) -> Table:

@@ -1,0 +1,264 @@
+"""Memory of a run: the estimate beside the rehearsal for all that ships, and with a GPU beside the real run.
+
+llmfoundry-lite bench memory --models mpt-125m,mpt-1b --out docs/measurements
+llmfoundry-lite bench memory --here --out runs/gpu-check
+
+Owns which runs are compared, and the table. Leaves rehearsing to `rehearse`, and estimating to `plan.memory`.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.config.layout import Layout, layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.shipped import shipped_folder
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, ConfigError
+from llmfoundry_lite.evaluation.tables import markdown_table
+from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.rehearse.device import FREE_SHARE, find_device
+from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, divisors, short_batch
+from llmfoundry_lite.rehearse.stage import Stage, run_for_real
+
+PER_NODE, LARGE = 8, 1024
+COMMON = "h100-8"
+"""Its rows come first."""
+COUNTS = [1, 2, 4, *range(8, 1025, 8)]
+MOST = 0.05
+"""By which the estimate may exceed the rehearsal. It is never below it."""
+HEADINGS = ["model", "hardware", "devices", "microbatch", "rehearsed, GiB", "estimate, GiB", "difference"]
+
+
+class Case(NamedTuple):
+    model: str
+    overlays: list[str]
+    """Those that lead to the same run; the last one's device is rehearsed."""
+    device: Accelerator
+    arguments: list[str]
+    num_devices: int
+    microbatch_size: int
+
+
+def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence[str]) -> list[Case]:
+    """Each model x overlay x count, with the largest microbatch that the estimate gives room for. Raises ConfigError.
+
+    `devices`: numbers, or `smallest`, the fewest on which one sample fits. Batches are short: two microbatches.
+    """
+    found: dict[str, Case] = {}
+    for model in models:
+        for overlay in overlays:
+            device = find_device([overlay], None)
+            config = load_train_config([model, overlay]).config
+            counts = [smallest_count(config, device) if count == "smallest" else int(count) for count in devices]
+            for num_devices in dict.fromkeys(filter(None, counts)):
+                case = find_case(model, overlay, device, config, num_devices)
+                if case is None:
+                    continue
+                sized = load_train_config(case.arguments).config
+                same = dataclasses.replace(sized, environment={}, run_name="", run_folder="")
+                kind = json.dumps([as_dict(same), num_devices], default=str)
+                known = found[kind].overlays if kind in found else []
+                found[kind] = case._replace(overlays=[*known, overlay])
+    return sorted(found.values(), key=lambda case: COMMON not in case.overlays)
+
+
+def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:
+    """None where not even one sample fits."""
+    num_ranks = layout_of(config, num_devices, min(PER_NODE, num_devices)).num_data_ranks
+    batch = max(config.global_train_batch_size, num_ranks) // num_ranks * num_ranks
+    fitting = [
+        size
+        for size in divisors(batch // num_ranks)
+        if fits(dataclasses.replace(config, global_train_batch_size=batch), device, size, num_devices)
+    ]
+    if not fitting:
+        return None
+    size = max(fitting)
+    arguments = [model, overlay, *short_batch(size, batch // num_ranks, num_ranks)]
+    return Case(model, [overlay], device, arguments, num_devices, size)
+
+
+def smallest_count(config: TrainConfig, device: Accelerator) -> int | None:
+    return next((n for n in COUNTS if config.global_train_batch_size % n == 0 and fits(config, device, 1, n)), None)
+
+
+def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) -> bool:
+    sized = dataclasses.replace(config, device_train_microbatch_size=size)
+    needed = estimate_training_memory(sized, layout_of(sized, num_devices, min(PER_NODE, num_devices))).total_bytes
+    return needed <= device.memory_bytes * FREE_SHARE - UNREHEARSED_BYTES
+
+
+def run(
+    models: Sequence[str] | None = None,
+    overlays: Sequence[str] | None = None,
+    devices: Sequence[str] = ("smallest", "1024"),
+    minutes: float = 600,
+    out: Path | None = None,
+) -> int:
+    """Rehearse all cases, but those that `out` has already, and print each as it is done. Returns the exit code: 2 when
+    an estimate is below its rehearsal or more than 5 % above it."""
+    models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
+    deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
+    known = {place_of(row): row for row in read_report(out)}
+    print(*HEADINGS, sep="  ", flush=True)
+    with Stage() as stage:
+        for case in find_cases(models, overlays, devices):
+            row = known.get(place_of(describe(case, {})))
+            if row is None and time.monotonic() > deadline:
+                left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
+                continue
+            rows.append(describe(case, row["rehearsed"]) if row else compare(stage, case))
+            print(*cells(rows[-1]), sep="  ", flush=True)
+            if out is not None:
+                write_report(rows, out)
+    if left_out:
+        print(f"no time for: {'; '.join(left_out)}", flush=True)
+    return EXIT_DONE if all(is_sound(row) for row in rows) else EXIT_USER
+
+
+def compare(stage: Stage, case: Case) -> dict[str, Any]:
+    outcome = stage.rehearse(
+        case.arguments,
+        case.device,
+        num_devices=case.num_devices,
+        per_node=min(PER_NODE, case.num_devices),
+        rank=case.num_devices - 1 if case.num_devices == LARGE else 0,
+        counts_operations=False,
+    )
+    error = "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1]
+    return describe(case, {**outcome.found, "seconds": outcome.seconds}, error)
+
+
+def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str, Any]:
+    config = load_train_config(case.arguments).config
+    estimate = estimate_training_memory(config, layout_of(config, case.num_devices, min(PER_NODE, case.num_devices)))
+    return {
+        "model": case.model,
+        "overlays": sorted(case.overlays),
+        "num_devices": case.num_devices,
+        "microbatch_size": case.microbatch_size,
+        "num_parameters": count_parameters(config.model),
+        "estimated_bytes": estimate.total_bytes,
+        "estimate": dataclasses.asdict(estimate),
+        "rehearsed": rehearsed,
+        "error": error,
+    }
+
+
+VARIANTS = {"": [], "ALiBi": ["model.attn_config.alibi=true"], "compiled": ["compile_config={}"]}
+HERE_HEADINGS = ["model", "microbatch", "real, GiB", "rehearsed, GiB", "difference", "estimate, GiB", "reserved, GiB"]
+
+
+def run_here(models: Sequence[str] | None = None, minutes: float = 3, out: Path | None = None) -> int:
+    """On this machine's GPU, alone: the real run beside its rehearsal. Prints each row, and what is left out.
+
+    Returns the exit code: 1 when a run fails. Raises ConfigError without a GPU of the table.
+    """
+    from llmfoundry_lite.devices import accelerator, device_name
+
+    device = accelerator()
+    if device is None:
+        raise ConfigError(f"bench memory --here: {device_name()} is no GPU of the hardware table; leave --here out")
+    deadline, rows, left_out = time.monotonic() + 60 * minutes, [], []
+    print(*HERE_HEADINGS, sep="  ", flush=True)
+    with Stage() as stage:
+        for model in models or ["mpt-125m", "mpt-350m", "mpt-1b"]:
+            size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
+            for variant, overrides in VARIANTS.items():
+                name = f"{model} {variant}".strip()
+                if time.monotonic() > deadline:
+                    left_out.append(name)
+                    continue
+                arguments = [model, *overrides, *short_batch(size, 2 * size, 1)]
+                rows.append(compare_here(stage, name, arguments, device, size))
+                print(*cells_here(rows[-1]), sep="  ", flush=True)
+    if left_out:
+        print(f"no time for: {', '.join(left_out)}", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "memory-here.json", json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
+        table = markdown_table([HERE_HEADINGS, *(cells_here(row) for row in rows)])
+        write_atomically(out / "memory-here.md", "\n".join([f"# Memory on one {device.name}", "", *table]) + "\n")
+    return EXIT_BUG if any(row["error"] for row in rows) else EXIT_DONE
+
+
+def compare_here(stage: Stage, name: str, arguments: list[str], device: Accelerator, size: int) -> dict[str, Any]:
+    real = run_for_real(arguments)
+    rehearsed = stage.rehearse(arguments, device, num_devices=1, per_node=1, counts_operations=False)
+    failed = next((outcome for outcome in (real, rehearsed) if outcome.exit_code != EXIT_DONE), None)
+    return {
+        "model": name,
+        "microbatch_size": size,
+        "estimated_bytes": estimate_training_memory(load_train_config(arguments).config, Layout()).total_bytes,
+        "real": real.found,
+        "rehearsed": rehearsed.found,
+        "error": failed.said.strip().splitlines()[-1] if failed else "",
+    }
+
+
+def cells_here(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return [row["model"], str(row["microbatch_size"]), row["error"], *[""] * (len(HERE_HEADINGS) - 3)]
+    real, rehearsed = (row[side]["allocated_bytes"] for side in ("real", "rehearsed"))
+    reserved = " and ".join(f"{row[side]['reserved_bytes'] / GIB:.2f}" for side in ("real", "rehearsed"))
+    return [
+        *(row["model"], str(row["microbatch_size"])),
+        *(f"{real / GIB:.2f}", f"{rehearsed / GIB:.2f}", f"{rehearsed / real - 1:+.2%}"),
+        *(f"{row['estimated_bytes'] / GIB:.2f}", reserved),
+    ]
+
+
+def is_sound(row: dict[str, Any]) -> bool:
+    return not row["error"] and 0 <= difference(row) <= MOST
+
+
+def difference(row: dict[str, Any]) -> float:
+    return row["estimated_bytes"] / row["rehearsed"]["allocated_bytes"] - 1
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    first = [row["model"], ", ".join(row["overlays"]), f"{row['num_devices']:,}", str(row["microbatch_size"])]
+    if row["error"]:
+        return [*first, row["error"], f"{row['estimated_bytes'] / GIB:.2f}", ""]
+    sizes = (row["rehearsed"]["allocated_bytes"], row["estimated_bytes"])
+    return [*first, *(f"{size / GIB:.2f}" for size in sizes), f"{difference(row):+.1%}"]
+
+
+def shipped(kind: str) -> list[str]:
+    return sorted(path.stem for path in (shipped_folder("yamls") / kind).glob("*.yaml"))
+
+
+def read_report(folder: Path | None) -> list[dict[str, Any]]:
+    path = folder / "memory.json" if folder is not None else None
+    return json.loads(path.read_text())["rows"] if path is not None and path.is_file() else []
+
+
+def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
+    """memory.json and memory.md. Rows that were there of other runs stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    new = {place_of(row) for row in rows}
+    rows = sorted([*(row for row in read_report(folder) if place_of(row) not in new), *rows], key=place_of)
+    write_atomically(folder / "memory.json", json.dumps({"rows": rows}, indent=1) + "\n")
+    lines = [
+        "# Memory: the estimate beside the rehearsal",
+        "",
+        "`llmfoundry-lite bench memory --out docs/measurements`, without a GPU. Each run has the largest microbatch",
+        "that the estimate gives room for: at the fewest devices on which one sample fits, and at 1,024 devices as the",
+        "last rank. The estimate shall be at most 5 % above the rehearsal, and never below it. AMD's memory is",
+        "rehearsed on NVIDIA's runtime.",
+        "",
+        *markdown_table([HEADINGS, *(cells(row) for row in rows)]),
+    ]
+    write_atomically(folder / "memory.md", "\n".join(lines) + "\n")
+
+
+def place_of(row: dict[str, Any]) -> tuple[int, str, int, int, str]:
+    names = ", ".join(row["overlays"])
+    return row["num_parameters"], row["model"], row["num_devices"], row["microbatch_size"], names

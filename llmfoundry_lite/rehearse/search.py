@@ -1,0 +1,119 @@
+"""The largest microbatch that fits, found by rehearsing: a bisection over the divisors of a device's batch.
+
+Owns the choice of what is tried and the table of it. No torch.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+
+from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
+from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.rehearse.device import FREE_SHARE
+from llmfoundry_lite.rehearse.stage import Outcome, Stage
+
+UNREHEARSED_BYTES = 2 * GIB
+"""Kept free for NCCL's buffers and the driver's context, which a rehearsal does not have."""
+
+
+def search(
+    stage: Stage,
+    arguments: list[str],
+    config: TrainConfig,
+    device: Accelerator,
+    num_devices: int,
+    per_node: int,
+    *,
+    rank: int = 0,
+) -> int:
+    """Print what is tried, as it is tried, and the answer as an override. Returns the exit code: 2 if not even one
+    sample fits."""
+    num_ranks = layout_of(config, num_devices, per_node).num_data_ranks
+    device_batch_size = config.global_train_batch_size // num_ranks
+    sizes = divisors(device_batch_size)
+    limit = int(device.memory_bytes * FREE_SHARE) - UNREHEARSED_BYTES
+    estimates = {size: estimate(config, size, num_devices, per_node) for size in sizes}
+    first = max((size for size in sizes if estimates[size] <= limit), default=1)
+    last: list[Outcome] = []
+    print(
+        f"search         {config.run_name} on {num_devices} x {device.name}, as rank {rank}",
+        f"batch          {device_batch_size} samples on this rank",
+        f"memory         {limit / GIB:.2f} GiB for torch; {UNREHEARSED_BYTES / GIB:.0f} GiB are kept for NCCL and the "
+        "driver",
+        "microbatch   allocated    reserved    estimate, GiB    seconds",
+        sep="\n",
+        flush=True,
+    )
+
+    def attempt(size: int) -> bool | None:
+        """None: it fails in another way."""
+        outcome = stage.rehearse(
+            [*arguments, *short_batch(size, device_batch_size, num_ranks)],
+            device,
+            num_devices=num_devices,
+            per_node=per_node,
+            rank=rank,
+            num_batches=1 if size == device_batch_size else 2,
+            counts_operations=False,
+            spare_bytes=UNREHEARSED_BYTES,
+        )
+        last[:] = [outcome]
+        fits = outcome.exit_code == EXIT_DONE
+        if not fits and "is_out_of_memory" not in outcome.found:
+            return None
+        print(describe(size, outcome, estimates[size]), flush=True)
+        return fits
+
+    answer = bisect(sizes, first, attempt)
+    if answer is None:
+        print(last[0].said, end="", file=sys.stderr, flush=True)
+        return last[0].exit_code
+    if answer == 0:
+        print(last[0].said, end="", file=sys.stderr, flush=True)
+        return EXIT_USER
+    print(f"answer         device_train_microbatch_size={answer}", flush=True)
+    return EXIT_DONE
+
+
+def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) -> int | None:
+    """The largest of `sizes` (ascending) that fits, 0 if none does, None if an attempt has no answer.
+
+    `first` is tried first, then its neighbour, since the estimate is seldom far off; then halves.
+    """
+    low, high = -1, len(sizes)  # the largest known to fit, the smallest known not to
+    index = sizes.index(first)
+    is_near = True
+    while high - low > 1:
+        fits = attempt(sizes[index])
+        if fits is None:
+            return None
+        low, high = (index, high) if fits else (low, index)
+        index = (low + 1 if fits else high - 1) if is_near else (low + high) // 2
+        is_near = False
+    return sizes[low] if low >= 0 else 0
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:
+    """Two microbatches take as much memory as many."""
+    num_samples = min(2 * size, device_batch_size) * num_ranks
+    return [f"device_train_microbatch_size={size}", f"global_train_batch_size={num_samples}"]
+
+
+def estimate(config: TrainConfig, size: int, num_devices: int, per_node: int) -> int:
+    sized = dataclasses.replace(config, device_train_microbatch_size=size)
+    return estimate_training_memory(sized, layout_of(sized, num_devices, per_node)).total_bytes
+
+
+def describe(size: int, outcome: Outcome, estimated_bytes: int) -> str:
+    if outcome.exit_code == EXIT_DONE:
+        allocated, reserved = (f"{outcome.found[f'{name}_bytes'] / GIB:.2f}" for name in ("allocated", "reserved"))
+    else:
+        allocated, reserved = "out of", "memory"
+    return f"{size:10}{allocated:>12}{reserved:>12}{estimated_bytes / GIB:>12.2f}{outcome.seconds:>16.0f}"

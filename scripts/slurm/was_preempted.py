@@ -1,0 +1,23 @@
+"""Exit code 0 if the run of these arguments says in its status.json that it was preempted, since a moment.
+
+    python3 scripts/slurm/was_preempted.py 1700000000 yamls/pretrain/mpt-1b.yaml run_name=…
+
+For batch scripts, when a signal has ended a rank: the launcher's exit code is then that signal's.
+"""
+
+import sys
+from pathlib import Path
+
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.status import STATUS, read_status
+
+
+def was_preempted(since: float, arguments: list[str]) -> bool:
+    """`since`, in seconds since 1970: what an earlier launch has written does not count."""
+    folder = Path(load_train_config(arguments).config.run_folder)
+    status = read_status(folder)
+    return status is not None and status["status"] == "preempted" and (folder / STATUS).stat().st_mtime >= since
+
+
+if __name__ == "__main__":
+    sys.exit(0 if was_preempted(float(sys.argv[1]), sys.argv[2:]) else 1)
