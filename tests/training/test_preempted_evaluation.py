@@ -7,7 +7,7 @@ import pytest
 
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.training import in_context
-from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.agreement import Agreement
 from tests.helpers.signals import Signal, SignalInEvaluation
 from tests.helpers.tiny import tiny_config, values, write_data
 from tests.training.runs import attempt, losses, metrics, run, status
@@ -27,7 +27,7 @@ class SignalInTasks(Signal):
             assert num_scored < 2, "the evaluation went on"
             if num_scored == 1:
                 os.kill(os.getpid(), self.number)
-                (preemption,) = (c for c in state.callbacks if isinstance(c, Preemption))
+                (preemption,) = (c.preemption for c in state.callbacks if isinstance(c, Agreement))
                 while not preemption.reason:
                     threading.Event().wait(0.01)  # its thread has been told
             return score(model, *arguments)

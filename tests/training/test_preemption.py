@@ -15,7 +15,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.rank import adopt_srun, first_host
 from llmfoundry_lite.status import read_status
-from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.train import RunFolder
 from tests.helpers.launch import ROOT, free_port, train
 from tests.helpers.signals import Signal, SignalInEvaluation
@@ -38,7 +38,7 @@ class PressTwiceThenHang(Signal):
         if self.is_here(state):
             launching.ECHO_SECONDS = 0
             os.kill(os.getpid(), signal.SIGINT)
-            while not any(isinstance(c, Preemption) and c.reason for c in state.callbacks):
+            while not any(isinstance(c, Agreement) and c.preemption.reason for c in state.callbacks):
                 threading.Event().wait(0.01)
             os.kill(os.getpid(), signal.SIGINT)
             threading.Event().wait()
@@ -59,7 +59,7 @@ class SignalThenAbort(Signal):
         if int(state.timestamp.batch) + 1 == self.batch:
             if self.is_here(state):
                 os.kill(os.getpid(), self.number)
-            while not any(isinstance(c, Preemption) and c.reason for c in state.callbacks):
+            while not any(isinstance(c, Agreement) and c.preemption.reason for c in state.callbacks):
                 threading.Event().wait(0.01)
             run = next(c for c in state.callbacks if isinstance(c, RunFolder))
             while os.environ["RANK"] == "0" and read_status(run.folder)["reason"] is None:
