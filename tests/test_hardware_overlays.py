@@ -190,6 +190,7 @@ def test_a_long_grace_is_questioned():
     assert load_train_config([run, "preemption_grace_seconds=60"], srun).notes == []
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_carried_on_under_another_overlay_says_what_is_different_and_sees_the_same_data(tmp_path):
     """1 rank under one overlay, 2 under another, against the run that nobody moved."""

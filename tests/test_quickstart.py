@@ -21,6 +21,7 @@ def call(*command, cwd):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_text_becomes_a_model_that_transformers_loads(tmp_path):
     text = tmp_path / "text"
     text.mkdir()

@@ -150,6 +150,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_memory_counts_what_is_kept_and_what_was_needed_for_a_moment() -> None:
     """In a process of its own: one that has run many tests has memory to spare that nobody sees it take."""
     result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)

@@ -16,6 +16,7 @@ def side(acc, sums, **changes):
     return {"acc": acc, "acc_norm": acc, "log_probability": sums, "num_characters": characters, **changes}
 
 
+@pytest.mark.slow
 def test_our_side_is_measured_and_written_down(tmp_path, capsys):
     (tmp_path / "items.jsonl").write_text(f"{json.dumps(ROW)}\n" * 3)
     options = [

@@ -102,6 +102,7 @@ def four_batches(tmp_path_factory, data):
     return folder, config
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_published_again_unchanged_a_checkpoint_restores_the_same_state_and_run(tmp_path, four_batches):
     folder, config = four_batches

@@ -250,6 +250,7 @@ def run_doctor(tmp_path: Path, *arguments: str, **environment: str) -> tuple[sub
     return result, json.loads((tmp_path / "doctor.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_command_examines_this_machine(tmp_path):
     result, record = run_doctor(tmp_path, "--quick", CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")

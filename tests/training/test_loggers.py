@@ -120,6 +120,7 @@ class KilledAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_batches_trained_twice_are_in_every_mirror_once(tmp_path, data):
     """Killed after batch 5, the run carries on from what it saved after batch 4; wandb has lost all of it by then. Then

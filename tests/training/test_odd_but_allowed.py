@@ -31,6 +31,7 @@ def losses(records):
     return values(records, "loss/train/total")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
