@@ -157,8 +157,8 @@ def test_damaged_saves_are_passed_over_to_the_newest_intact_and_pickles_never_op
     config = config_for(data)
     run(tmp_path, config, "run", 2, stop_after="6ba")
     folder = saves(tmp_path, "run")
-    for name, folder in (("ba6/shard-00001.safetensors", -1), ("ba4/manifest.json", 700)):
-        flip(folder / name, folder)
+    for name, offset in (("ba6/shard-00001.safetensors", -1), ("ba4/manifest.json", 700)):
+        flip(folder / name, offset)
     for name in ("model.pt", ".metadata", "__0_0.distcp", "shard-00002.safetensors"):
         (folder / "ba2" / name).write_bytes(pickle.dumps(Bomb()))
     output = run(tmp_path, config, "run", 2).output
