@@ -41,7 +41,7 @@ test: install
 	pytest -n 2 --dist loadfile -m "not slow and not long and not gpu" --durations=20
 
 test-slow: install
-	pytest -n 2 --dist loadfile -m "slow and not gpu" --durations=20
+	pytest -n 2 --dist loadfile -m "slow and not long and not gpu" --durations=20
 
 test-long: install
 	pytest -m "long and not gpu" --durations=20
