@@ -5,10 +5,12 @@ Owns collation, the loader, how long its workers live, and the batch digest. Lea
 Shapes: b = samples in the batch of one rank, t = max_seq_len.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Iterator, Sequence
 from threading import Thread
 from time import sleep
@@ -53,20 +55,31 @@ def collate(rows_t: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 class TextLoader(DataLoader):
-    """torch's DataLoader, except that an error of a worker arrives as the one line it was raised with."""
+    """torch's DataLoader, except that an error of a worker arrives as the one line it was raised with, and that workers
+    are told to leave before the interpreter does."""
+
+    _reading: weakref.ref | None = None
+    """The iterator that has the workers."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert isinstance(self.dataset, TextDataset)
         try:
             if self.num_workers and self._iterator is None:  # workers are about to be forked
                 self.dataset.lay_out_next_epoch()
-            yield from super().__iter__()
+            yield from self._begin()
         except DataError as error:
             # torch wraps it as "Caught DataError in DataLoader worker process 0.\nOriginal Traceback …DataError: line",
             # and its traceback is part of a reference cycle, which keeps the iterator alive until the garbage
             # collector takes its queues apart before its workers: two processes that wait 5 s each.
             error.with_traceback(None)
             raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
+
+    def _begin(self) -> Iterator[dict[str, Tensor]]:
+        iterator = super().__iter__()
+        if self.num_workers and self._reading is None:
+            atexit.register(_end_workers, weakref.ref(self))
+        self._reading = weakref.ref(iterator)
+        return iterator
 
 
 def batch_digest(tokens_bt: Tensor) -> int:
@@ -82,6 +95,15 @@ def batch_digest(tokens_bt: Tensor) -> int:
 def format_digest(digest: int) -> str:
     """16 hex digits; a digest that went through a signed int64 is understood too."""
     return f"{digest % 2**64:016x}"
+
+
+def _end_workers(loader: "weakref.ref[TextLoader]") -> None:
+    """When the rank exits in the middle of an epoch, or keeps its workers: multiprocessing would send each the one
+    SIGTERM that it passes over, and wait for it for ever."""
+    reading = getattr(loader(), "_reading", None)
+    iterator = reading() if reading is not None else None
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def _stay_with_the_rank(worker: int) -> None:

@@ -109,23 +109,11 @@ def train(config: TrainConfig) -> None:
         preemption.consume_stop_file()
         if preempted.is_orderly and trainer is not None:
             trainer.close()
-            end_workers(trainer)
         preemption.fall_silent()
         raise preempted from None
     preemption.consume_stop_file()
     trainer.close()
-    end_workers(trainer)
     preemption.fall_silent()
-
-
-def end_workers(trainer: Trainer) -> None:
-    """Of loaders that keep theirs: the interpreter's exit would join them before anything has told them to leave."""
-    evaluators = [evaluator.dataloader for evaluator in trainer.state.evaluators]
-    for loader in (trainer.state.train_dataloader, *evaluators):
-        loader = getattr(loader, "dataloader", loader)
-        iterator = getattr(loader, "_iterator", None)
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
 
 
 def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | None:

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from llmfoundry_lite.data.order import EpochOrder, SampleOrder
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
-from tests.helpers.launch import launch
+from tests.helpers.launch import ROOT, launch
 from tests.helpers.numbered import SEQ_LEN, numbers, numbers_of, open_data, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -112,6 +114,24 @@ def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypat
     loader = build_text_loader(dataset, num_workers=1)
     loader.collate_fn = lambda rows: gc.get_freeze_count()
     assert next(iter(loader)) > 10_000  # objects that the garbage collector leaves where they are
+
+
+LEAVE_WITH_WORKERS = """
+import sys
+from llmfoundry_lite.data.loader import build_text_loader
+from tests.helpers.numbered import open_data
+loader = build_text_loader(open_data(sys.argv[1]), num_workers=1, persistent_workers=sys.argv[2] == "kept")
+batches = iter(loader)
+next(batches)
+if sys.argv[2] == "kept":
+    list(batches)
+"""
+
+
+@pytest.mark.parametrize("workers", ["kept", "in the middle of an epoch"])
+def test_a_rank_that_ends_does_not_wait_for_its_workers(shards, workers):
+    command = [sys.executable, "-c", LEAVE_WITH_WORKERS, str(shards), workers]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
 
 
 def test_going_back_to_an_earlier_epoch_works_with_persistent_workers(shards):
