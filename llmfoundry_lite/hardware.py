@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
 
+FREE_SHARE = 0.98
+"""Of the memory as sold: 1 to 2 % less is free for programs."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -37,11 +39,16 @@ class Accelerator:
     """fp32 (without TF32), tf32, bf16, fp16, fp8 -> dense matrix products with fp32 sums; a dtype whose peak is not
     published is absent."""
     memory_bytes: int
-    """As sold; 1 to 2 % less is free for programs. Vendors' GB are GiB here."""
+    """As sold. Vendors' GB are GiB here."""
     memory_bandwidth_bytes_per_second: float
     power_watts: float
     """The most one device draws."""
     source: str
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left of the memory for a program."""
+        return int(FREE_SHARE * self.memory_bytes)
 
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s in fp32, tf32, bf16, fp16 or fp8; None where none is published."""

@@ -23,7 +23,7 @@ from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.rehearse.device import FREE_SHARE, find_device
+from llmfoundry_lite.rehearse.device import find_device
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, divisors, short_batch
 from llmfoundry_lite.rehearse.stage import Stage, run_for_real
 
@@ -92,7 +92,7 @@ def smallest_count(config: TrainConfig, device: Accelerator) -> int | None:
 def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) -> bool:
     sized = dataclasses.replace(config, device_train_microbatch_size=size)
     needed = estimate_training_memory(sized, layout_of(sized, num_devices, min(PER_NODE, num_devices))).total_bytes
-    return needed <= device.memory_bytes * FREE_SHARE - UNREHEARSED_BYTES
+    return needed <= device.free_bytes - UNREHEARSED_BYTES
 
 
 def run(

@@ -67,6 +67,8 @@ def plan_command(
         )
 
     clusters = [(name, number) for name in hardware.split(",") for number in parse_counts(devices)]
+    if join and as_json:
+        raise ConfigError("--join is told in a line for people; leave out --json")
     if len(clusters) > 1:
         if join or write:
             raise ConfigError("--join and --write need one --hardware and one number of --devices")
@@ -77,7 +79,8 @@ def plan_command(
     print(json.dumps(plan_facts(plan), indent=1) if as_json else describe_plan(plan, top))
     if join is not None:
         name, number = parse_cluster(join)
-        second = make_plan(arguments, hardware=name, num_devices=number)
+        batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
+        second = make_plan([*arguments, batch], hardware=name, num_devices=number)
         print(describe_joined(plan, second, join_plans(plan, second, wan, exchange_every), wan, exchange_every))
     if write is not None:
         write_overlay(plan, write)

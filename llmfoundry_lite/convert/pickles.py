@@ -34,7 +34,7 @@ class Unpickled(NamedTuple):
     """What torch's weights-only reader would not touch; None if it read everything."""
 
 
-def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool = True) -> Unpickled:
+def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Unpickled:
     """What `torch.save` was given: a file, memory-mapped where its layout allows, or bytes. Tensors on the CPU.
 
     `where` names it in errors. Raises CheckpointError; unless `is_trusted`, also for what torch's weights-only reader
@@ -44,15 +44,14 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool = True
     head = source[:1] if isinstance(source, bytes) else _first_byte(source)
     if not is_zip and head != b"\x80":
         raise CheckpointError(f"{where}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": is_zip and not isinstance(source, bytes)}
+    is_mapped = is_zip and not isinstance(source, bytes)
 
-    def read(**more: Any) -> Any:
-        file = io.BytesIO(source) if isinstance(source, bytes) else str(source)
-        return torch.load(file, **options, **more)
+    def file() -> Any:
+        return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
     try:
         try:
-            return Unpickled(read(weights_only=True), None)
+            return Unpickled(torch.load(file(), map_location="cpu", mmap=is_mapped, weights_only=True), None)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             refused = named[1] if named else "something in it"
@@ -61,7 +60,11 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool = True
                     f"{where}: a pickle that holds more than tensors ({refused}); if you trust where it comes from, "
                     "make a checkpoint of its folder: llmfoundry-lite checkpoint import FOLDER OUT --trust-pickle"
                 ) from None
-            return Unpickled(read(weights_only=False, pickle_module=_TENSORS_ONLY), refused)
+            # Not torch's unpickler but ours, which imports and calls nothing.
+            content = torch.load(
+                file(), map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_TENSORS_ONLY
+            )
+            return Unpickled(content, refused)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes

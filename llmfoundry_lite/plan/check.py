@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import Accelerator
@@ -37,14 +37,10 @@ class Measured:
 def predict(config: TrainConfig, measured: Measured) -> float:
     """Tokens per second of each device, as `plan` would say it for this span. Raises ConfigError."""
     node = find_node(measured.accelerator.name)
-    num_data_ranks = measured.num_devices // measured.tensor
-    shard = {"NO_SHARD": 1, "HYBRID_SHARD": measured.shard_degree}.get(measured.strategy) or num_data_ranks
-    layout = Layout(
-        replicate=num_data_ranks // shard,
-        shard=shard,
-        tensor=measured.tensor,
-        node_size=min(node.num_devices, measured.num_devices),
+    fsdp = replace(
+        config.sharding, sharding_strategy=measured.strategy, data_parallel_shard_degree=measured.shard_degree
     )
+    layout = divide_devices(fsdp, measured.num_devices, node.num_devices, measured.tensor)
     work = work_of(config, measured.strategy, measured.microbatch_size, config.sharding.activation_checkpointing)
     return step_time(work, layout, measured.accelerator, node).tokens_per_second / measured.num_devices
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.plan.network import Node
 
 DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
@@ -12,8 +12,6 @@ DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 arXiv 2407.21783, section 3.3.4."""
 RESTART_SECONDS = 300.0
 """From a failure to the next batch, with a spare node at hand: HyperPod says under two minutes, a queue takes more."""
-TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about 20."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -34,7 +32,6 @@ def cost_of(
     num_tokens: float,
     tokens_per_second: float,
     num_devices: int,
-    accelerator: Accelerator,
     node: Node,
     *,
     dollars_per_device_hour: float | None = None,
@@ -67,7 +64,7 @@ def lost_share(every: float, save_seconds: float, between: float, restart_second
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
-    """(parameters, tokens) that `flops` train best: C = 6 N D and D = 20 N."""
+    """(parameters, tokens) that `flops` train best: C = 6 N D and D = 20 N (Hoffmann et al. 2022)."""
     num_parameters = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
     return num_parameters, TOKENS_PER_PARAMETER * num_parameters
 

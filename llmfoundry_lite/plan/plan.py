@@ -104,7 +104,6 @@ def make_plan(
             num_tokens,
             best.time.tokens_per_second,
             num_devices,
-            accelerator,
             node,
             dollars_per_device_hour=dollars_per_device_hour,
             save_seconds=max(LEAST_SAVE_SECONDS, _state_bytes(best.memory) / COPY_BYTES_PER_SECOND),
@@ -143,8 +142,10 @@ def parse_cluster(text: str) -> tuple[str, int]:
 
 
 def join(first: Plan, second: Plan, link_gigabits: float, steps_between_exchanges: int = 1) -> Joined:
-    """Both clusters train the first plan's run, their gradients in fp32 over a link. Raises ConfigError where the run
-    fits on one of them alone."""
+    """Both clusters train the first plan's run, their gradients in fp32 over a link.
+
+    Raises ConfigError where it does not fit on one of them.
+    """
     for plan in (first, second):
         if not plan.candidates:
             raise ConfigError(f"--join: the run does not fit on {plan.num_devices} x {plan.accelerator.name}")

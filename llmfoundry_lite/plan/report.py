@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.cost import Joined, compute_optimal, model_state_bytes
@@ -160,6 +161,7 @@ def _costs(plan: Plan) -> list[str]:
     dollars = f", {cost.dollars:,.0f} dollars" if cost.dollars is not None else ""
     flops = count_flops_per_token(config.model, config.max_seq_len) * plan.num_tokens
     num_parameters, num_tokens = compute_optimal(flops)
+    own_tokens = TOKENS_PER_PARAMETER * plan.num_parameters
     batches = cost.save_every_seconds / plan.candidates[0].time.seconds
     return [
         f"run       {cost.days:.3g} days, {cost.device_hours:,.0f} device-hours, at most {cost.energy_kwh:,.0f} kWh"
@@ -167,8 +169,8 @@ def _costs(plan: Plan) -> list[str]:
         f"failures  one in {cost.hours_between_failures:.3g} h; saves every {cost.save_every_seconds / 60:.3g} minutes "
         f"({batches:.0f} batches) lose least: {cost.lost_share:.1%} of the time with restarts",
         f"budget    its {flops:.2e} FLOPs are best spent on {num_parameters / 1e9:.3g} billion parameters and "
-        f"{num_tokens / 1e9:.3g} billion tokens; this model is best trained on {20 * plan.num_parameters / 1e9:.3g} "
-        "billion (20 a parameter)",
+        f"{num_tokens / 1e9:.3g} billion tokens; this model is best trained on {own_tokens / 1e9:.3g} "
+        f"billion ({TOKENS_PER_PARAMETER} a parameter)",
     ]
 
 

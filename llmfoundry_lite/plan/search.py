@@ -12,11 +12,8 @@ from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
 from llmfoundry_lite.plan.network import Node
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, step_time
 
-FREE_SHARE = 0.98
-"""Of the memory as sold (hardware.py)."""
 CONTEXT_BYTES = 1 * GIB
 """The device's context, libraries and communication buffers, which `plan.memory` leaves out."""
-DTYPES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "tf32": "tf32"}
 CHECKPOINTING = (False, "selective", True)
 MOST_DEVICES = 65_536
 AS_FAST = 0.01
@@ -129,7 +126,7 @@ def layouts_of(num_devices: int, node_size: int, num_stages: int = 1) -> Iterato
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
-    return int(FREE_SHARE * accelerator.memory_bytes) - CONTEXT_BYTES
+    return accelerator.free_bytes - CONTEXT_BYTES
 
 
 def _best(
@@ -202,7 +199,7 @@ def _microbatches(device_batch_size: int) -> list[int]:
 
 
 def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpointing: bool | str) -> Work:
-    dtype = DTYPES[config.precision]
+    dtype = config.precision.removeprefix("amp_")
     is_pure = config.sharding.mixed_precision == "PURE" and dtype in ("bf16", "fp16")
     return Work(
         model=config.model,

@@ -7,9 +7,6 @@ from pathlib import Path
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, accelerator_named, is_named
 
-FREE_SHARE = 0.98
-"""Of the memory as sold: 1 to 2 % less is free for programs (hardware.py)."""
-
 CAPABILITIES = {
     "V100": (7, 0),
     "A100": (8, 0),
@@ -65,7 +62,7 @@ def describe_device(device: Accelerator, num_devices: int, cuda_release: int, sp
     facts = {
         "NAME": device_name(device),
         "DEVICES": num_devices,
-        "MEMORY_BYTES": int(device.memory_bytes * FREE_SHARE) - spare_bytes,
+        "MEMORY_BYTES": device.free_bytes - spare_bytes,
         "MAJOR": capability[0],
         "MINOR": capability[1],
         "UNITS": device.num_compute_units,

@@ -5,10 +5,9 @@ from typing import Any
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.hardware import GIB, Accelerator, in_bytes
+from llmfoundry_lite.hardware import FREE_SHARE, GIB, Accelerator, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.rehearse.device import FREE_SHARE
 
 CANNOT_PROMISE = (
     "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "
@@ -56,7 +55,6 @@ def describe(rehearsal: Rehearsal) -> str:
     config, device = rehearsal.config, rehearsal.device
     layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
     num_ranks, estimate = layout.num_data_ranks, estimate_training_memory(config, layout)
-    free_bytes = int(device.memory_bytes * FREE_SHARE)
     expected_bytes = estimate.total_bytes
     lines = [
         f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
@@ -64,7 +62,7 @@ def describe(rehearsal: Rehearsal) -> str:
         f"batch          {config.global_train_batch_size // num_ranks} samples on this rank, "
         f"{rehearsal.microbatch_size} at a time",
         f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
-        f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {free_bytes / GIB:.2f} GiB "
+        f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {device.free_bytes / GIB:.2f} GiB "
         f"({FREE_SHARE:.0%} of what is sold)",
         f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}); "
         f"{rehearsal.workspaces_bytes / GIB:.2f} of the first for cuBLAS' workspaces",

@@ -12,7 +12,6 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.rehearse.device import FREE_SHARE
 from llmfoundry_lite.rehearse.stage import Outcome, Stage
 
 UNREHEARSED_BYTES = 2 * GIB
@@ -34,7 +33,7 @@ def search(
     num_ranks = layout_of(config, num_devices, per_node).num_data_ranks
     device_batch_size = config.global_train_batch_size // num_ranks
     sizes = divisors(device_batch_size)
-    limit = int(device.memory_bytes * FREE_SHARE) - UNREHEARSED_BYTES
+    limit = device.free_bytes - UNREHEARSED_BYTES
     estimates = {size: estimate(config, size, num_devices, per_node) for size in sizes}
     first = max((size for size in sizes if estimates[size] <= limit), default=1)
     last: list[Outcome] = []

@@ -6,7 +6,6 @@ import random
 import pytest
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.cost import (
     compute_optimal,
     cost_of,
@@ -67,7 +66,6 @@ def test_days_energy_and_money():
         8.64e12 / 2,
         1e6,
         1000,
-        ACCELERATORS["H100-80GB"],
         find_node("H100-80GB"),
         dollars_per_device_hour=2.0,
         save_seconds=1.0,

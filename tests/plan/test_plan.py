@@ -133,6 +133,12 @@ def test_a_second_cluster_is_weighed(capsys):
     fast = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("joined"))
     assert "64 x MI250" in slow and "does not pay" in slow
     assert "does not pay" not in fast and "it pays from" in fast
+    assert plan(*arguments, "--samples", "8") == 0
+    by_device = capsys.readouterr().out
+    assert plan(*arguments, "global_train_batch_size=512") == 0
+    assert by_device == capsys.readouterr().out  # both clusters plan the same batch
+    assert plan(*arguments, "--json") == 2
+    assert "--join is told in a line for people" in capsys.readouterr().err
     assert plan(*arguments[:-1], "mi250") == 2
     assert "--join: 'mi250' given, expected HARDWARE:DEVICES" in capsys.readouterr().err
 
