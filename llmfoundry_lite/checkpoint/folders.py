@@ -1,7 +1,8 @@
-"""Folders that hold checkpoints, on a local disk or behind any fsspec URL, with just the operations a save needs.
+"""Folders that hold checkpoints, with just the operations a save needs: what any has, those of a local disk, and how
+often something is tried. Those behind an fsspec URL are `remote_folder`'s.
 
-What differs between the two is said here once: a local folder can be renamed and synced, an object store has neither
-and commits with its last put. Errors of the operating system pass through as OSError. No torch.
+A local folder can be renamed and synced; an object store has neither and commits with its last put. Errors of the
+operating system pass through as OSError. No torch.
 """
 
 import contextlib
@@ -40,9 +41,6 @@ PASSING = (
 EXTRAS = {"s3": "s3", "s3a": "s3"}
 MAX_VECTORS = 512
 """Of one readv or writev; the kernel takes 1024."""
-REMOTE_PART_BYTES = 16 << 20
-MAX_PARTS = 10_000
-"""S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
 ATTEMPTS = 4
 PAUSE_SECONDS = 0.2
 """After the first attempt; three times as long after each further one."""
@@ -130,6 +128,8 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         return LocalFolder(Path(rest))
     import fsspec
 
+    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
+
     try:
         filesystem, path = fsspec.core.url_to_fs(text)
     except ImportError as error:
@@ -198,7 +198,7 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         try:
-            return sorted(_persistently(lambda: os.listdir(self.path), PASSING))
+            return sorted(persistently(lambda: os.listdir(self.path), PASSING))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -208,7 +208,7 @@ class LocalFolder:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
         try:
-            return _persistently(listed, PASSING)
+            return persistently(listed, PASSING)
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
@@ -229,7 +229,7 @@ class LocalFolder:
                 return file.read(max_bytes + 1)
 
         try:
-            return _persistently(content, PASSING)
+            return persistently(content, PASSING)
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
@@ -342,7 +342,7 @@ def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
 class LocalSource:
     def __init__(self, path: Path, is_anew: bool = False):
         self.path = path
-        self._descriptor = _persistently(lambda: os.open(path, os.O_RDONLY), PASSING)
+        self._descriptor = persistently(lambda: os.open(path, os.O_RDONLY), PASSING)
         self.num_bytes = os.fstat(self._descriptor).st_size
         if is_anew and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -355,7 +355,7 @@ class LocalSource:
             if error.errno not in PASSING:
                 raise
             time.sleep(PAUSE_SECONDS)
-            _persistently(lambda: self._read_anew(offset, pieces, if_none), PASSING)
+            persistently(lambda: self._read_anew(offset, pieces, if_none), PASSING)
 
     def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
         """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""
@@ -385,158 +385,14 @@ def _transfer(
             rest[0] = rest[0][done:]
 
 
-# ----------------------------------------------------------------------------------------------------------- remote
+# --------------------------------------------------------------------------------------------------------- attempts
 
 
-class RemoteFolder:
-    is_local = False
-
-    def __init__(self, filesystem: Any, path: str, url: str):
-        self.filesystem = filesystem
-        self.path = path.rstrip("/")
-        self.url = url
-        """As the user wrote it: `path` alone may lack the host, and other ranks open this again."""
-
-    def child(self, name: str) -> "RemoteFolder":
-        return RemoteFolder(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
-
-    def parent(self) -> "RemoteFolder":
-        return RemoteFolder(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
-
-    def names(self) -> list[str]:
-        def listed() -> list[str]:
-            self.filesystem.invalidate_cache()
-            try:
-                found = self.filesystem.ls(self.path, detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
-
-        return _persistently(listed)
-
-    def sizes(self) -> dict[str, int]:
-        def listed() -> dict[str, int]:
-            self.filesystem.invalidate_cache()
-            try:
-                found = self.filesystem.ls(self.path, detail=True)
-            except FileNotFoundError:
-                return {}
-            return {
-                str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: int(entry["size"] or 0)
-                for entry in found
-                if entry["type"] == "file"
-            }
-
-        return _persistently(listed)
-
-    def exists(self) -> bool:
-        return bool(self.names())
-
-    def read(self, name: str, max_bytes: int) -> bytes:
-        def fetched() -> bytes:
-            self.filesystem.invalidate_cache()
-            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=max_bytes + 1)
-
-        return _persistently(fetched)
-
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
-        path = f"{self.path}/{name}"
-        if not only_if_new:
-            _persistently(lambda: self.filesystem.pipe_file(path, data))
-            return
-        if name in self.names():
-            raise FileExistsError(path)
-        try:
-            with _as_os_errors():
-                self.filesystem.pipe_file(path, data, mode="create")
-        except (TypeError, NotImplementedError, ValueError):  # a store without conditional put
-            _persistently(lambda: self.filesystem.pipe_file(path, data))
-            if self.read(name, len(data)) != data:
-                raise FileExistsError(path) from None
-
-    def remove(self, name: str) -> None:
-        def removed() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.filesystem.rm_file(f"{self.path}/{name}")
-
-        _persistently(removed)
-
-    def remove_all(self) -> None:
-        def removed() -> None:
-            self.filesystem.invalidate_cache()
-            with contextlib.suppress(FileNotFoundError):
-                self.filesystem.rm(self.path, recursive=True)
-
-        _persistently(removed)
-
-    def sink(self, name: str, num_bytes: int) -> "RemoteSink":
-        return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
-
-    def source(self, name: str, *, is_anew: bool = False) -> "RemoteSource":
-        return RemoteSource(self.filesystem, f"{self.path}/{name}")
-
-    def age_seconds(self, name: str) -> float | None:
-        return None
-
-
-class RemoteSink:
-    """A multi-part upload; the object appears when it is closed."""
-
-    any_order = False
-
-    def __init__(self, filesystem: Any, path: str, part_bytes: int):
-        self.path = path
-        with _as_os_errors():
-            self._file = filesystem.open(path, "wb", block_size=part_bytes)
-        self._offset = 0
-
-    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        assert offset == self._offset, "an upload takes bytes in order"
-        for piece in pieces:
-            data = memoryview(piece).cast("B")
-            with _as_os_errors():
-                self._file.write(data)
-            self._offset += len(data)
-
-    def close(self) -> None:
-        with _as_os_errors():
-            self._file.close()
-
-    def abandon(self) -> None:
-        with contextlib.suppress(Exception):
-            self._file.discard()
-
-
-def part_bytes(num_bytes: int) -> int:
-    """How large the parts of an upload of `num_bytes` are: as small as the number of parts permits."""
-    mebibytes = -(-num_bytes // (MAX_PARTS << 20))
-    return max(REMOTE_PART_BYTES, mebibytes << 20)
-
-
-class RemoteSource:
-    def __init__(self, filesystem: Any, path: str):
-        self.filesystem = filesystem
-        self.path = path
-        self.num_bytes = int(_persistently(lambda: filesystem.info(path))["size"])
-
-    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        size = sum(len(piece) for piece in pieces)
-        data = memoryview(_persistently(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size)))
-        if len(data) != size:
-            raise EOFError(f"{self.path}: ends before byte {offset + size}")
-        for piece in pieces:
-            memoryview(piece).cast("B")[:] = data[: len(piece)]
-            data = data[len(piece) :]
-
-    def close(self) -> None:
-        pass
-
-
-def _persistently(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
+def persistently(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
     """Again after an error that may pass (any, without a list of them); only for calls that may be made twice."""
     for attempt in range(ATTEMPTS):
         try:
-            with _as_os_errors():
+            with as_os_errors():
                 return call()
         except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
             raise
@@ -548,7 +404,7 @@ def _persistently(call: Callable[[], T], passing: Sequence[int] | None = None) -
 
 
 @contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
+def as_os_errors() -> Iterator[None]:
     """Clients of object stores have errors of their own (botocore's, say, without credentials or a network)."""
     try:
         yield

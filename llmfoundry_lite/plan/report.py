@@ -10,12 +10,17 @@ from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.cost import Joined, compute_optimal, model_state_bytes
 from llmfoundry_lite.plan.plan import Plan
 from llmfoundry_lite.plan.search import Candidate, usable_bytes
+from llmfoundry_lite.tables import markdown_table
 
 CANNOT_PROMISE = (
     "not predicted: waiting for data, stragglers, congestion by other jobs, the host's own time. "
     "`llmfoundry-lite rehearse` measures the memory"
 )
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
+HEADINGS = (
+    *("hardware", "devices", "samples", "copies", "shards", "tensor", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
+    *("scaling", "days", "of it lost"),
+)
 PARTS = {
     "products": "matrix products",
     "attention": "attention",
@@ -66,31 +71,30 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
 def describe_plans(plans: Sequence[Plan]) -> str:
     """One line for each: its first layout, and what is left of the first count's rate for each device."""
     first = plans[0]
-    rows = [
-        f"{first.config.run_name}: {first.num_parameters / 1e9:.3g} billion parameters, sequences of "
-        f"{first.config.max_seq_len}, {first.config.precision}",
-        "",
-        "| hardware | devices | samples | copies | shards | tensor | micro | recomputed | GiB | tokens/s | MFU "
-        "| scaling | days | of it lost |",
-        "|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = [list(HEADINGS)]
     base: dict[str, float] = {}
     for plan in plans:
         name = plan.accelerator.name
-        head = f"| {name} | {plan.num_devices:,} | {plan.config.global_train_batch_size:,} "
+        head = [name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
         if not plan.candidates:
-            rows.append(head + "| does not fit | | | | | | | | | | |")
+            rows.append([*head, "does not fit", *[""] * (len(HEADINGS) - len(head) - 1)])
             continue
         c = plan.candidates[0]
         rate = c.time.tokens_per_second / plan.num_devices
-        scaling = rate / base.setdefault(name, rate)
-        cost = f"{plan.cost.days:.3g} | {plan.cost.lost_share:.1%}" if plan.cost else " | "
         rows.append(
-            f"{head}| {c.layout.replicate} | {c.layout.shard} | {c.layout.tensor} | {c.work.microbatch_size} "
-            f"| {CHECKPOINTING[c.work.activation_checkpointing]} | {c.memory.total_bytes / GIB:.1f} "
-            f"| {c.time.tokens_per_second:,.0f} | {c.mfu:.1%} | {scaling:.1%} | {cost} |"
+            [
+                *(*head, str(c.layout.replicate), str(c.layout.shard), str(c.layout.tensor)),
+                *(str(c.work.microbatch_size), CHECKPOINTING[c.work.activation_checkpointing]),
+                *(f"{c.memory.total_bytes / GIB:.1f}", f"{c.time.tokens_per_second:,.0f}", f"{c.mfu:.1%}"),
+                f"{rate / base.setdefault(name, rate):.1%}",
+                *((f"{plan.cost.days:.3g}", f"{plan.cost.lost_share:.1%}") if plan.cost else ("", "")),
+            ]
         )
-    return "\n".join([*rows, "", CANNOT_PROMISE])
+    about = (
+        f"{first.config.run_name}: {first.num_parameters / 1e9:.3g} billion parameters, sequences of "
+        f"{first.config.max_seq_len}, {first.config.precision}"
+    )
+    return "\n".join([about, "", *markdown_table(rows), "", CANNOT_PROMISE])
 
 
 def _table(plan: Plan, num_shown: int) -> list[str]:

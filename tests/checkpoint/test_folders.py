@@ -10,7 +10,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint import folders
-from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder, part_bytes
+from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
+from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_file, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint

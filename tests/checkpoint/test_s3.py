@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint import remote_folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import open_saver
@@ -116,8 +116,8 @@ def test_the_lease_is_claimed_by_one(connect):
 @pytest.mark.fault
 @pytest.mark.parametrize("max_parts", [10_000, 2])
 def test_large_shards_go_in_parts_and_those_grow_with_the_shard(connect, monkeypatch, max_parts):
-    monkeypatch.setattr(folders, "REMOTE_PART_BYTES", 5 << 20)
-    monkeypatch.setattr(folders, "MAX_PARTS", max_parts)
+    monkeypatch.setattr(remote_folder, "REMOTE_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_folder, "MAX_PARTS", max_parts)
     url = connect()
     model = torch.nn.Linear(2048, 2048)
     save_now(open_saver(CheckpointStore(url)), model, None, 1)

@@ -19,9 +19,10 @@ import pytest
 from llmfoundry_lite.checkpoint import folders
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint import store as store_module
-from llmfoundry_lite.checkpoint.folders import LocalFolder, RemoteFolder, open_folder
+from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
 from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, describe, verify_checkpoint
 from llmfoundry_lite.cli.checkpoint import describe_row

@@ -1,0 +1,158 @@
+"""A folder behind an fsspec URL, such as a bucket: no renames and no syncs, and a save commits with its last put.
+
+Imported when such a folder is opened. No torch.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, persistently
+
+REMOTE_PART_BYTES = 16 << 20
+MAX_PARTS = 10_000
+"""S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
+
+
+class RemoteFolder:
+    is_local = False
+
+    def __init__(self, filesystem: Any, path: str, url: str):
+        self.filesystem = filesystem
+        self.path = path.rstrip("/")
+        self.url = url
+        """As the user wrote it: `path` alone may lack the host, and other ranks open this again."""
+
+    def child(self, name: str) -> "RemoteFolder":
+        return RemoteFolder(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def parent(self) -> "RemoteFolder":
+        return RemoteFolder(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
+
+    def names(self) -> list[str]:
+        def listed() -> list[str]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
+
+        return persistently(listed)
+
+    def sizes(self) -> dict[str, int]:
+        def listed() -> dict[str, int]:
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: int(entry["size"] or 0)
+                for entry in found
+                if entry["type"] == "file"
+            }
+
+        return persistently(listed)
+
+    def exists(self) -> bool:
+        return bool(self.names())
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        def fetched() -> bytes:
+            self.filesystem.invalidate_cache()
+            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=max_bytes + 1)
+
+        return persistently(fetched)
+
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
+        path = f"{self.path}/{name}"
+        if not only_if_new:
+            persistently(lambda: self.filesystem.pipe_file(path, data))
+            return
+        if name in self.names():
+            raise FileExistsError(path)
+        try:
+            with as_os_errors():
+                self.filesystem.pipe_file(path, data, mode="create")
+        except (TypeError, NotImplementedError, ValueError):  # a store without conditional put
+            persistently(lambda: self.filesystem.pipe_file(path, data))
+            if self.read(name, len(data)) != data:
+                raise FileExistsError(path) from None
+
+    def remove(self, name: str) -> None:
+        def removed() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.rm_file(f"{self.path}/{name}")
+
+        persistently(removed)
+
+    def remove_all(self) -> None:
+        def removed() -> None:
+            self.filesystem.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.rm(self.path, recursive=True)
+
+        persistently(removed)
+
+    def sink(self, name: str, num_bytes: int) -> "RemoteSink":
+        return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
+
+    def source(self, name: str, *, is_anew: bool = False) -> "RemoteSource":
+        return RemoteSource(self.filesystem, f"{self.path}/{name}")
+
+    def age_seconds(self, name: str) -> float | None:
+        return None
+
+
+class RemoteSink:
+    """A multi-part upload; the object appears when it is closed."""
+
+    any_order = False
+
+    def __init__(self, filesystem: Any, path: str, part_bytes: int):
+        self.path = path
+        with as_os_errors():
+            self._file = filesystem.open(path, "wb", block_size=part_bytes)
+        self._offset = 0
+
+    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        assert offset == self._offset, "an upload takes bytes in order"
+        for piece in pieces:
+            data = memoryview(piece).cast("B")
+            with as_os_errors():
+                self._file.write(data)
+            self._offset += len(data)
+
+    def close(self) -> None:
+        with as_os_errors():
+            self._file.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self._file.discard()
+
+
+def part_bytes(num_bytes: int) -> int:
+    """How large the parts of an upload of `num_bytes` are: as small as the number of parts permits."""
+    mebibytes = -(-num_bytes // (MAX_PARTS << 20))
+    return max(REMOTE_PART_BYTES, mebibytes << 20)
+
+
+class RemoteSource:
+    def __init__(self, filesystem: Any, path: str):
+        self.filesystem = filesystem
+        self.path = path
+        self.num_bytes = int(persistently(lambda: filesystem.info(path))["size"])
+
+    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+        size = sum(len(piece) for piece in pieces)
+        data = memoryview(persistently(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size)))
+        if len(data) != size:
+            raise EOFError(f"{self.path}: ends before byte {offset + size}")
+        for piece in pieces:
+            memoryview(piece).cast("B")[:] = data[: len(piece)]
+            data = data[len(piece) :]
+
+    def close(self) -> None:
+        pass
