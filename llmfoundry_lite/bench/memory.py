@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.layout import Layout, layout_of
+from llmfoundry_lite.config.layout import Layout, divisors, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.shipped import shipped_folder
@@ -24,7 +24,7 @@ from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.rehearse.device import find_device
-from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, divisors, short_batch
+from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, short_batch
 from llmfoundry_lite.rehearse.stage import Stage, run_for_real
 
 PER_NODE, LARGE = 8, 1024

@@ -130,10 +130,10 @@ def divide_devices(fsdp: FSDPConfig, world_size: int, node_size: int | None = No
     }.get(fsdp.sharding_strategy, num_data_ranks)
     if num_data_ranks % shard:
         given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
-        divisors = either([str(n) for n in range(1, num_data_ranks + 1) if num_data_ranks % n == 0])
+        fitting = either([str(n) for n in divisors(num_data_ranks)])
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
-            f"{name_data_ranks(tensor)} of this launch; use {divisors}"
+            f"{name_data_ranks(tensor)} of this launch; use {fitting}"
         )
     return Layout(replicate=num_data_ranks // shard, shard=shard, tensor=tensor, node_size=node_size)
 
@@ -147,6 +147,11 @@ def layout_here(config: TrainConfig) -> Layout:
     """The layout of the launch that this process is a rank of."""
     here = this_rank()
     return layout_of(config, here.world_size, here.local_world_size)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending, 1 and the number itself among them."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def name_data_ranks(ranks_per_data_rank: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.layout import Layout, divisors
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
@@ -147,7 +147,7 @@ def _best(
     fitting: list[Candidate] = []
     least: MemoryEstimate | None = None
     for checkpointing in CHECKPOINTING:
-        for microbatch_size in _microbatches(device_batch_size):
+        for microbatch_size in divisors(device_batch_size):  # what `auto` tries, too
             work = work_of(config, strategy, microbatch_size, checkpointing)
             work = dataclasses.replace(work, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages)
             if pipeline.schedule == "interleaved" and device_batch_size // microbatch_size % layout.pipeline:
@@ -191,11 +191,6 @@ def _refuse(config: TrainConfig, layout: Layout) -> str:
     if config.global_train_batch_size % layout.num_data_ranks:
         return f"{config.global_train_batch_size} samples do not divide over {layout.num_data_ranks} data ranks"
     return ""
-
-
-def _microbatches(device_batch_size: int) -> list[int]:
-    """Divisors: what `auto` tries, too."""
-    return [n for n in range(1, device_batch_size + 1) if device_batch_size % n == 0]
 
 
 def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpointing: bool | str) -> Work:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 
-from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.layout import divisors, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import GIB, Accelerator
@@ -93,10 +93,6 @@ def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) 
         index = (low + 1 if fits else high - 1) if is_near else (low + high) // 2
         is_near = False
     return sizes[low] if low >= 0 else 0
-
-
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:

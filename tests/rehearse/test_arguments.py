@@ -5,11 +5,12 @@ import re
 import pytest
 
 from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config.layout import divisors
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.rehearse import build
 from llmfoundry_lite.rehearse.device import describe_device, device_name, find_device
-from llmfoundry_lite.rehearse.search import bisect, divisors
+from llmfoundry_lite.rehearse.search import bisect
 
 RUN = ["yamls/pretrain/mpt-125m.yaml", "yamls/hardware/h100-8.yaml"]
 
