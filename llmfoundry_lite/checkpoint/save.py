@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.folders import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan
@@ -134,7 +135,8 @@ class Saver:
         self._plan: Plan | None = None
         self._staged: Tensors = {}
         """By key in the file, in its order."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._content = torch.empty(0, dtype=torch.uint8)
+        """The memory of `_staged`: what the file has after its header."""
         self._flight: _Flight | None = None
 
     @property
@@ -223,14 +225,14 @@ class Saver:
         self._plan = agree_on_plan(tensors, self.group)
         boxes = self._plan.mine
         size = sum(box.entry.num_bytes for box in boxes)
-        if size > self._buffer.numel():
+        if size != self._content.numel():
             pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
-            self._staged, self._buffer = {}, torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._staged, self._content = {}, torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._content = aligned_memory(size, pinned)
         self._staged, begin = {}, 0
         for box in boxes:
             end = begin + box.entry.num_bytes
-            self._staged[box.entry.key] = self._buffer[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
+            self._staged[box.entry.key] = self._content[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
             begin = end
 
     def _stage(self, tensors: Tensors) -> None:
@@ -250,12 +252,16 @@ class Saver:
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
         header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
-        pieces = [as_bytes(tensor) for tensor in self._staged.values()]
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
                 poisoned = beside.submit(_non_finite, self._staged)
                 record = write_shard(
-                    folder, name, header, pieces, num_threads=self.num_threads, on_phase=self.store.on_phase
+                    folder,
+                    name,
+                    header,
+                    [as_bytes(self._content)],
+                    num_threads=self.num_threads,
+                    on_phase=self.store.on_phase,
                 )
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
@@ -382,6 +388,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:
         tensor = tensor.float()
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
+
+
+def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
+    """From which a disk takes bytes without a copy: see `LocalSink`."""
+    memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    begin = -memory.data_ptr() % DIRECT_BYTES
+    return memory[begin : begin + num_bytes]
 
 
 def describe_some(keys: Sequence[str]) -> str:
