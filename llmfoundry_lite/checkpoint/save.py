@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,26 @@ from llmfoundry_lite.ranks.exchange import Group
 
 PINNED = "cuda"
 REPORT = struct.Struct("<QQ16s16s")
-"""What a rank says of its file: bytes, header's bytes, digest; and the digest of all that is not a tensor."""
+"""A `Report`, packed."""
+
+
+class Report(NamedTuple):
+    """What a rank says of its file."""
+
+    num_bytes: int
+    header_bytes: int
+    digest: bytes
+    numbers: bytes
+    """The digest of all that is not a tensor."""
+
+    def record(self, name: str) -> FileRecord:
+        return FileRecord(
+            name=name,
+            num_bytes=self.num_bytes,
+            block_bytes=BLOCK_BYTES,
+            header_bytes=self.header_bytes,
+            digest=self.digest.hex(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +212,12 @@ class Saver:
         try:
             exchange.agree(_error_of(flight.task), self.group)
             if not flight.is_publishing:
-                manifest = self._gather_manifest(flight)
+                reports = self._gather_reports(flight)
+                optimizer, aliases = self._gather_numbers(flight.state)
                 flight.is_publishing = True
-                if manifest is not None:
-                    flight.task = self._background.submit(self._publish, manifest, flight.about)
+                if self.rank == 0:
+                    manifest = self._describe(flight, optimizer, aliases)
+                    flight.task = self._background.submit(self._publish, manifest, reports, flight.about)
                 return None
         except BaseException:
             self._flight = None
@@ -272,7 +293,7 @@ class Saver:
             raise CheckpointError(f"not saved: non-finite values in {names}; older checkpoints stand")
         return record, hash_pieces([repr([found.optimizer, found.aliases]).encode()])
 
-    def _publish(self, manifest: Manifest, about: About) -> None:
+    def _publish(self, manifest: Manifest, reports: Sequence[Report], about: About) -> None:
         """In the background, on rank 0."""
         assert self.lease is not None
         folder, prefix = self.store.open_draft(manifest.save_id)
@@ -285,28 +306,30 @@ class Saver:
                 log = write_log(self.store, manifest.save_id, about.log(), self.log_parts)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
-        self.store.publish(replace(manifest, attachments=tuple(records), log=log), self.lease)
+        files = tuple(report.record(prefix + file_name(rank)) for rank, report in enumerate(reports))
+        self.store.publish(replace(manifest, files=files, attachments=tuple(records), log=log), self.lease)
         self.log_parts = log
         self.after_publish(self.lease)
 
-    def _gather_manifest(self, flight: "_Flight") -> Manifest | None:
-        """On rank 0, what to publish. Sizes and digests are 48 bytes a rank."""
+    def _gather_reports(self, flight: "_Flight") -> list[Report]:
+        """What each rank has written: 48 bytes a rank."""
         assert self._plan is not None
         record, numbers = flight.task.result()
         mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
-        reports = [REPORT.unpack(raw) for raw in exchange.gather_bytes(mine, self.group)]
-        flight.num_bytes = sum(num_bytes for num_bytes, *_ in reports)
+        reports = [Report(*REPORT.unpack(raw)) for raw in exchange.gather_bytes(mine, self.group)]
+        flight.num_bytes = sum(report.num_bytes for report in reports)
         for rank, table in enumerate(self._plan.table_of_rank):
-            if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
+            if reports[rank].numbers != reports[first := self._plan.first_ranks[table]].numbers:
                 raise CheckpointError(
                     f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
                     "apart"
                 )
-        optimizer, aliases = self._gather_numbers(flight.state)
-        if self.rank:
-            return None
+        return reports
+
+    def _describe(self, flight: "_Flight", optimizer: dict[str, Any] | None, aliases: dict[str, str]) -> Manifest:
+        """All but the files."""
+        assert self._plan is not None
         about = flight.about
-        _, prefix = self.store.draft(flight.save_id)
         return Manifest(
             save_id=flight.save_id,
             parent_save_id=self.parent_save_id,
@@ -321,16 +344,7 @@ class Saver:
             optimizer=optimizer,
             aliases=aliases,
             tensors=self._plan.tensors,
-            files=tuple(
-                FileRecord(
-                    name=prefix + file_name(rank),
-                    num_bytes=num_bytes,
-                    block_bytes=BLOCK_BYTES,
-                    header_bytes=header_bytes,
-                    digest=digest.hex(),
-                )
-                for rank, (num_bytes, header_bytes, digest, _) in enumerate(reports)
-            ),
+            files=(),
         )
 
     def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
