@@ -166,6 +166,14 @@ def test_a_rank_that_fails_ends_the_measurement_with_its_words(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_that_is_killed_has_no_words_and_memory_is_named(tmp_path: Path) -> None:
+    logs = [tmp_path / "rank0.txt", tmp_path / "rank1.txt"]
+    for log in logs:
+        log.touch()
+    assert "killed, as Linux does where memory runs out" in bench._last_words(logs, [0, -9])
+    assert bench._last_words(logs, [3, 0]) == "exit codes 3, 0 and no words"
+
+
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_all_sides_are_measured_and_nothing_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

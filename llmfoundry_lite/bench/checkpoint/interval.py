@@ -64,7 +64,7 @@ def measure_interval(
 
 
 class Turns:
-    """The first batch and save, which make buffers and pages, are behind it."""
+    """A first microbatch and save, which make buffers and pages, are behind it."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape, store: CheckpointStore
@@ -73,7 +73,7 @@ class Turns:
         self.train = partial(train_batch, model, optimizer, shape)
         self.saver = open_saver(store, after_publish=partial(keep_one, store))
         self.batch = 0
-        self.train()
+        train_batch(model, optimizer, Shape(MICROBATCH, shape.num_tokens))
         self.save_alone()
 
     def train_block(self, is_saving: bool) -> float:
