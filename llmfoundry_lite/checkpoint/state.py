@@ -46,7 +46,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 class State(NamedTuple):
     tensors: Tensors
-    """`model/<fqn>` and `optim/<fqn>/<slot>`; DTensors stay sharded."""
+    """`model/<fqn>` and `optim/<fqn>/<slot>`, parameters as they are; DTensors stay sharded."""
     aliases: dict[str, str]
     """Tied parameters and buffers: second name -> first."""
     optimizer: dict[str, Any] | None
@@ -126,8 +126,11 @@ def _names(members: Members, optimizer: Optimizer) -> dict[int, str]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's share, in no graph: training goes on with the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():  # or to_local would be a step of autograd's
+        return tensor.to_local().detach()
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:

@@ -59,8 +59,8 @@ from llmfoundry_lite.models.flops import count_parameters
 
 GROWTH_ROUNDS = 2
 """Warm saves of each size are enough to see how it grows."""
-INTERVAL_ROUNDS = 3
-"""Of batches that take half a minute each on two cores."""
+INTERVAL_ROUNDS = 2
+"""Of batches that take more than a minute each on two cores."""
 BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 
