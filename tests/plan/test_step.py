@@ -1,6 +1,7 @@
 """Predicted steps beside published ones. Rows are LLM Foundry's benchmark table, MosaicML's MI250 study (2023) and
 Frontier's (arXiv 2312.12705); nothing here is calibrated on the row that it is compared with, but where said."""
 
+import dataclasses
 import statistics
 
 import pytest
@@ -58,6 +59,7 @@ def predict(device, size, num_devices, microbatch_size, batch_size, recomputed, 
         microbatch_size=microbatch_size,
         activation_checkpointing=recomputed,
         reduction_bytes=2 if pure else 4,
+        num_workers=8,  # as LLM Foundry's YAMLs have it
     )
     time = step_time(work, Layout(shard=num_devices, node_size=8), ACCELERATORS[device], find_node(device))
     return time.tokens_per_second / num_devices
@@ -144,6 +146,21 @@ def test_what_a_layout_costs_is_told_apart():
     assert piped.bubble == pytest.approx(3 / 128 * busy)
     assert time_of(Layout(context=2, shard=4, node_size=8)).context > 0
     assert sum(piped.parts().values()) == pytest.approx(1)
+
+
+def test_data_are_waited_for_where_nothing_reads_ahead_or_reading_takes_longer_than_a_step():
+    """A data rank's share of the batch at 7 million tokens a second and process."""
+    reading = 512 * 2048 / 8 / 7e6
+    layout = Layout(shard=8, node_size=8)
+    assert time_of(layout).data == pytest.approx(reading)
+    ahead = time_of(layout, num_workers=1)
+    assert ahead.data == 0 and ahead.seconds == pytest.approx(time_of(layout).seconds - reading)
+    fast = dataclasses.replace(
+        ACCELERATORS["A100-80GB"], peak_teraflops={"bf16": 1e6}, memory_bandwidth_bytes_per_second=1e18
+    )
+    work = Work(model=model_of("1b"), seq_len=2048, global_batch_size=512, microbatch_size=2, num_workers=2)
+    time = step_time(work, Layout(replicate=1), fast, find_node("A100-80GB"))
+    assert time.data == pytest.approx(512 * 2048 / 7e6 / 2 - (time.seconds - time.data)) and time.data > 0
 
 
 def test_recomputing_costs_a_forward_pass():
