@@ -23,14 +23,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
+
 from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.reading import SECONDS, read_run
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 OPTIMIZER, ATTENTION, PRODUCTS, REST = "optimizer", "attention", "matrix products", "norms and the rest"
 EXPOSED, DATA, HOST, HIDDEN = "collectives, exposed", "waiting for data", "host", "collectives, hidden"
 PARTS = (PRODUCTS, ATTENTION, REST, OPTIMIZER, EXPOSED, DATA, HOST)
 """In the order of the table; together they are the step."""
+COLOURS = ("#4c72b0", "#8172b3", "#55a868", "#937860", "#c44e52", "#dd8452", "#8c8c8c")
 COMPUTING = (OPTIMIZER, ATTENTION, PRODUCTS, REST)
 """Where one is within another, the first of these counts."""
 COLLECTIVE = "collective"
@@ -69,26 +75,32 @@ def run(
 ) -> list[tuple[str, Breakdown]]:
     """Tables of traces, or of a training run that is started here and traced for `active` batches.
 
-    Prints each, writes profile.json and .md to `out`, beside the traces of a run that was started. Raises DataError
-    for traces that hold no step, and for a run that fails.
+    Prints each, writes profile.json, .md and .png to `out`, beside the traces of a run that was started.
+    Raises DataError for traces that hold no step, and for a run that fails.
     """
-    traces = [
-        Path(argument)
-        for argument in arguments
-        if argument.endswith((".json", ".json.gz")) and Path(argument).is_file()
-    ]
+    traces = [Path(name) for name in arguments if name.endswith(".json") and Path(name).is_file()]
     if traces:
         found, unprofiled = [(path.name, break_down(read_trace(path))) for path in traces], None
-        command = "llmfoundry-lite bench profile " + " ".join(path.name for path in traces)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             folder = out or Path(scratch)
             unprofiled = trace_run(arguments, num_ranks, active, Path(scratch) / "run", folder)
             paths = sorted(folder.glob("rank*.ba*.json"))
             found = [(path.name, break_down(read_trace(path))) for path in paths]
-        command = f"llmfoundry-lite bench profile {' '.join(arguments)} --num-ranks {num_ranks}"
+    tell(found, unprofiled, arguments, num_ranks, out)
+    return found
+
+
+def tell(
+    found: Sequence[tuple[str, Breakdown]],
+    unprofiled: float | None,
+    arguments: Sequence[str],
+    num_ranks: int,
+    out: Path | None,
+) -> None:
+    names = [Path(argument).name if Path(argument).is_file() else argument for argument in arguments]
     report = describe_conditions() | {
-        "arguments": list(arguments),
+        "arguments": names,
         "num_ranks": num_ranks,
         "unprofiled_seconds": unprofiled,
         "traces": {name: breakdown.steps for name, breakdown in found},
@@ -97,8 +109,11 @@ def run(
     notes = notes_of(found, unprofiled)
     show(open_console(), *tables, notes=notes)
     if out is not None:
-        write_report(out, "profile", "Where a step's time goes", command, report, *tables, notes, asked=["num_ranks"])
-    return found
+        ranks = f" --num-ranks {num_ranks}" if unprofiled is not None else ""
+        command = f"llmfoundry-lite bench profile {' '.join(names)}{ranks}"
+        figure, heading = "![the figure](profile.png)", "Where a step's time goes"
+        write_report(out, "profile", heading, command, report, *tables, notes, figure, asked=["num_ranks"])
+        plot(found, out / "profile.png")
 
 
 def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder: Path, traces: Path) -> float:
@@ -280,3 +295,19 @@ def notes_of(found: Sequence[tuple[str, Breakdown]], unprofiled: float | None) -
         f"Without the profiler, a step of the same run took {unprofiled:.4f} s (the median): "
         f"tracing took {traced / unprofiled - 1:+.0%}."
     ]
+
+
+def plot(found: Sequence[tuple[str, Breakdown]], path: Path) -> None:
+    """A bar for each trace, its parts one after the other."""
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.6 * len(found)), layout="constrained", dpi=150)
+    left = [0.0] * len(found)
+    for part, colour in zip(PARTS, COLOURS, strict=True):
+        widths = [breakdown.mean(part) for _, breakdown in found]
+        axes.barh([name.removesuffix(".json") for name, _ in found], widths, 0.6, left, color=colour, label=part)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=4)
+    figure.savefig(path)
+    plt.close(figure)

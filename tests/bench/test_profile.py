@@ -120,6 +120,8 @@ def test_a_run_is_traced_and_its_tables_add_up(tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "out/profile.json").read_text())
     assert list(report["traces"]) == ["rank0.ba6.json", "rank1.ba6.json"]
+    assert (tmp_path / "out/profile.png").stat().st_size > 5_000
+    assert str(tmp_path) not in (tmp_path / "out/profile.md").read_text()
     for name, steps in report["traces"].items():
         events = profile.read_trace(tmp_path / "out" / name)
         spans = [e["dur"] / 1e6 for e in events if profile.STEP.fullmatch(e["name"])]
