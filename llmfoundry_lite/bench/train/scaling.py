@@ -112,7 +112,9 @@ def run(
     measured.sort(key=lambda point: point.num_devices)
     strong = [point for point in measured if point.batch_size == batch_size]
     weak = [point for point in measured if point.batch_size == share * point.num_devices]
-    return tell({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, overrides, out)
+    options = [f"--devices {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len} --batch-size {batch_size}"]
+    arguments = [*options, f"--dtype {dtype}", *overrides]
+    return tell({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, arguments, out)
 
 
 def table_runs(places: Sequence[str], out: Path | None = None) -> dict[str, Any]:
