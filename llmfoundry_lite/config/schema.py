@@ -654,17 +654,52 @@ class TaskConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Benchmark:
+    """A task of a gauntlet's category."""
+
+    name: str
+    """The task's label."""
+    num_fewshot: int
+    random_baseline: float
+    """The accuracy that chance gives, below 1."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Category:
+    name: str
+    benchmarks: list[Benchmark]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GauntletConfig:
+    """How scores of tasks become scores of categories and averages, in LLM Foundry's words."""
+
+    categories: list[Category]
+    weighting: str = "EQUAL"
+    """Of the tasks of a category: EQUAL, SAMPLE_SZ (by the number of items) or LOG_SAMPLE_SZ (by its log2)."""
+    subtract_random_baseline: bool = True
+    rescale_accuracy: bool = True
+    """Divide by what is left above chance, so that the best score is 1."""
+    averages: dict[str, list[str]] | None = None
+    """Name -> categories; default: `default_average`, of all."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class EvalConfig:
     """An evaluation. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
     models: dict[str, str]
     """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
     model, or hf:NAME."""
-    icl_tasks: list[Any]
+    icl_tasks: list[Any] | str
     """Names of files in task_folder (without .yaml), files, or tasks written out here;
     `{label: arc_easy, num_fewshot: [5]}` is the one of that name with other examples."""
     suite: str
     """Default: the first YAML file's name."""
+    eval_gauntlet: GauntletConfig | None = None
+    """LLM Foundry's Eval Gauntlet, or the name of a file of it: a second table, of categories and averages."""
+    skip_missing_tasks: bool = False
+    """Leave out, by name, tasks whose data file is not here, instead of refusing the evaluation."""
     results_folder: str = "results"
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"
