@@ -55,7 +55,7 @@ LEFT_OUT = {
     "eval_gauntlet": IN_CONTEXT,
     "eval_gauntlet_str": IN_CONTEXT,
     "code_paths": "put the folder on PYTHONPATH and name the object: python:package.module:Thing",
-    "profiler": "run torch's profiler from a callback: callbacks: {python:package.module:Thing: {}}",
+    "profiler": "write callbacks: {profiler: {wait: 1, warmup: 1, active: 2}}",
     "device_train_grad_accum": "use device_train_microbatch_size",
     "device_train_batch_size": "use global_train_batch_size",
     "expandable_segments": "set PYTORCH_CUDA_ALLOC_CONF in the environment",

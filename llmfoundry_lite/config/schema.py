@@ -396,12 +396,36 @@ class NoOptions:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class ProfilerConfig:
+    """torch's profiler, with the schedule of Composer's `cyclic_schedule`: batches, and their order in a cycle."""
+
+    skip_first: int = 0
+    """Batches before the first cycle."""
+    wait: int = 0
+    """Batches without the profiler."""
+    warmup: int = 1
+    """Batches with it, of which nothing is kept: the first ones are slowed down by it."""
+    active: int = 4
+    """Batches that are traced."""
+    repeat: int = 1
+    """Cycles; 0 for as many as the run has room for. Each leaves a trace of its own."""
+    folder: str | None = None
+    """Of the traces; default: <run_folder>/traces."""
+    all_ranks: bool = False
+    """A trace of each rank, not of rank 0 alone."""
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class CallbacksConfig:
     speed_monitor: SpeedMonitorConfig = field(default_factory=SpeedMonitorConfig)
     lr_monitor: NoOptions | None = None
     memory_monitor: NoOptions | None = None
     runtime_estimator: NoOptions | None = None
     """These three are always on; naming them is allowed."""
+    profiler: ProfilerConfig | None = None
     extra: dict[str, dict[str, Any]] = field(default_factory=dict)
     """python:package.module:Class -> keyword arguments."""
 

@@ -53,10 +53,10 @@ def check(machine: Machine, multiply: Multiply = torch.matmul) -> Iterator[Findi
         again = reals.first_rows(256) if is_cpu else reals
         problems, share = [], 0.0
         for device in all_devices():
-            found = _first_wrong(signs, multiply, device) or _changes(again, multiply, device, repeats)
+            found = first_wrong(signs, multiply, device) or _changes(again, multiply, device, repeats)
             for name, length, columns in () if found else layers:
                 layer = Product.of_signs(ROWS, length, columns, dtype)
-                if found := _first_wrong(layer, multiply, device) or _changes(
+                if found := first_wrong(layer, multiply, device) or _changes(
                     layer, multiply, device, LAYER_REPEATS, LAYER_SECONDS
                 ):
                     found = f"{ROWS} x {length} x {columns} of {name}: {found}"
@@ -137,7 +137,7 @@ def _random_signs(rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (rows, columns), generator=generator).float() * 2 - 1
 
 
-def _first_wrong(signs: Product, multiply: Multiply, device: torch.device) -> str:
+def first_wrong(signs: Product, multiply: Multiply, device: torch.device) -> str:
     """Where a product of signs is not exact; empty if it is."""
     result_mn = multiply(signs.a_mk.to(device), signs.b_kn.to(device)).cpu().double()
     wrong = (result_mn != signs.answer_mn).nonzero()

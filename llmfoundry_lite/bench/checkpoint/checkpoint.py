@@ -108,7 +108,8 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
     show(console, tables[-1])
     if out is not None:
         heading = "Saves and loads, beside peers and this machine's limits"
-        write_report(out, "checkpoint", heading, "llmfoundry-lite bench checkpoint", report, *tables)
+        command = "llmfoundry-lite bench checkpoint"
+        write_report(out, "checkpoint", heading, command, report, *tables, asked=["num_ranks"])
     return report
 
 
