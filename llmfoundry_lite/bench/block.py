@@ -187,7 +187,9 @@ def measure_products(model: ModelConfig, batch_size: int, dtype: torch.dtype, nu
         times = []
         for _ in range(num_repeats + 1):
             began = now()
-            multiply(x, weight), multiply(gradient, weight.T), multiply(gradient.T, x.T)
+            multiply(x, weight)
+            multiply(gradient, weight.T)
+            multiply(gradient.T, x.T)
             times.append(now() - began)
         flops += 3 * 2 * num_tokens * rows * columns
         seconds += spread(times[1:]).median
