@@ -155,6 +155,7 @@ def build_trainer(
     trainer = GroupedTrainer(
         ranks=ranks,
         agreement=agreement,
+        device_batch_size=config.global_train_batch_size // ranks.size,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
