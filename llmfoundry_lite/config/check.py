@@ -13,6 +13,7 @@ from llmfoundry_lite.config.check_values import Refuse, check_import_path, check
 from llmfoundry_lite.config.layers import Layer, get, source_of
 from llmfoundry_lite.config.layout import Layout, divisors, name_data_ranks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, parse_seconds
+from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
@@ -119,19 +120,13 @@ def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -
             f"pp_config.num_microbatches: {pipeline.num_microbatches} does not divide the {num_samples} samples of a "
             f"data rank; use {fitting}"
         )
+    count = -(-num_samples // config.first_microbatch_size(num_samples))
     is_auto = config.device_train_microbatch_size == "auto"
-    size = config.first_microbatch_size(num_samples)
-    count = -(-num_samples // size)
-    given = (
-        f"{count} microbatches of {size}" if config.device_train_microbatch_size or is_auto else f"{count} microbatches"
-    )
-    fewer = "set device_train_microbatch_size or pp_config.num_microbatches otherwise, or a larger batch"
-    if pipeline.schedule != "gpipe" and count < degree:
-        raise ConfigError(f"pp_config.schedule: {pipeline.schedule} of {degree} stages has {given}; {fewer}, or gpipe")
-    if pipeline.schedule in ("interleaved", "zero_bubble") and not is_auto and count % max(1, count // degree):
+    if not any(takes_microbatches(pipeline, n) for n in (range(1, count + 1) if is_auto else [count])):
+        key = "device_train_microbatch_size" if config.device_train_microbatch_size else "pp_config.num_microbatches"
         raise ConfigError(
-            f"pp_config.schedule: {pipeline.schedule} takes microbatches in rounds of {degree} or a little more, all "
-            f"alike, and {count} are none; use a multiple of {degree}"
+            f"{key}: {num_samples} samples of a data rank are {count} microbatches, and {pipeline.schedule} of "
+            f"{degree} stages takes a multiple of {degree}; change it or the batch, or use schedule: gpipe"
         )
 
 
@@ -196,7 +191,7 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             refuse(key, f"selective {cannot}; use true or false, or no compile_config")
         if model.attn_config.attn_pdrop:
             refuse("model.attn_config.attn_pdrop", f"{cannot}; set it to 0, or use no compile_config")
-    _check_shared_loaders(config, "tp_config", refuse)
+    _check_shared_loaders(config, "tp_config", "neighbouring devices", refuse)
 
 
 def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
@@ -218,18 +213,22 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
         )
     if pipeline.num_microbatches is not None and config.device_train_microbatch_size is not None:
         refuse("pp_config.num_microbatches", "both it and device_train_microbatch_size given; use one of them")
-    splits_backward = schedule in ("zero_bubble", "zbv")
-    if splits_backward and config.compile_config is not None:
+    if pipeline.splits_backward and config.compile_config is not None:
         refuse(
             "pp_config.schedule",
             f"{schedule} computes the weights' gradients apart, which torch cannot compile; use interleaved or 1f1b, "
             "or no compile_config",
         )
-    if splits_backward and fsdp.activation_checkpointing:
+    if pipeline.splits_backward and fsdp.activation_checkpointing:
         refuse(
             "pp_config.schedule",
             f"{schedule} computes the weights' gradients apart, and activation_checkpointing would compute each block "
             "twice for that; use interleaved or 1f1b, or no activation_checkpointing",
+        )
+    if schedule == "zbv" and config.model.tie_word_embeddings:
+        refuse(
+            "pp_config.schedule",
+            "zbv has the first and the last stage on one device, where tied embeddings would be two; use zero_bubble",
         )
     if fsdp.reduce_every_microbatch:
         refuse(
@@ -239,16 +238,16 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
     for key in ("offload_optimizer", "activation_checkpointing_reentrant"):
         if getattr(fsdp, key):
             refuse(f"fsdp_config.{key}", "does not go with pp_config; remove one of them")
-    _check_shared_loaders(config, "pp_config", refuse)
+    _check_shared_loaders(config, "pp_config", "the devices of all stages", refuse)
 
 
-def _check_shared_loaders(config: TrainConfig, cause: str, refuse: Refuse) -> None:
+def _check_shared_loaders(config: TrainConfig, cause: str, readers: str, refuse: Refuse) -> None:
     for block in ("train_loader", "eval_loader"):
         loader = getattr(config, block)
         if loader is not None and loader.name.startswith("python:"):
             refuse(
                 f"{block}.name",
-                f"{loader.name} cannot know that with {cause} some devices must read the same samples; "
+                f"{loader.name} cannot know that with {cause} {readers} must read the same samples; "
                 f"use text, or no {cause}",
             )
 

@@ -402,6 +402,11 @@ class PipelineConfig:
         """Runs of blocks on each device."""
         return self.virtual_stages or (2 if self.schedule in ("interleaved", "zbv") else 1)
 
+    @property
+    def splits_backward(self) -> bool:
+        """The gradients of weights are computed apart from those of inputs."""
+        return self.schedule in ("zero_bubble", "zbv")
+
     def default_num_microbatches(self, device_batch_size: int) -> int:
         """The fewest that give each stage 4 or more and divide the batch; else the most that do; else one a sample."""
         degree = self.pipeline_parallel_degree

@@ -6,7 +6,6 @@ a stage has, `config/stages.py` says; the order of passes is torch's (torch.dist
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,7 +45,8 @@ class StageModel(MPT):
     def forward(self, inputs: torch.Tensor, *, labels_bt: torch.Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
         """`inputs`: tokens_bt for the first stage, hidden_btd for the others."""
         if labels_bt is not None:
-            options["head"] = partial(self.sum_loss, labels_bt=labels_bt)
+            sum_loss = self.sum_loss
+            options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             return super().forward(inputs, **options)
 
@@ -106,14 +106,19 @@ class Pipeline(nn.Module):
         schedule = self._schedule(num_microbatches, len(tokens_bt) // num_microbatches, tokens_bt.size(1))
         documents = {} if documents_bt is None else {"documents_bt": documents_bt}
         losses: list[torch.Tensor] = []
-        schedule.step(
-            *((tokens_bt,) if self.has_first else ()),
-            target=weights_m if self.has_last else None,
-            losses=losses if self.has_last else None,
-            return_outputs=False,
-            labels_bt=labels_bt,
-            **documents,
-        )
+        try:
+            schedule.step(
+                *((tokens_bt,) if self.has_first else ()),
+                target=weights_m if self.has_last else None,
+                losses=losses if self.has_last else None,
+                return_outputs=False,
+                labels_bt=labels_bt,
+                **documents,
+            )
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # what happened; torch describes the stage's arguments instead
         self._add_shared_gradients()
         return torch.stack([loss.detach() for loss in losses]) if losses else weights_m.new_empty(0)
 

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,9 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     has_documents = config.model.attn_config.attn_uses_sequence_id
     separator = load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
     if layout.pipeline > 1:
+        loss = partial(cross_entropy_sum, backward_runs_once=not config.pipeline.splits_backward)
         pipeline = build_pipeline(
-            *(config.model, fsdp, precision, mesh, config.seed, config.pipeline, cross_entropy_sum),
+            *(config.model, fsdp, precision, mesh, config.seed, config.pipeline, loss),
             compile_config=config.compile_config,
             attn_impl=attn_impl,
         )
