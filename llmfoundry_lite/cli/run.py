@@ -92,7 +92,7 @@ def _next_line() -> str:
 
 def init(
     data: Annotated[Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made.")],
-    size: Annotated[str, typer.Option(help="125m, 350m, 1b, …: the shape of mpt-SIZE.")] = "125m",
+    size: Annotated[str, typer.Option(help="quickstart, 125m, 350m, 1b, …: the shape of mpt-SIZE.")] = "125m",
     out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml].")] = None,
 ) -> None:
     """Write a commented YAML for a data folder and a model's size."""
@@ -101,5 +101,5 @@ def init(
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
     path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
-    write_starter(data, size, path)
+    print(f"trains for {write_starter(data, size, path)}")
     print(f"wrote {path}; next: llmfoundry-lite train {path} --dry-run")

@@ -138,9 +138,10 @@ def _read_file(name: str) -> Layer:
     if path is None:
         names = [other.name for other in Path(name).parent.glob("*.y*ml")]
         near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
-        raise ConfigError(
-            f"{name}: no such file" + (f"; did you mean {Path(name).with_name(near[0])}?" if near else "")
-        )
+        meant = str(Path(name).with_name(near[0])) if near else ""
+        if not near and (shipped := near_names(name, cutoff=0.8)):
+            meant = f"{shipped[0]}, which comes with the package"
+        raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:

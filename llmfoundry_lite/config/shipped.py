@@ -37,5 +37,7 @@ def find_task_folder(folder: str) -> Path:
     return Path(folder) if folder != "evals" or Path(folder).is_dir() else shipped_folder("evals")
 
 
-def near_names(argument: str) -> list[str]:
-    return difflib.get_close_matches(argument, shipped_yamls(), n=1, cutoff=0.6)
+def near_names(argument: str, cutoff: float = 0.6) -> list[str]:
+    """The shipped name that is nearest to `argument`, a name or a file that does not exist; none where none is near."""
+    argument = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
+    return difflib.get_close_matches(argument, shipped_yamls(), n=1, cutoff=cutoff)

@@ -12,6 +12,9 @@ from llmfoundry_lite.errors import ConfigError, DataError
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 
+MOST_EPOCHS = 4
+"""Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
+
 TEMPLATE = """\
 # MPT-{size} on {data}. Train it, one rank for each device, here 8:
 #   composer -n 8 -m llmfoundry_lite.train {out}
@@ -93,13 +96,14 @@ device_eval_batch_size: 8
 
 
 def sizes() -> list[str]:
-    return [
-        name.removeprefix("mpt-") for name in shipped_yamls() if name.startswith("mpt-") and name != "mpt-quickstart"
-    ]
+    return [name.removeprefix("mpt-") for name in shipped_yamls() if name.startswith("mpt-")]
 
 
 def write_starter(data: Path, size: str, out: Path) -> str:
-    """Write `out` and return its text. Raises ConfigError for a size we have no YAML of, DataError without the data."""
+    """Write `out` and return a sentence on how long it trains.
+
+    Raises ConfigError for a size we have no YAML of, DataError without the data.
+    """
     if size not in sizes():
         raise ConfigError(f"--size: {size!r} given, expected one of {', '.join(sizes())}")
     if out.exists():
@@ -109,12 +113,13 @@ def write_starter(data: Path, size: str, out: Path) -> str:
         raise DataError(
             f"{summary_file} does not exist; make the data with `llmfoundry-lite data prepare --out {data}`"
         )
-    text = starter(data, size, out, json.loads(summary_file.read_text()))
+    text, duration_note = starter(data, size, out, json.loads(summary_file.read_text()))
     out.write_text(text)
-    return text
+    return duration_note
 
 
-def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> str:
+def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[str, str]:
+    """The YAML's text, and a sentence on how long it trains."""
     shape = yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
     model, batch_size = shape["model"], shape["global_train_batch_size"]
     length = summary["max_seq_len"]
@@ -123,16 +128,18 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> str:
     if samples < batch_size:
         batch_size = 1 << max(0, samples.bit_length() - 1)  # a power of two, which most numbers of devices can share
     parameters = vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
-    wanted = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
     epoch = samples // batch_size
-    epochs = wanted / epoch
+    for_parameters = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
+    wanted = min(for_parameters, MOST_EPOCHS * epoch)
     note = (
-        f"{TOKENS_PER_PARAMETER} tokens for each of about {parameters / 1e6:,.0f} M parameters; one epoch of this data "
-        f"is {epoch:,} batches" + (f", so this is {epochs:,.1f} epochs" if epochs > 1 else "")
+        f"{wanted / epoch:,.1f} epochs of {epoch:,} batches: {wanted * batch_size * length / parameters:,.1f} tokens "
+        f"for each of about {parameters / 1e6:,.0f} M parameters"
     )
+    if wanted < for_parameters:
+        note += f" ({TOKENS_PER_PARAMETER} would be best; text read more than {MOST_EPOCHS} times teaches little)"
     interval = max(1, wanted // 20)
     has_val = summary["splits"].get("val", {}).get("samples", 0) > 0
-    return TEMPLATE.format(
+    text = TEMPLATE.format(
         size=size,
         data=data,
         out=out,
@@ -152,3 +159,4 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> str:
         batch_size=batch_size,
         save_interval=interval,
     )
+    return text, note

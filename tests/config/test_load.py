@@ -396,6 +396,7 @@ def test_a_file_that_cannot_be_read_says_where(text, message):
 def test_a_missing_file_names_its_neighbour():
     assert refusal("rnu.yaml") == "rnu.yaml: no such file; did you mean run.yaml?"
     assert refusal("nowhere/mpt.yaml") == "nowhere/mpt.yaml: no such file"
+    assert refusal("mpt-1b.yaml") == "mpt-1b.yaml: no such file; did you mean mpt-1b, which comes with the package?"
 
 
 @pytest.mark.parametrize(

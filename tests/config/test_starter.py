@@ -1,14 +1,39 @@
 import json
+import re
 
 import pytest
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.starter import write_starter
+from llmfoundry_lite.config.starter import sizes, write_starter
+
+
+def data_folder(folder, samples):
+    summary = {"max_seq_len": 2048, "tokenizer": {"vocab_size": 7070}, "splits": {"train": {"samples": samples}}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
 
 
 @pytest.mark.parametrize(("samples", "batch"), [(100_000, 256), (256, 256), (27, 16), (8, 8), (1, 1)])
 def test_a_small_data_set_gets_a_batch_that_several_devices_can_share(tmp_path, samples, batch):
-    summary = {"max_seq_len": 2048, "tokenizer": {"vocab_size": 7070}, "splits": {"train": {"samples": samples}}}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    data_folder(tmp_path, samples)
     write_starter(tmp_path, "125m", tmp_path / "mine.yaml")
     assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.global_train_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("samples", "batches", "said"),
+    [
+        (4_000_000, 3450, r"0\.2 epochs of 15,625 batches: 20\.0 tokens for each of about 90 M parameters$"),
+        (1_024, 16, r"4\.0 epochs of 4 batches: 0\.1 tokens .*\(20 would be best; text read more than 4 times "),
+    ],
+)
+def test_a_text_is_read_four_times_at_most(tmp_path, samples, batches, said):
+    note = write_starter(data_folder(tmp_path, samples), "125m", tmp_path / "mine.yaml")
+    assert re.match(said, note), note
+    assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.max_duration == f"{batches}ba"
+
+
+@pytest.mark.parametrize("size", sizes())
+def test_every_size_makes_a_yaml_that_loads(tmp_path, size):
+    write_starter(data_folder(tmp_path, 100_000), size, tmp_path / "mine.yaml")
+    load_train_config([str(tmp_path / "mine.yaml")], {})

@@ -131,7 +131,7 @@ if sys.argv[2] == "kept":
 @pytest.mark.parametrize("workers", ["kept", "in the middle of an epoch"])
 def test_a_rank_that_ends_does_not_wait_for_its_workers(shards, workers):
     command = [sys.executable, "-c", LEAVE_WITH_WORKERS, str(shards), workers]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)  # a hang, not a slow machine
 
 
 def test_going_back_to_an_earlier_epoch_works_with_persistent_workers(shards):

@@ -241,7 +241,7 @@ def test_ctrl_c_saves_and_leaves(tmp_path, data, then):
         os.killpg(process.pid, signal.SIGINT)
         if then is not None:
             process.send_signal(signal.Signals[then])
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
     batch = status(tmp_path)["batch"]
@@ -330,7 +330,7 @@ def test_the_launcher_may_be_the_one_who_is_told(tmp_path, data, launcher, code)
     try:
         read_until(process, "batch 3/")
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
     assert "preempted by SIGTERM" in output
@@ -346,7 +346,7 @@ def test_ctrl_c_at_a_terminal_reaches_ranks_and_launcher_and_is_one_request(tmp_
     try:
         read_until(process, "batch 3/")
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
     assert "interrupted by Ctrl-C at batch" in output
