@@ -332,7 +332,10 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
             continue
         ranks = f"ranks {rank * size}-{(rank + 1) * size - 1}" if size > 1 else f"rank {rank}"
         held = ["embeddings"] if stages[0].is_first else []
-        held += [f"blocks {stage.blocks[0]}-{stage.blocks[-1]}" for stage in stages]
+        held += [
+            f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
+            for blocks in (stage.blocks for stage in stages)
+        ]
         held += ["last norm, head and loss"] if stages[-1].is_last else []
         word = "the fullest: " if rank == fullest else ""
         lines.append(f"{ranks}: {', '.join(held)}; {word}about {in_bytes(estimate.total_bytes)} per device")

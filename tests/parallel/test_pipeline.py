@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from llmfoundry_lite.checkpoint.whole import open_checkpoint
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.pipeline import Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.training.loss import cross_entropy_sum
@@ -287,13 +291,6 @@ def test_the_loss_can_go_backward_twice():
 
 
 def test_stages_have_the_names_of_the_whole_model():
-    from torch import nn
-
-    from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
-    from llmfoundry_lite.config.stages import stages_of
-    from llmfoundry_lite.models.mpt import MPT
-    from llmfoundry_lite.parallel.pipeline import Pipeline, StageModel
-
     config = ModelConfig(d_model=32, n_heads=4, n_layers=4, max_seq_len=32, vocab_size=96)
     kind = PipelineConfig(pipeline_parallel_degree=2, schedule="interleaved")
     names: list[str] = []
@@ -306,4 +303,3 @@ def test_stages_have_the_names_of_the_whole_model():
             names += [name for name, _ in pipeline.named_parameters()]
         whole = [name for name, _ in MPT(config).named_parameters()]
     assert sorted(names) == sorted([*whole, "transformer.wte.weight"])  # the first stage's, and the head's
-    assert FSDPConfig().reduce_every_microbatch is None
