@@ -77,12 +77,6 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def return_freed_memory() -> None:
-    """What is resident is in use, for a while."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of mallopt(3)."""
 

@@ -27,13 +27,13 @@ def main(arguments: Sequence[str]) -> None:
         if this_rank().rank == 0:
             print(HELP, end="")
         return
-    config, tasks = load_eval_config(arguments)
+    config, tasks, notes = load_eval_config(arguments)
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)  # before torch looks
 
     from llmfoundry_lite.suite import run_suite  # imports torch
 
-    run_suite(config, tasks)
+    run_suite(config, tasks, notes)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import nn
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, TaskConfig
+from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -26,7 +26,7 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.reading import ACCURACIES
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, alone_in, outline_tasks, read_others
-from llmfoundry_lite.evaluation.tables import print_table, write_tables
+from llmfoundry_lite.evaluation.tables import print_gauntlet, print_table, write_tables
 from llmfoundry_lite.plots import Panel, plot_curves
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
@@ -35,8 +35,10 @@ from llmfoundry_lite.ranks.start import choose_device, start_process_group
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
-def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
-    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks."""
+def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
+    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks, and begins with
+    `notes`."""
+    tell(notes)
     device = start(config)
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
@@ -61,7 +63,9 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Results]:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
         print_table(all_results, Console())
-        for path in write_suite(all_results, folder / config.suite):
+        if config.eval_gauntlet:
+            print_gauntlet(config.eval_gauntlet, all_results, Console())
+        for path in write_suite(all_results, folder / config.suite, config.eval_gauntlet):
             print(path)
         if config.all_checkpoints:
             print(plot_learning_curves(all_results, folder / config.suite / "learning.png"))
@@ -180,13 +184,13 @@ def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def write_suite(all_results: Sequence[Results], folder: Path) -> list[Path]:
+def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
     """The tables, with the models that earlier launches have evaluated on this suite below these."""
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
         others, notes = read_others(folder, [results.model for results in all_results])
         tell(notes)
-        return write_tables([*all_results, *others], folder)
+        return write_tables([*all_results, *others], folder, gauntlet)
 
 
 def expand_models(config: EvalConfig) -> dict[str, str]:

@@ -79,6 +79,13 @@ def test_peaks_are_in_flops_and_absent_where_not_published():
     assert ACCELERATORS["A100-40GB"].peak_flops("fp8") is None
 
 
+def test_frontiers_rates_are_the_published_shares_of_its_peak():
+    """TFLOP/s of a device and percent of 191.5, arXiv 2312.12705: 22, 175 and 1,000 billion parameters."""
+    peak = ACCELERATORS["MI250X"].peak_flops("fp16")
+    for rate, percent in ((73.5, 38.38), (69.2, 36.14), (61.2, 31.96)):
+        assert 100 * rate * 1e12 / peak == pytest.approx(percent, abs=0.01)
+
+
 @pytest.mark.parametrize("row", ACCELERATORS.values(), ids=ACCELERATORS)
 def test_rows_are_complete_and_within_reason(row):
     assert row.source and row.vendor in ("nvidia", "amd")

@@ -21,12 +21,16 @@ from llmfoundry_lite.tables import markdown_table, print_table
 T = TypeVar("T")
 PIPE_WIDTH = 140
 """Of a line where there is no terminal."""
+SCHEMA = 1
+"""Of the JSON: raised when an older release's reports can no longer be compared with this one's."""
 
 
 class Table(NamedTuple):
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+    num_keys: int = 1
+    """The first so many columns say which row it is. The others were measured."""
 
     @property
     def numbers(self) -> list[int]:
@@ -120,11 +124,22 @@ def show(console: Console, *tables: Table, notes: Sequence[str] = ()) -> None:
 
 
 def write_report(
-    folder: Path, name: str, heading: str, command: str, report: dict[str, Any], *parts: Table | Sequence[str] | str
+    folder: Path,
+    name: str,
+    heading: str,
+    command: str,
+    report: dict[str, Any],
+    *parts: Table | Sequence[str] | str,
+    asked: Sequence[str] = (),
 ) -> None:
-    """NAME.json holds everything, NAME.md what people read: `parts` are tables, paragraphs, or notes of a list."""
+    """NAME.json holds everything, NAME.md what people read: `parts` are tables, paragraphs, or notes of a list.
+
+    `asked` names what in `report` was asked for: two reports that differ in it cannot be compared (`compare.py`).
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    tables = [part._asdict() for part in parts if isinstance(part, Table)]
+    frame = {"schema": SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
+    (folder / f"{name}.json").write_text(json.dumps(frame | report, indent=1) + "\n")
     conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
     blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]
     for part in parts:

@@ -40,11 +40,11 @@ def run(*, num_draws: int, out: Path | None) -> list[Row]:
     for row in [*items(num_draws), *means(num_draws), *texts(max(1, num_draws // TEXT_DRAWS))]:
         console.print(f"{row.case}, {row.size}: {row.difference:+.2f}", markup=False)
         rows.append(row)
-    powers = list(promised_power(num_draws))
-    tables = table_of_cases(rows), table_of_powers(powers)
+    powers, levels = list(promised_power(num_draws)), list(texts_among_others(max(1, num_draws // TEXT_DRAWS)))
+    tables = table_of_cases(rows), table_of_powers(powers), table_of_levels(levels)
     show(console, *tables)
     if out is not None:
-        report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers}
+        report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers, "levels": levels}
         heading, command = "What intervals and verdicts of `compare` keep of what they promise", "bench intervals"
         write_report(out, "intervals", heading, f"llmfoundry-lite {command}", report, PROMISE, *tables)
     return rows
@@ -176,21 +176,12 @@ def judged(case: str, size: str, difference: float, counts: Counts) -> Row:
 def texts(num_draws: int) -> Iterator[Row]:
     """Bits per byte over documents whose lengths differ by factors; `tails`: how documents scatter about the mean."""
     generator = np.random.default_rng(SEED + 2)
-    tails: dict[str, Callable[[int], Floats]] = {
-        "normal": lambda n: generator.normal(0, 0.1, n),
-        "heavy tails (Student's t, 3 degrees)": lambda n: 0.06 * generator.standard_t(3, n),
-        "skewed (log-normal, sigma 1)": lambda n: 0.05 * (generator.lognormal(0, 1, n) - math.exp(0.5)),
-    }
-    for name, draw in tails.items():
+    for name in TAILS:
         for n in (20, 50, 100):
             for difference in (0.0, 0.05):
                 tally = np.zeros(3)
                 for _ in range(num_draws):
-                    sizes = generator.lognormal(6, 0.7, n)
-                    rates = 1 + generator.normal(0, 0.3, n)
-                    first = np.stack([sizes * rates, sizes], axis=1)
-                    other = np.stack([sizes * (rates + difference + draw(n)), sizes], axis=1)
-                    found = paired.difference_of_ratios(first, other, generator)
+                    found = text_of(name, n, difference, generator)
                     interval = found.interval(LEVEL)
                     assert interval is not None
                     low, high = interval
@@ -200,6 +191,35 @@ def texts(num_draws: int) -> Iterator[Row]:
                 yield Row(
                     f"bits per byte, {name}", f"{n} documents", difference, share[0], share[1], int(tally[2]), num_draws
                 )
+
+
+SKEWED = "skewed (log-normal, sigma 1)"
+TAILS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
+    "normal": lambda generator, n: generator.normal(0, 0.1, n),
+    "heavy tails (Student's t, 3 degrees)": lambda generator, n: 0.06 * generator.standard_t(3, n),
+    SKEWED: lambda generator, n: 0.05 * (generator.lognormal(0, 1, n) - math.exp(0.5)),
+}
+
+
+def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> paired.Studentised:
+    sizes = generator.lognormal(6, 0.7, n)
+    rates = 1 + generator.normal(0, 0.3, n)
+    first = np.stack([sizes * rates, sizes], axis=1)
+    other = np.stack([sizes * (rates + difference + TAILS[tails](generator, n)), sizes], axis=1)
+    return paired.difference_of_ratios(first, other, generator)
+
+
+def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:
+    """(documents, tests, share claimed where there is no difference, draws): Holm holds the smallest of several p
+    against 0.05 over their number. Of the texts above, the skewed alone: it is far tails that they do not show."""
+    generator = np.random.default_rng(SEED + 4)
+    for n in (20, 50, 100):
+        p = np.array([text_of(SKEWED, n, 0.0, generator).p for _ in range(num_draws)])
+        for num_tests in NUM_TESTS:
+            yield n, num_tests, float((p < LEVEL / num_tests).mean()), num_draws
+
+
+NUM_TESTS = (1, 5, 10, 20)
 
 
 # ----------------------------------------------------------------------------------------------------------- power
@@ -240,3 +260,12 @@ def table_of_powers(powers: list[tuple[float, float, int, float]]) -> Table:
     title = "how often as many items as `compare` says are needed find the difference; it promises 0.80"
     rows = [[f"{q:.0%}", f"{d:.2f}", f"{n:,}", f"{power:.3f}"] for q, d, n, power in powers]
     return Table(title, ["discordant", "difference", "items needed", "found"], rows)
+
+
+def table_of_levels(levels: list[tuple[int, int, float, int]]) -> Table:
+    title = "skewed texts among several tests: how often one is called different from its like, at Holm's first level"
+    rows = [
+        [str(n), str(tests), f"{LEVEL / tests:.4f}", f"{share:.4f}", f"{share * tests / LEVEL:.1f}", f"{num:,}"]
+        for n, tests, share, num in levels
+    ]
+    return Table(title, ["documents", "tests", "promised", "found", "found over promised", "draws"], rows)

@@ -103,7 +103,8 @@ def run(
     show(console, table_of(report), notes=notes_of(report))
     if out is not None:
         heading, command = "`data prepare`, beside LLM Foundry's converter", "llmfoundry-lite bench prepare"
-        write_report(out, "prepare", heading, command, report, table_of(report), notes_of(report))
+        asked = ("text_bytes", "max_seq_len", "num_cores")
+        write_report(out, "prepare", heading, command, report, table_of(report), notes_of(report), asked=asked)
     return report
 
 

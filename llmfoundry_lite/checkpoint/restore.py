@@ -147,10 +147,15 @@ def _load_together(
     """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
     url = exchange.tell_all(checkpoint.where if checkpoint else None, group)
     raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"", group)
-    manifest = checkpoint.manifest if checkpoint else decode(raw, url)
-    checkpoint = checkpoint or Checkpoint(url, open_folder(url), manifest)
-    held = hold_together(model, optimizer, group)
     error: Exception | None = None
+    try:
+        checkpoint = checkpoint or Checkpoint(url, open_folder(url), decode(raw, url))
+    except CheckpointError as caught:  # such as a package that one node lacks
+        error = caught
+    exchange.agree(error, group)
+    assert checkpoint is not None
+    manifest = checkpoint.manifest
+    held = hold_together(model, optimizer, group)
     targets, staging = None, {}
     try:
         check(manifest)

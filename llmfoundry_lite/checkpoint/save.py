@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.folders import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan
@@ -42,7 +43,26 @@ from llmfoundry_lite.ranks.exchange import Group
 
 PINNED = "cuda"
 REPORT = struct.Struct("<QQ16s16s")
-"""What a rank says of its file: bytes, header's bytes, digest; and the digest of all that is not a tensor."""
+"""A `Report`, packed."""
+
+
+class Report(NamedTuple):
+    """What a rank says of its file."""
+
+    num_bytes: int
+    header_bytes: int
+    digest: bytes
+    numbers: bytes
+    """The digest of all that is not a tensor."""
+
+    def record(self, name: str) -> FileRecord:
+        return FileRecord(
+            name=name,
+            num_bytes=self.num_bytes,
+            block_bytes=BLOCK_BYTES,
+            header_bytes=self.header_bytes,
+            digest=self.digest.hex(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +154,8 @@ class Saver:
         self._plan: Plan | None = None
         self._staged: Tensors = {}
         """By key in the file, in its order."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._content = torch.empty(0, dtype=torch.uint8)
+        """The memory of `_staged`: what the file has after its header."""
         self._flight: _Flight | None = None
 
     @property
@@ -191,10 +212,12 @@ class Saver:
         try:
             exchange.agree(_error_of(flight.task), self.group)
             if not flight.is_publishing:
-                manifest = self._gather_manifest(flight)
+                reports = self._gather_reports(flight)
+                optimizer, aliases = self._gather_numbers(flight.state)
                 flight.is_publishing = True
-                if manifest is not None:
-                    flight.task = self._background.submit(self._publish, manifest, flight.about)
+                if self.rank == 0:
+                    manifest = self._describe(flight, optimizer, aliases)
+                    flight.task = self._background.submit(self._publish, manifest, reports, flight.about)
                 return None
         except BaseException:
             self._flight = None
@@ -223,14 +246,14 @@ class Saver:
         self._plan = agree_on_plan(tensors, self.group)
         boxes = self._plan.mine
         size = sum(box.entry.num_bytes for box in boxes)
-        if size > self._buffer.numel():
+        if size != self._content.numel():
             pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
-            self._staged, self._buffer = {}, torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._staged, self._content = {}, torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._content = aligned_memory(size, pinned)
         self._staged, begin = {}, 0
         for box in boxes:
             end = begin + box.entry.num_bytes
-            self._staged[box.entry.key] = self._buffer[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
+            self._staged[box.entry.key] = self._content[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
             begin = end
 
     def _stage(self, tensors: Tensors) -> None:
@@ -250,12 +273,16 @@ class Saver:
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
         header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
-        pieces = [as_bytes(tensor) for tensor in self._staged.values()]
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
                 poisoned = beside.submit(_non_finite, self._staged)
                 record = write_shard(
-                    folder, name, header, pieces, num_threads=self.num_threads, on_phase=self.store.on_phase
+                    folder,
+                    name,
+                    header,
+                    [as_bytes(self._content)],
+                    num_threads=self.num_threads,
+                    on_phase=self.store.on_phase,
                 )
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
@@ -266,7 +293,7 @@ class Saver:
             raise CheckpointError(f"not saved: non-finite values in {names}; older checkpoints stand")
         return record, hash_pieces([repr([found.optimizer, found.aliases]).encode()])
 
-    def _publish(self, manifest: Manifest, about: About) -> None:
+    def _publish(self, manifest: Manifest, reports: Sequence[Report], about: About) -> None:
         """In the background, on rank 0."""
         assert self.lease is not None
         folder, prefix = self.store.open_draft(manifest.save_id)
@@ -279,28 +306,30 @@ class Saver:
                 log = write_log(self.store, manifest.save_id, about.log(), self.log_parts)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
-        self.store.publish(replace(manifest, attachments=tuple(records), log=log), self.lease)
+        files = tuple(report.record(prefix + file_name(rank)) for rank, report in enumerate(reports))
+        self.store.publish(replace(manifest, files=files, attachments=tuple(records), log=log), self.lease)
         self.log_parts = log
         self.after_publish(self.lease)
 
-    def _gather_manifest(self, flight: "_Flight") -> Manifest | None:
-        """On rank 0, what to publish. Sizes and digests are 48 bytes a rank."""
+    def _gather_reports(self, flight: "_Flight") -> list[Report]:
+        """What each rank has written: 48 bytes a rank."""
         assert self._plan is not None
         record, numbers = flight.task.result()
         mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
-        reports = [REPORT.unpack(raw) for raw in exchange.gather_bytes(mine, self.group)]
-        flight.num_bytes = sum(num_bytes for num_bytes, *_ in reports)
+        reports = [Report(*REPORT.unpack(raw)) for raw in exchange.gather_bytes(mine, self.group)]
+        flight.num_bytes = sum(report.num_bytes for report in reports)
         for rank, table in enumerate(self._plan.table_of_rank):
-            if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
+            if reports[rank].numbers != reports[first := self._plan.first_ranks[table]].numbers:
                 raise CheckpointError(
                     f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
                     "apart"
                 )
-        optimizer, aliases = self._gather_numbers(flight.state)
-        if self.rank:
-            return None
+        return reports
+
+    def _describe(self, flight: "_Flight", optimizer: dict[str, Any] | None, aliases: dict[str, str]) -> Manifest:
+        """All but the files."""
+        assert self._plan is not None
         about = flight.about
-        _, prefix = self.store.draft(flight.save_id)
         return Manifest(
             save_id=flight.save_id,
             parent_save_id=self.parent_save_id,
@@ -315,16 +344,7 @@ class Saver:
             optimizer=optimizer,
             aliases=aliases,
             tensors=self._plan.tensors,
-            files=tuple(
-                FileRecord(
-                    name=prefix + file_name(rank),
-                    num_bytes=num_bytes,
-                    block_bytes=BLOCK_BYTES,
-                    header_bytes=header_bytes,
-                    digest=digest.hex(),
-                )
-                for rank, (num_bytes, header_bytes, digest, _) in enumerate(reports)
-            ),
+            files=(),
         )
 
     def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
@@ -382,6 +402,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:
         tensor = tensor.float()
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
+
+
+def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
+    """From which a disk takes bytes without a copy: see `LocalSink`."""
+    memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    begin = -memory.data_ptr() % DIRECT_BYTES
+    return memory[begin : begin + num_bytes]
 
 
 def describe_some(keys: Sequence[str]) -> str:

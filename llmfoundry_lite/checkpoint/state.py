@@ -6,6 +6,7 @@ without gradients, and name tied weights differently in model and optimizer. Kno
 """
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,64 +47,75 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 class State(NamedTuple):
     tensors: Tensors
-    """`model/<fqn>` and `optim/<fqn>/<slot>`; DTensors stay sharded."""
+    """`model/<fqn>` and `optim/<fqn>/<slot>`, parameters as they are; DTensors stay sharded."""
     aliases: dict[str, str]
     """Tied parameters and buffers: second name -> first."""
     optimizer: dict[str, Any] | None
     """Class, groups by parameter name, and slots that are one number."""
 
 
+class Members(NamedTuple):
+    """Of a model, in the order of its modules, each under every name that it has."""
+
+    parameters: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.Tensor]]
+    """Those that a state dict holds."""
+
+
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
-    tensors, aliases = model_tensors(model)
+    members = _members(model)
+    tensors, aliases = _unique(members)
     if optimizer is None:
         return State(tensors, aliases, None)
-    slots, numbers = _read_optimizer(parameter_names(model, optimizer), optimizer)
+    slots, numbers = _read_optimizer(_names(members, optimizer), optimizer)
     return State({**tensors, **slots}, aliases, numbers)
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     """What the model's state dict holds, each tensor once; and the other names of those that have several."""
-    reshard(model)
+    return _unique(_members(model))
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """id(parameter) -> name, for all that the optimizer updates."""
+    return _names(_members(model), optimizer)
+
+
+def _members(model: nn.Module) -> Members:
+    """With one walk over the modules: torch's own functions take one each, all of them in the training's time."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    for _, module in modules:  # a forward pass without gradients leaves the root's parameters whole, as other tensors
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    members = Members([], [])
+    for prefix, module in modules:
+        start = _clean(f"{prefix}.") if prefix else ""
+        passing = module._non_persistent_buffers_set
+        members.parameters.extend((start + name, p) for name, p in module._parameters.items() if p is not None)
+        members.buffers.extend(
+            (start + name, b) for name, b in module._buffers.items() if b is not None and name not in passing
+        )
+    return members
+
+
+def _unique(members: Members) -> tuple[Tensors, dict[str, str]]:
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    passing = _passing_buffers(model)
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        if name in passing:
-            continue
-        name = _clean(name)
+    for name, tensor in (*members.parameters, *members.buffers):
         key = f"model/{name}"
         first = first_names.setdefault(id(tensor), key)
         if first == key:
-            tensors[key] = tensor.detach()
+            tensors[key] = tensor
         else:
             aliases[key] = first
     return tensors, aliases
 
 
-def _passing_buffers(model: nn.Module) -> set[str]:
-    """Names of buffers that no state dict holds. Asking for the state dict would copy thousands of handles."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-
-
-def reshard(model: nn.Module) -> None:
-    """After a forward pass without gradients FSDP2 leaves the root's parameters whole, under other tensors."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """id(parameter) -> name, for all that the optimizer updates."""
-    reshard(model)
-    names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+def _names(members: Members, optimizer: Optimizer) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for name, parameter in members.parameters:
+        names.setdefault(id(parameter), name)
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -115,8 +127,11 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's share, in no graph: training goes on with the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():  # or to_local would be a step of autograd's
+        return tensor.to_local().detach()
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
@@ -178,7 +193,17 @@ def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | 
                 raise CheckpointError("not saved: ranks have other options in the same optimizer group")
             group["params"] = [*group["params"], *(name for name in more["params"] if name not in group["params"])]
         numbers |= other["state"]
+    for group in groups:
+        group["params"] = _in_order(group["params"])
     return {"class": first["class"], "groups": groups, "state": numbers}
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """As the whole model has them, whichever rank has which blocks: what comes before blocks, blocks, what follows."""
+    numbers = {name: int(found[0]) for name in names if (found := re.search(r"\d+", name))}
+    first = next((i for i, name in enumerate(names) if name in numbers), len(names))
+    after = [name for name in names[first:] if name not in numbers]
+    return [*names[:first], *sorted(numbers, key=numbers.__getitem__), *after]
 
 
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:

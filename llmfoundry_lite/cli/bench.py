@@ -57,6 +57,134 @@ def bench_mfu(
     run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
 
 
+@bench.command("scaling")
+def bench_scaling(
+    devices: Annotated[str, typer.Option(help="Counts on this machine, with commas.")] = "1,2",
+    runs: Annotated[str, typer.Option(help="Instead: finished runs, with commas. Nothing is started.")] = "",
+    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "125m",
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of all devices, in strong scaling.")] = 64,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each launch.")] = 5,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the launches take turns.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Also write scaling.json, .md and .png to this folder.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")] = None,
+) -> None:
+    """Speed-up, efficiency and MFU over counts of devices, at a fixed batch (strong) and a fixed share of it (weak)."""
+    from llmfoundry_lite.bench.train.scaling import run, table_runs
+    from llmfoundry_lite.plan.plan import parse_counts
+
+    if runs:
+        table_runs(runs.split(","), out)
+        return
+    run(parse_counts(devices), shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
+
+
+@bench.command("compare")
+def bench_compare(
+    first: Annotated[Path, typer.Argument(help="The JSON that a bench wrote with --out.")],
+    second: Annotated[Path, typer.Argument(help="The same bench's of another machine, or another torch.")],
+    out: Annotated[Path | None, typer.Option(help="Also write compare-BENCH.json and .md to this folder.")] = None,
+) -> None:
+    """Two machines or two software stacks side by side. Refuses what cannot be compared, and says why."""
+    from llmfoundry_lite.bench.compare import run
+
+    run(first, second, out)
+
+
+@bench.command("profile")
+def bench_profile(
+    arguments: Annotated[
+        list[str], typer.Argument(help="Traces of callbacks.profiler; or RUN.yaml [HARDWARE.yaml] [key=value ...].")
+    ],
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Of a run.")] = 1,
+    active: Annotated[int, typer.Option(min=1, help="Batches of a run that are traced.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Also write profile.json, .md and a run's traces here.")] = None,
+) -> None:
+    """Where a step's time goes, from a trace: one table that adds up. Given a run, a few of its batches are traced."""
+    from llmfoundry_lite.bench.profile import run
+
+    run(arguments, num_ranks, active, out)
+
+
+@bench.command("block")
+def bench_block(
+    batches: Annotated[str, typer.Option(help="Samples, with commas.")] = "8,16,32,64",
+    dtypes: Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")] = "fp32,fp16,bf16",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 1024,
+    attention: Annotated[str, typer.Option(help="Implementations [all that this device has].")] = "",
+    width: Annotated[int, typer.Option(min=1, help="Of the residual stream.")] = 1600,
+    heads: Annotated[int, typer.Option(min=1)] = 25,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    out: Annotated[Path | None, typer.Option(help="Also write block.json, .md and .png to this folder.")] = None,
+) -> None:
+    """One transformer layer, GPT-2 XL's by default: forward and backward, each dtype, batch and attention."""
+    from llmfoundry_lite.bench.block import run
+    from llmfoundry_lite.plan.plan import parse_counts
+
+    run(
+        "block",
+        [(batch_size, seq_len) for batch_size in parse_counts(batches, "--batches")],
+        dtypes.split(","),
+        d_model=width,
+        n_heads=heads,
+        implementations=list(filter(None, attention.split(","))),
+        num_repeats=num_repeats,
+        minutes=minutes,
+        out=out,
+    )
+
+
+@bench.command("seqlen")
+def bench_seqlen(
+    lengths: Annotated[str, typer.Option(help="Tokens in a sample, with commas.")] = "1024,2048,4096,8192,16384,65536",
+    dtypes: Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")] = "bf16",
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+    attention: Annotated[str, typer.Option(help="Implementations [all that this device has].")] = "",
+    width: Annotated[int, typer.Option(min=1, help="Of the residual stream.")] = 1600,
+    heads: Annotated[int, typer.Option(min=1)] = 25,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    out: Annotated[Path | None, typer.Option(help="Also write seqlen.json, .md and .png to this folder.")] = None,
+) -> None:
+    """The same layer over lengths of a sample, 1K to 64K tokens."""
+    from llmfoundry_lite.bench.block import run
+    from llmfoundry_lite.plan.plan import parse_counts
+
+    run(
+        "seqlen",
+        [(batch_size, seq_len) for seq_len in parse_counts(lengths, "--lengths")],
+        dtypes.split(","),
+        d_model=width,
+        n_heads=heads,
+        implementations=list(filter(None, attention.split(","))),
+        num_repeats=num_repeats,
+        minutes=minutes,
+        out=out,
+    )
+
+
+@bench.command("accumulation")
+def bench_accumulation(
+    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "1,2,4,8,16,32,64",
+    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "125m",
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the processes take turns.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Also write accumulation.json, .md and .png here.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")] = None,
+) -> None:
+    """One batch in 1 to 64 microbatches through the Trainer: what they cost, and the memory that they save."""
+    from llmfoundry_lite.bench.train.accumulation import run
+    from llmfoundry_lite.plan.plan import parse_counts
+
+    counts = parse_counts(microbatches, "--microbatches")
+    run(counts, shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
+
+
 @bench.command("memory")
 def bench_memory(
     models: Annotated[str, typer.Option(help="Names of training runs, with commas [all that ship].")] = "",

@@ -10,12 +10,24 @@ def doctor_command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
     folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
     num_ranks: Annotated[int | None, typer.Option(min=1, help="Of the collectives [one per device; CPU: 2].")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="In a launch too: this machine, and not its links.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under 10 s without a GPU.")] = False,
 ) -> None:
-    """Check this machine before a run is trusted to it; exit code 2 when something failed."""
+    """Check this machine before a run is trusted to it; exit code 2 when something failed.
+
+    Under torchrun or srun, all nodes together: each pair's link, each node's rate, clocks and versions.
+    """
     from llmfoundry_lite.doctor.examine import doctor, leave_without_waiting
     from llmfoundry_lite.doctor.finding import Machine
+    from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 
-    code = doctor(Machine(folder=folder, num_ranks=num_ranks, quick=quick), json_file)
+    machine = Machine(folder=folder, num_ranks=num_ranks, quick=quick)
+    if not alone:
+        adopt_srun()
+        if this_rank().world_size > 1:
+            from llmfoundry_lite.doctor.nodes import examine_nodes
+
+            raise typer.Exit(examine_nodes(machine, json_file))
+    code = doctor(machine, json_file)
     leave_without_waiting(code)
     raise typer.Exit(code)

@@ -17,7 +17,7 @@ from llmfoundry_lite.cli.bench import bench
 from llmfoundry_lite.cli.checkpoint import checkpoint
 from llmfoundry_lite.cli.data import data
 from llmfoundry_lite.cli.doctor import doctor_command
-from llmfoundry_lite.cli.plan import plan_command
+from llmfoundry_lite.cli.plan import fabric_command, plan_command
 from llmfoundry_lite.cli.rehearse import rehearse_command
 from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
 from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
@@ -41,6 +41,7 @@ app.command("report")(report_runs)
 app.command("compare")(compare_results)
 app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)
+app.command("fabric")(fabric_command)
 app.command("rehearse")(rehearse_command)
 
 

@@ -130,3 +130,30 @@ def check_run(run: str) -> str:
     if not found.segments:
         left_out.append("no checkpoint of this run says where it ran: nothing to compare")
     return describe_check(config, spans, left_out)
+
+
+def fabric_command(
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with devices.")],
+    storage: Annotated[int, typer.Option(min=0, help="Storage servers; each has an adapter in every zone.")] = 0,
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    ports: Annotated[int, typer.Option(min=4, help="Of a switch.")] = 40,
+    zones: Annotated[int, typer.Option(min=1, help="Fat trees, joined by a switch each.")] = 2,
+    switch_price: Annotated[float | None, typer.Option(min=0, help="Dollars for a switch.")] = None,
+    switch_watts: Annotated[float | None, typer.Option(min=0, help="That a switch draws.")] = None,
+    message: Annotated[float, typer.Option(min=1, help="MiB of an all-reduce.")] = 186,
+) -> None:
+    """Switches, price and power of a cluster's network, and what an all-reduce can reach on it. Arithmetic alone."""
+    from llmfoundry_lite.hardware import MIB
+    from llmfoundry_lite.plan.fabric import describe
+
+    text = describe(
+        nodes,
+        storage,
+        per_node=per_node,
+        radix=ports,
+        num_zones=zones,
+        switch_dollars=switch_price,
+        switch_watts=switch_watts,
+        message_bytes=message * MIB,
+    )
+    print(text)

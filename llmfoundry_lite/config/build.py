@@ -56,9 +56,18 @@ def _find_unknown_keys(cls: type, values: Any, path: str) -> Iterator[tuple[str,
             continue
         for option in (hints[key], *typing.get_args(hints[key])):
             if dataclasses.is_dataclass(option):
-                inside = value.items() if typing.get_origin(hints[key]) is dict and isinstance(value, dict) else None
-                for name, block in inside if inside is not None else [("", value)]:
-                    yield from _find_unknown_keys(typing.cast(type, option), block, f"{full}.{name}" if name else full)
+                for path_inside, block in _blocks(hints[key], value, full):
+                    yield from _find_unknown_keys(typing.cast(type, option), block, path_inside)
+
+
+def _blocks(hint: Any, value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(path, block) of each of a block of blocks, of a list of them, or of the one that `value` is."""
+    if typing.get_origin(hint) is dict and isinstance(value, dict):
+        yield from ((f"{path}.{name}", block) for name, block in value.items())
+    elif typing.get_origin(hint) is list and isinstance(value, list):
+        yield from ((f"{path}[{number}]", block) for number, block in enumerate(value))
+    else:
+        yield path, value
 
 
 def _fill(cls: type, values: Any, path: str, layers: Sequence[Layer]) -> Any:

@@ -70,6 +70,7 @@ POSITIVE = (
     *("global_train_batch_size", "device_eval_batch_size"),
     *("optimizer.lr", "optimizer.eps", "dist_timeout", "max_skipped_batches", "preemption_grace_seconds"),
     *("algorithms.gradient_clipping.clipping_threshold", "callbacks.speed_monitor.window_size"),
+    "callbacks.profiler.active",
     *("model.init_config.init_std", "train_loader.prefetch_factor", "eval_loader.prefetch_factor"),
     *("fsdp_config.data_parallel_shard_degree", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"),
     *("train_loader.dataset.shuffle_block_size", "eval_loader.dataset.shuffle_block_size", "save_keep_every_batches"),
@@ -78,6 +79,7 @@ POSITIVE = (
 )
 
 NON_NEGATIVE = (
+    *(f"callbacks.profiler.{key}" for key in ("skip_first", "wait", "warmup", "repeat")),
     *("seed", "optimizer.weight_decay", "model.init_config.emb_init_std", "model.init_config.init_gain"),
     *("scheduler.alpha_i", "scheduler.alpha_f", "scheduler.alpha_f_decay", "scheduler.alpha_f_cooldown"),
     *("train_loader.num_workers", "train_loader.timeout", "train_loader.dataset.shuffle_seed"),
@@ -90,6 +92,7 @@ NOT_EMPTY = {
     "save_folder": "a folder or a URL; remove the line for <run_folder>/checkpoints",
     "tokenizer.name": "a local folder or a name on the Hub",
     "loggers.tensorboard.log_dir": "a folder; remove the line for <run_folder>/tensorboard",
+    "callbacks.profiler.folder": "a folder; remove the line for <run_folder>/traces",
 }
 """Text that stands for something, and what it stands for."""
 

@@ -55,7 +55,7 @@ LEFT_OUT = {
     "eval_gauntlet": IN_CONTEXT,
     "eval_gauntlet_str": IN_CONTEXT,
     "code_paths": "put the folder on PYTHONPATH and name the object: python:package.module:Thing",
-    "profiler": "run torch's profiler from a callback: callbacks: {python:package.module:Thing: {}}",
+    "profiler": "write callbacks: {profiler: {wait: 1, warmup: 1, active: 2}}",
     "device_train_grad_accum": "use device_train_microbatch_size",
     "device_train_batch_size": "use global_train_batch_size",
     "expandable_segments": "set PYTORCH_CUDA_ALLOC_CONF in the environment",
@@ -97,14 +97,8 @@ LEFT_OUT = {
 """Refused by name, with what to use instead, unless the value says what we do anyway."""
 
 EVAL_LEFT_OUT = {
-    "seed": "nothing is random but the choice of examples, which is a task's: fewshot_random_seed",
-    "device_eval_batch_size": "use device_batch_tokens",
     "icl_subset_num_batches": "use limit, which counts items",
-    "icl_tasks_str": "write the tasks under icl_tasks",
-    "eval_gauntlet": "the table ends with the average of the tasks asked for",
-    "eval_gauntlet_str": "the table ends with the average of the tasks asked for",
     "eval_loader": "write a task with icl_task_type: perplexity",
-    "fsdp_config": "use fsdp: true",
     "run_name": "use suite",
     "loggers": "results are files in results_folder",
 }

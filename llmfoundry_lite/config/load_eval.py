@@ -4,12 +4,13 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, refuse_left_out_keys
+from llmfoundry_lite.config.foundry_eval import translate_evaluation
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
-from llmfoundry_lite.config.schema import EvalConfig, TaskConfig
+from llmfoundry_lite.config.schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.shipped import find_task_folder
 from llmfoundry_lite.errors import ConfigError
 
@@ -28,6 +29,9 @@ TASK_CHOICES = {
 }
 
 
+WEIGHTINGS = ("EQUAL", "SAMPLE_SZ", "LOG_SAMPLE_SZ")
+
+
 TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
 """Keys of older task lists."""
 
@@ -35,7 +39,14 @@ TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 
 
-def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskConfig]]:
+class LoadedEval(NamedTuple):
+    config: EvalConfig
+    tasks: list[TaskConfig]
+    notes: list[str]
+    """What is said before anything starts: keys without effect, tasks and categories that are left out."""
+
+
+def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
     """Read the arguments of `scripts/eval.py`: YAML files and `key=value` pairs, and `--all-checkpoints`, which the
     runs may follow that it is meant for. Without a YAML file the tasks are all those in task_folder whose data are
     here. Raises ConfigError in one line."""
@@ -54,12 +65,8 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers) if layers else {}
     refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
+    notes = translate_evaluation(values, layers)
     refuse_unknown_keys(EvalConfig, values, "", layers)
-    if isinstance(values.get("models"), list):
-        raise ConfigError(
-            f"{source_of('models', layers)}: models: a list given, as in LLM Foundry; expected a name for each, "
-            "such as models: {ours: runs/mpt-1b, base: hf:NAME}"
-        )
     has_file = any(is_yaml(argument) for argument in arguments)
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
@@ -96,7 +103,50 @@ def load_eval_config(arguments: Sequence[str]) -> tuple[EvalConfig, list[TaskCon
         raise ConfigError(
             f"{source_of('icl_tasks', layers)}: icl_tasks: no task given, expected names or files of tasks"
         )
-    return config, load_tasks(config.icl_tasks, config.task_folder, layers)
+    tasks = load_tasks(config.icl_tasks, config.task_folder, layers)
+    if config.skip_missing_tasks:
+        tasks, missing = _without_missing(tasks)
+        notes += missing
+    if config.eval_gauntlet is not None:
+        _check_gauntlet(config.eval_gauntlet, layers)
+    return LoadedEval(config, tasks, notes)
+
+
+def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], list[str]]:
+    """The tasks whose data are here or come from elsewhere, and a note for each other. Raises ConfigError for none."""
+    here = [task for task in tasks if "://" in task.dataset_uri or Path(task.dataset_uri).exists()]
+    missing = [task for task in tasks if task not in here]
+    if not here:
+        raise ConfigError(f"skip_missing_tasks: the data of no task are here; {missing[0].dataset_uri} is the first")
+    return here, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
+
+
+def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[Layer]) -> None:
+    """What the types do not say. Raises ConfigError."""
+    where = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
+    if gauntlet.weighting not in WEIGHTINGS:
+        raise ConfigError(f"{where}.weighting: {gauntlet.weighting!r} given, expected {', '.join(WEIGHTINGS)}")
+    if gauntlet.rescale_accuracy and not gauntlet.subtract_random_baseline:
+        raise ConfigError(f"{where}.rescale_accuracy: true given, which needs subtract_random_baseline: true")
+    names = [category.name for category in gauntlet.categories]
+    for category in gauntlet.categories:
+        if names.count(category.name) > 1 or not category.benchmarks:
+            problem = "is there twice" if category.benchmarks else "has no benchmark"
+            raise ConfigError(f"{where}.categories: {category.name} {problem}")
+        for benchmark in category.benchmarks:
+            if not 0 <= benchmark.random_baseline < 1:
+                raise ConfigError(
+                    f"{where}: {benchmark.name}: random_baseline: {benchmark.random_baseline:g} given, expected a "
+                    "number from 0 to less than 1"
+                )
+    for average, categories in (gauntlet.averages or {}).items():
+        if average in names:
+            raise ConfigError(f"{where}.averages: {average} is a category's name; choose another")
+        for category in categories:
+            if category not in names:
+                raise ConfigError(
+                    f"{where}.averages.{average}: no category {category!r}; there are: {', '.join(names)}"
+                )
 
 
 def _name_of_run(run: str) -> str:

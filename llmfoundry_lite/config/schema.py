@@ -426,12 +426,36 @@ class NoOptions:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class ProfilerConfig:
+    """torch's profiler, with the schedule of Composer's `cyclic_schedule`: batches, and their order in a cycle."""
+
+    skip_first: int = 0
+    """Batches before the first cycle."""
+    wait: int = 0
+    """Batches without the profiler."""
+    warmup: int = 1
+    """Batches with it, of which nothing is kept: the first ones are slowed down by it."""
+    active: int = 4
+    """Batches that are traced."""
+    repeat: int = 1
+    """Cycles; 0 for as many as the run has room for. Each leaves a trace of its own."""
+    folder: str | None = None
+    """Of the traces; default: <run_folder>/traces."""
+    all_ranks: bool = False
+    """A trace of each rank, not of rank 0 alone."""
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class CallbacksConfig:
     speed_monitor: SpeedMonitorConfig = field(default_factory=SpeedMonitorConfig)
     lr_monitor: NoOptions | None = None
     memory_monitor: NoOptions | None = None
     runtime_estimator: NoOptions | None = None
     """These three are always on; naming them is allowed."""
+    profiler: ProfilerConfig | None = None
     extra: dict[str, dict[str, Any]] = field(default_factory=dict)
     """python:package.module:Class -> keyword arguments."""
 
@@ -671,17 +695,52 @@ class TaskConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Benchmark:
+    """A task of a gauntlet's category."""
+
+    name: str
+    """The task's label."""
+    num_fewshot: int
+    random_baseline: float
+    """The accuracy that chance gives, below 1."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Category:
+    name: str
+    benchmarks: list[Benchmark]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GauntletConfig:
+    """How scores of tasks become scores of categories and averages, in LLM Foundry's words."""
+
+    categories: list[Category]
+    weighting: str = "EQUAL"
+    """Of the tasks of a category: EQUAL, SAMPLE_SZ (by the number of items) or LOG_SAMPLE_SZ (by its log2)."""
+    subtract_random_baseline: bool = True
+    rescale_accuracy: bool = True
+    """Divide by what is left above chance, so that the best score is 1."""
+    averages: dict[str, list[str]] | None = None
+    """Name -> categories; default: `default_average`, of all."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class EvalConfig:
     """An evaluation. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
     models: dict[str, str]
     """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
     model, or hf:NAME."""
-    icl_tasks: list[Any]
+    icl_tasks: list[Any] | str
     """Names of files in task_folder (without .yaml), files, or tasks written out here;
     `{label: arc_easy, num_fewshot: [5]}` is the one of that name with other examples."""
     suite: str
     """Default: the first YAML file's name."""
+    eval_gauntlet: GauntletConfig | None = None
+    """LLM Foundry's Eval Gauntlet, or the name of a file of it: a second table, of categories and averages."""
+    skip_missing_tasks: bool = False
+    """Leave out, by name, tasks whose data file is not here, instead of refusing the evaluation."""
     results_folder: str = "results"
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"

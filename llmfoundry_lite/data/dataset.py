@@ -47,7 +47,6 @@ from llmfoundry_lite.data.lazy_arrays import ShardBounds, ShardReaders, WorkerSa
 from llmfoundry_lite.data.order import (
     DEFAULT_WINDOW_SAMPLES,
     MOST_UNITS,
-    NO_SAMPLE,
     ORDER_VERSION,
     EpochOrder,
     SampleOrder,
@@ -67,6 +66,7 @@ from llmfoundry_lite.data.shared_memory import (
 from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, remedy
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.exchange import gather_json, tell_all
+from llmfoundry_lite.ranks.memory import return_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -446,14 +446,16 @@ class TextDataset(StreamingDataset):
             num_workers=world.workers_per_rank,
             first_batch=sample_in_epoch // self.global_batch_size,
         )
-        epoch_order = self._lay_out(epoch)
-        last_ids_l = epoch_order.sample_ids(lanes, steps[-1:])
-        self._num_padding_rows = int((last_ids_l == NO_SAMPLE).sum())
-        return WorkerSampleIds(epoch_order, lanes, steps)
+        self._num_padding_rows = self.order.num_missing(lanes, steps[-1]) if steps else 0
+        return WorkerSampleIds(self._lay_out(epoch), lanes, steps)
 
     def lay_out_next_epoch(self) -> None:
-        """Work out here what each of the workers would: those that are forked from this process share it."""
+        """Work out here what each of the workers would: those that are forked from this process share it.
+
+        What reading the indexes took, 90 MB for 1.5 million shards, goes back before they do.
+        """
         self._laid_out = self._lay_out(self.next_epoch)
+        return_freed_memory()
 
     def _lay_out(self, epoch: int) -> EpochOrder:
         epoch = 0 if self.same_every_epoch else epoch
@@ -580,7 +582,7 @@ class TextDataset(StreamingDataset):
 
     def _check_columns(self) -> None:
         for i, stream in enumerate(self.streams):
-            for kind in np.unique(self.table.of_stream(i, "kind")):
+            for kind in np.flatnonzero(np.bincount(self.table.of_stream(i, "kind"))):
                 columns = self.table.kinds[kind]["column_names"]
                 if "tokens" not in columns and "text" not in columns:
                     raise DataError(

@@ -103,6 +103,14 @@ class SampleOrder:
         """Samples of an epoch that no batch holds."""
         return self.num_samples % self.num_lanes if self.drop_last else 0
 
+    def num_missing(self, lanes: range, step: int) -> int:
+        """How many of these lanes have no sample at this step: none but at the last step, without `drop_last`."""
+        lanes_l = np.asarray(lanes, np.int64)
+        if not self.shuffle:
+            return int((step * self.num_lanes + lanes_l >= self.num_samples).sum())
+        begins_l, ends_l = _lane_bounds(self, lanes_l)
+        return int((ends_l - begins_l <= step).sum())
+
     @property
     def block_samples(self) -> int:
         """How many consecutive samples of one lane are shuffled together."""
@@ -184,10 +192,8 @@ class EpochOrder:
         order, block_samples = self.order, self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 
-        # Lanes differ in length by one sample at most: the remainder is spread over the lanes.
         lanes_l = np.asarray(lanes, np.int64)
-        lane_begins_l = _floor_share(lanes_l, order.num_samples, order.num_lanes)
-        lane_ends_l = _floor_share(lanes_l + 1, order.num_samples, order.num_lanes)
+        lane_begins_l, lane_ends_l = _lane_bounds(order, lanes_l)
         begins_lk = lane_begins_l[:, None] + blocks_k * block_samples
         # Nothing is worked out beyond the end of the longest lane: the only block may be a sliver of a full one.
         longest_lane = -(-order.num_samples // order.num_lanes)
@@ -242,6 +248,14 @@ def share_of_worker(
     num_lanes_per_rank = order.num_lanes // world_size
     lanes = range(rank * num_lanes_per_rank, (rank + 1) * num_lanes_per_rank)
     return lanes, range(first_batch + worker, order.num_batches, num_workers)
+
+
+def _lane_bounds(order: SampleOrder, lanes_l: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Where lanes begin and end in the ring. They differ in length by one sample at most: the remainder is spread."""
+    begins_l, ends_l = (
+        _floor_share(places_l, order.num_samples, order.num_lanes) for places_l in (lanes_l, lanes_l + 1)
+    )
+    return begins_l, ends_l
 
 
 def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:

@@ -30,7 +30,8 @@ _CHUNK_BYTES = 1 << 20
 """Fits into a core's cache, which is what this takes its speed from."""
 _FASTEST_HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32")
 _OPENING, _SEPARATOR = b'{"shards": [', b", "
-_NOT_DIGITS, _NOT_PLAIN = re.compile(rb"[^0-9]"), re.compile(rb"[^ !#-\[\]-~]")
+_DIGITS = b"0123456789"
+_PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte not in b'"\\')
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,16 @@ class _Rows:
 
     def _read_chunk(self, bytes_n: NDArray[np.uint8], raw: bytes) -> bool:
         """Whole records with a separator between each two."""
-        first, _ = json.JSONDecoder().raw_decode(raw[: 1 << 16].decode())
+        first, size = json.JSONDecoder().raw_decode(raw[: 1 << 16].decode("latin-1"))
+        if not isinstance(first, dict):
+            return False
+        # Mostly all have one length, so that nobody has to look for where each begins.
+        stride = size + len(_SEPARATOR)
+        if len(bytes_n) >= size and (len(bytes_n) - size) % stride == 0:
+            window_nb = np.lib.stride_tricks.sliding_window_view(bytes_n, size)[::stride]
+            separators = np.stack([bytes_n[at::stride] for at in range(size, stride)])
+            if _are_separators(separators) and self._read_columns(window_nb):
+                return True
         braces = np.flatnonzero(bytes_n == ord("{"))
         braces_of_record = json.dumps(first).count("{")
         if len(braces) % braces_of_record:
@@ -217,7 +227,7 @@ class _Rows:
         begins = braces[::braces_of_record]
         sizes = np.diff(begins, append=len(bytes_n) + len(_SEPARATOR)) - len(_SEPARATOR)
         separators = np.stack([bytes_n[begins[1:] - 2], bytes_n[begins[1:] - 1]])
-        if begins[0] != 0 or not (separators == np.frombuffer(_SEPARATOR, np.uint8)[:, None]).all():
+        if begins[0] != 0 or not _are_separators(separators):
             return False
         # Neighbours of one length are read together, so that the shards stay in their order.
         changes = np.flatnonzero(np.diff(sizes)) + 1
@@ -229,11 +239,16 @@ class _Rows:
         return True
 
     def _read_alike(self, rows_nb: NDArray[np.uint8]) -> None:
-        """Records of one length [n, b]: as columns where they differ in names, hashes and numbers alone."""
+        """Records of one length [n, b]."""
+        if not self._read_columns(rows_nb):
+            self._add([json.loads(row_b.tobytes()) for row_b in rows_nb])
+
+    def _read_columns(self, rows_nb: NDArray[np.uint8]) -> bool:
+        """Records of one length [n, b] as columns; False if they differ elsewhere than in names, hashes and numbers."""
         text = rows_nb[0].tobytes().decode("latin-1")
         record = json.loads(text.encode("latin-1"))
         columns: dict[str, Column] = {}
-        alike_nb, is_alike = rows_nb.copy(), True
+        alike_nb = rows_nb.copy()
         for name, begin, end in _fields(text):
             field_nb, first = np.ascontiguousarray(rows_nb[:, begin:end]), text[begin:end]
             alike_nb[:, begin:end] = field_nb[0]
@@ -241,15 +256,15 @@ class _Rows:
             columns[name] = field_nb.view(f"S{end - begin}").ravel()
             if field_nb.tobytes() == first.encode("latin-1") * len(rows_nb):  # sizes, mostly
                 columns[name] = columns[name] if is_text else np.full(len(rows_nb), int(first))
-            elif (_NOT_PLAIN if is_text else _NOT_DIGITS).search(field_nb.data):
-                is_alike = False
+            elif field_nb.tobytes().translate(None, _PLAIN if is_text else _DIGITS):
+                return False
             elif not is_text:
                 columns[name] = columns[name].astype(np.int64)
-        is_alike = is_alike and columns.keys() == _flatten(record).keys()  # escapes in a name hide it
-        if is_alike and alike_nb.tobytes() == rows_nb[0].tobytes() * len(rows_nb):
-            self._keep(record, columns)
-        else:
-            self._add([json.loads(row_b.tobytes()) for row_b in rows_nb])
+        is_alike = columns.keys() == _flatten(record).keys()  # escapes in a name hide it
+        if not is_alike or alike_nb.tobytes() != rows_nb[0].tobytes() * len(rows_nb):
+            return False
+        self._keep(record, columns)
+        return True
 
     def _add(self, records: Sequence[dict[str, Any]]) -> None:
         """Records one at a time: neighbours of one kind become a part."""
@@ -267,6 +282,7 @@ class _Rows:
                 alike.append(record)
 
     def _keep(self, record: dict[str, Any], columns: dict[str, Column]) -> None:
+        _shape_of(record)  # which no record can lack
         if record["version"] != 2 or record["format"] != "mds":
             raise self._wrong(f"describes shards of {record['format']} version {record['version']}, not MDS version 2")
         for name, encoding in zip(record["column_names"], record["column_encodings"], strict=True):
@@ -281,6 +297,11 @@ class _Rows:
             if b".." in _joined(columns[name]) or (first_n == ord("/")).any():
                 raise self._wrong("names shards outside of its own folder")
         self.parts.append((record, columns))
+
+
+def _are_separators(separators: NDArray[np.uint8]) -> bool:
+    """Their first bytes, their second bytes."""
+    return bool((separators == np.frombuffer(_SEPARATOR, np.uint8)[:, None]).all())
 
 
 def _fields(text: str) -> Iterator[tuple[str, int, int]]:
@@ -302,7 +323,7 @@ def _flatten(record: dict[str, Any]) -> dict[str, int | bytes]:
     """As `_fields` names them. Raises ValueError for a number that is none."""
     flat: dict[str, int | bytes] = {"samples": record["samples"]}
     for part in ("raw_data", "zip_data"):
-        if record[part]:
+        if record[part] or part == "raw_data":
             flat[f"{part}.basename"] = record[part]["basename"].encode()
             flat[f"{part}.bytes"] = record[part]["bytes"]
             flat |= {f"{part}.hashes.{name}": value.encode() for name, value in record[part]["hashes"].items()}

@@ -11,6 +11,8 @@ g = k v / (1 - k v): products of bf16 and fp16 are exact in fp32, where they are
 may cut off instead of rounding; u, of the last rounding, is the output's.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,6 +36,8 @@ SMALLEST_NORMAL = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 QUICK_REPEATS, REPEATS = 100, 300
 """Of one product; a fault in one of 20 escapes 100 of them with a probability of 0.6 %."""
+LAYER_REPEATS, LAYER_SECONDS = 20, 0.3
+"""Of each layer, and when to stop where a device is slow at it: a fault of large products alone may come and go too."""
 BROKEN = "take this device out of runs: it does not compute what others do"
 TF32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE"
 
@@ -49,10 +53,12 @@ def check(machine: Machine, multiply: Multiply = torch.matmul) -> Iterator[Findi
         again = reals.first_rows(256) if is_cpu else reals
         problems, share = [], 0.0
         for device in all_devices():
-            found = _first_wrong(signs, multiply, device) or _changes(again, multiply, device, repeats)
+            found = first_wrong(signs, multiply, device) or _changes(again, multiply, device, repeats)
             for name, length, columns in () if found else layers:
                 layer = Product.of_signs(ROWS, length, columns, dtype)
-                if found := _first_wrong(layer, multiply, device):
+                if found := first_wrong(layer, multiply, device) or _changes(
+                    layer, multiply, device, LAYER_REPEATS, LAYER_SECONDS
+                ):
                     found = f"{ROWS} x {length} x {columns} of {name}: {found}"
                     break
             worst = reals.error_over_bound(multiply(reals.a_mk.to(device), reals.b_kn.to(device)))
@@ -131,7 +137,7 @@ def _random_signs(rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (rows, columns), generator=generator).float() * 2 - 1
 
 
-def _first_wrong(signs: Product, multiply: Multiply, device: torch.device) -> str:
+def first_wrong(signs: Product, multiply: Multiply, device: torch.device) -> str:
     """Where a product of signs is not exact; empty if it is."""
     result_mn = multiply(signs.a_mk.to(device), signs.b_kn.to(device)).cpu().double()
     wrong = (result_mn != signs.answer_mn).nonzero()
@@ -144,12 +150,16 @@ def _first_wrong(signs: Product, multiply: Multiply, device: torch.device) -> st
     return f"{len(wrong)} of {result_mn.numel()} sums are wrong, the first at [{row}, {column}]: {got!r}, not {right!r}"
 
 
-def _changes(reals: Product, multiply: Multiply, device: torch.device, repeats: int) -> str:
+def _changes(
+    product: Product, multiply: Multiply, device: torch.device, repeats: int, limit_seconds: float = math.inf
+) -> str:
     """Whether the same product comes out different; empty if it does not."""
-    a_mk, b_kn = reals.a_mk.to(device), reals.b_kn.to(device)
+    began = time.perf_counter()
+    a_mk, b_kn = product.a_mk.to(device), product.b_kn.to(device)
     first_mn = _bits(multiply(a_mk, b_kn))
-    most, num_other = 0, 0
-    for _ in range(repeats - 1):
+    most, num_other, num_again = 0, 0, 0
+    while num_again < repeats - 1 and time.perf_counter() - began < limit_seconds:
+        num_again += 1
         other_mn = _bits(multiply(a_mk, b_kn))
         if not torch.equal(other_mn, first_mn):
             most, num_other = max(most, int((other_mn != first_mn).sum())), num_other + 1
@@ -157,7 +167,7 @@ def _changes(reals: Product, multiply: Multiply, device: torch.device, repeats: 
         return ""
     return (
         f"{most} of {first_mn.numel()} sums changed when the same product was computed again "
-        f"({num_other} of {repeats - 1} times)"
+        f"({num_other} of {num_again} times)"
     )
 
 

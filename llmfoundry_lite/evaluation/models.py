@@ -464,10 +464,13 @@ class PlainModel:
         tokens_1t, past = torch.tensor([context], device=self.device), None
         for _ in range(num_tokens):
             output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
-            logits_11v, past = output.logits[:, -1:].float(), output.past_key_values
+            logits_11v = output.logits[:, -1:].float()
             check_finite(logits_11v)
-            tokens_1t = logits_11v.argmax(dim=-1)
-            yield int(tokens_1t)
+            next_11 = logits_11v.argmax(dim=-1)
+            yield int(next_11)
+            # The oldest models keep nothing, and recurrent ones something else: those read the whole text again.
+            past = getattr(output, "past_key_values", None)
+            tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if past is None else next_11
 
 
 def _text_config(model: Any) -> Any:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +42,20 @@ def cut_at(record: Record) -> int | None:
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
     is_text = record.get("type") == "perplexity"  # whose limit is of windows
     return None if limit is None or (num_seen < limit and not is_text) else limit
+
+
+def data_of(record: Record, name: str) -> str:
+    """What tasks on the same data share, as of other examples, prompts or labels."""
+    return record.get("data_fingerprint") or name.rpartition("/")[0]
+
+
+def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
+    """The standard error of a sum, from (data, standard error) of each part: parts on the same data are taken to err
+    together, those on other data not at all."""
+    found: dict[str, float] = {}
+    for data, error in errors:
+        found[data] = found.get(data, 0.0) + error
+    return math.sqrt(sum(error**2 for error in found.values()))
 
 
 def load_results(paths: Sequence[Path]) -> list[Loaded]:

@@ -5,8 +5,7 @@ On a console a table that is too wide continues in further blocks of columns. Ma
 
 import csv
 import io
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from llmfoundry_lite.config.schema import GauntletConfig
 from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.gauntlet import Gauntlet, averages_of, run_gauntlet
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
-from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at
+from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at, data_of, error_of_sum
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import lean_table, markdown_list, markdown_table
 
@@ -54,14 +55,17 @@ def print_table(all_results: Sequence["Results"], console: Console) -> None:
     rows = [
         (
             results.model,
-            [*("\n±".join(filter(None, cell(results.tasks.get(n)))) for n in names), _average_cell(results)],
+            [
+                "\n±".join(filter(None, pair))
+                for pair in (*(cell(results.tasks.get(n)) for n in names), _average(results))
+            ],
         )
         for results in all_results
     ]
     chances = [_chance(all_results, name) for name in names]
     if any(chances):
         rows.append(("chance", [*chances, ""]))
-    title = f"{all_results[0].suite}, accuracy ± standard error" if _average_cell(all_results[0]) else ""
+    title = f"{all_results[0].suite}, accuracy ± standard error" if all_results[0].average is not None else ""
     print_blocks(console, title or all_results[0].suite, headers, rows)
     for note in notes(all_results):
         print_note(console, note)
@@ -166,25 +170,85 @@ def _oddities(record: Record) -> Iterator[str]:
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
 
-def write_tables(all_results: Sequence["Results"], folder: Path) -> list[Path]:
-    """table.md and table.csv, with the same numbers."""
+def print_gauntlet(config: GauntletConfig, all_results: Sequence["Results"], console: Console) -> None:
+    """The second table: categories and averages as columns."""
+    names, found = _run_gauntlets(config, all_results)
+    if names:
+        rows = [
+            (model, ["\n±".join(filter(None, _composite_cell(gauntlet, name))) for name in names])
+            for model, gauntlet in found
+        ]
+        console.print()
+        print_blocks(console, GAUNTLET_TITLE, [name.replace("_", "\n") for name in names], rows)
+    for note in _gauntlet_notes(found):
+        print_note(console, note)
+
+
+GAUNTLET_TITLE = "eval gauntlet: share of what is left above chance ± standard error"
+
+
+def _run_gauntlets(
+    config: GauntletConfig, all_results: Sequence["Results"]
+) -> tuple[list[str], list[tuple[str, Gauntlet]]]:
+    """The scores that any model has, in the configuration's order, and each model's gauntlet."""
+    found = [(results.model, run_gauntlet(config, results.tasks)) for results in all_results]
+    names = [*(category.name for category in config.categories), *averages_of(config)]
+    return [name for name in names if any(name in gauntlet.scores for _, gauntlet in found)], found
+
+
+def _composite_cell(gauntlet: Gauntlet, name: str) -> tuple[str, str]:
+    """(score, its standard error), as text."""
+    if name not in gauntlet.scores:
+        return "", ""
+    return f"{gauntlet.scores[name].score:.3f}", f"{gauntlet.scores[name].error:.3f}"
+
+
+def _gauntlet_notes(found: Sequence[tuple[str, Gauntlet]]) -> list[str]:
+    """A line for each category that is left out, with the models that lack the same tasks."""
+    models_of: dict[str, list[str]] = {}
+    for model, gauntlet in found:
+        for category, tasks in gauntlet.missing.items():
+            models_of.setdefault(f"{category} is left out: no accuracy of {', '.join(tasks)}", []).append(model)
+    return [
+        f"eval gauntlet: {text}" + ("" if len(models) == len(found) else f" ({', '.join(models)})")
+        for text, models in models_of.items()
+    ]
+
+
+def write_tables(all_results: Sequence["Results"], folder: Path, gauntlet: GauntletConfig | None = None) -> list[Path]:
+    """table.md and table.csv, with the same numbers; gauntlet.md and gauntlet.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     names = columns(all_results)
-    rows = [["model", *(_header(all_results, n).replace("\n", " ") for n in names), "average"]]
-    for results in all_results:
-        cells = (" ± ".join(filter(None, cell(results.tasks.get(n)))) for n in names)
-        rows.append([results.model, *cells, _average_cell(results).replace("\n±", " ± ")])
-    lines = markdown_table(rows)
-    if found := notes(all_results):
+    headers = {**{name: _header(all_results, name).replace("\n", " ") for name in names}, "average": "average"}
+    rows = [
+        (results.model, [*(cell(results.tasks.get(name)) for name in names), _average(results)])
+        for results in all_results
+    ]
+    written = _write_table(folder / "table", headers, rows, notes(all_results))
+    if gauntlet is not None:
+        names, found = _run_gauntlets(gauntlet, all_results)
+        rows = [(model, [_composite_cell(scores, name) for name in names]) for model, scores in found]
+        written += _write_table(folder / "gauntlet", {n: n for n in names}, rows, _gauntlet_notes(found))
+    return written
+
+
+def _write_table(
+    path: Path, headers: Mapping[str, str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], found: Sequence[str]
+) -> list[Path]:
+    """As .md and as .csv. `headers` are names and what stands above them; a row is a model and (number, error)s."""
+    lines = markdown_table(
+        [
+            ["model", *headers.values()],
+            *([model, *(" ± ".join(filter(None, pair)) for pair in pairs)] for model, pairs in rows),
+        ]
+    )
+    if found:
         lines += ["", *markdown_list(found)]
-    markdown, plain = folder / "table.md", folder / "table.csv"
     content = io.StringIO(newline="")
     writer = csv.writer(content)
-    writer.writerow(["model", *(part for n in [*names, "average"] for part in (n, f"{n} stderr"))])
-    for results in all_results:
-        parts = (part for n in names for part in cell(results.tasks.get(n)))
-        mean, error = (*_average_cell(results).split("\n±"), "")[:2]
-        writer.writerow([results.model, *parts, mean, error])
+    writer.writerow(["model", *(part for name in headers for part in (name, f"{name} stderr"))])
+    writer.writerows([model, *(part for pair in pairs for part in pair)] for model, pairs in rows)
+    markdown, plain = path.with_suffix(".md"), path.with_suffix(".csv")
     write_atomically(markdown, "\n".join(lines) + "\n")
     write_atomically(plain, content.getvalue())
     return [markdown, plain]
@@ -194,20 +258,16 @@ def _averaged(results: "Results") -> list[str]:
     return [name for name, record in results.tasks.items() if record["metric"] in ACCURACIES]
 
 
-def _average_cell(results: "Results") -> str:
+def _average(results: "Results") -> tuple[str, str]:
     if results.average is None:
-        return ""
-    return f"{results.average:.3f}\n±{average_error(results.tasks, _averaged(results)):.3f}"
+        return "", ""
+    return f"{results.average:.3f}", f"{average_error(results.tasks, _averaged(results)):.3f}"
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
-    """Of the mean of tasks. Those on the same data, with whatever examples, prompts or labels, ask the same items, and
-    are taken to err together; those on other data not at all."""
-    errors: dict[str, float] = {}
-    for name in names:
-        data = tasks[name].get("data_fingerprint") or name.rpartition("/")[0]
-        errors[data] = errors.get(data, 0.0) + tasks[name].get(f"{tasks[name]['metric']}_stderr", 0.0)
-    return math.sqrt(sum(error**2 for error in errors.values())) / len(names)
+    """Of the mean of tasks. Those on the same data, with whatever examples, prompts or labels, ask the same items."""
+    errors = ((data_of(tasks[name], name), tasks[name].get(f"{tasks[name]['metric']}_stderr", 0.0)) for name in names)
+    return error_of_sum(errors) / len(names)
 
 
 def _chance(all_results: Sequence["Results"], name: str) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
+from llmfoundry_lite.plan.memory import MemoryEstimate
 from llmfoundry_lite.plan.network import Node
 
 DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
@@ -12,6 +13,14 @@ DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 arXiv 2407.21783, section 3.3.4."""
 RESTART_SECONDS = 300.0
 """From a failure to the next batch, with a spare node at hand: HyperPod says under two minutes, a queue takes more."""
+COPY_BYTES_PER_SECOND = 10e9
+"""From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
+LEAST_SAVE_SECONDS = 0.1
+
+
+def save_seconds(memory: MemoryEstimate) -> float:
+    """How long a save holds training up: a device copies its share of parameters and of the optimizer's state."""
+    return max(LEAST_SAVE_SECONDS, (memory.parameters_bytes + memory.optimizer_bytes) / COPY_BYTES_PER_SECOND)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -19,16 +19,11 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.check import calibrate
-from llmfoundry_lite.plan.cost import Cost, Joined, cost_of, join_clusters
-from llmfoundry_lite.plan.memory import MemoryEstimate
+from llmfoundry_lite.plan.cost import Cost, Joined, cost_of, join_clusters, save_seconds
 from llmfoundry_lite.plan.network import Node, find_node
 from llmfoundry_lite.plan.schedule import check_schedule
 from llmfoundry_lite.plan.search import Candidate, Rejected, search_layouts, smallest_that_fits
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, find_shares
-
-COPY_BYTES_PER_SECOND = 10e9
-"""From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
-LEAST_SAVE_SECONDS = 0.1
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -103,11 +98,11 @@ def make_plan(
             kwargs["device_hours_between_failures"] = device_hours_between_failures
         cost = cost_of(
             num_tokens,
-            best.time.tokens_per_second,
+            dataclasses.replace(best.time, saves=0.0).tokens_per_second,  # they are in what is lost
             num_devices,
             node,
             dollars_per_device_hour=dollars_per_device_hour,
-            save_seconds=max(LEAST_SAVE_SECONDS, _state_bytes(best.memory) / COPY_BYTES_PER_SECOND),
+            save_seconds=save_seconds(best.memory),
             **kwargs,
         )
     return Plan(
@@ -126,11 +121,11 @@ def make_plan(
     )
 
 
-def parse_counts(text: str) -> list[int]:
+def parse_counts(text: str, option: str = "--devices") -> list[int]:
     """`64,128` -> [64, 128]. Raises ConfigError."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"--devices: {text!r} given, expected a number, or several such as 64,128,256")
+        raise ConfigError(f"{option}: {text!r} given, expected a number, or several such as 64,128,256")
     return [int(part) for part in parts]
 
 
@@ -174,8 +169,3 @@ def write_overlay(plan: Plan, path: Path) -> None:
         raise ConfigError(f"--write: no layout of {plan.num_devices} {plan.accelerator.name} fits, nothing to write")
     head = f"# Planned for {plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
     path.write_text(head + yaml.safe_dump(plan.candidates[0].overlay(), sort_keys=False))
-
-
-def _state_bytes(memory: MemoryEstimate) -> int:
-    """What a device saves: its share of parameters and of the optimizer's state."""
-    return memory.parameters_bytes + memory.optimizer_bytes

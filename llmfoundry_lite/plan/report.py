@@ -13,7 +13,7 @@ from llmfoundry_lite.plan.search import Candidate, usable_bytes
 from llmfoundry_lite.tables import markdown_table
 
 CANNOT_PROMISE = (
-    "not predicted: waiting for data, stragglers, congestion by other jobs, the host's own time. "
+    "not predicted: slow storage, stragglers, congestion by other jobs, the host's own time. "
     "`llmfoundry-lite rehearse` measures the memory"
 )
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
@@ -31,6 +31,8 @@ PARTS = {
     "sharding": "FSDP's collectives, as far as they show",
     "pipeline": "sending between stages",
     "bubble": "waiting for other stages",
+    "data": "waiting for data",
+    "saves": "saves",
 }
 
 

@@ -1,14 +1,17 @@
 """Which way of dividing the devices trains a run fastest: every layout tried, each rejected one with its reason."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmfoundry_lite.checkpoint.intervals import choose_save_interval
 from llmfoundry_lite.config.layout import Layout, divisors
-from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import PipelineConfig, SaveInterval, TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.plan.cost import save_seconds
 from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
 from llmfoundry_lite.plan.network import Node
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, step_time
@@ -155,6 +158,8 @@ def _best(
             if memory.total_bytes > limit:
                 continue
             time = step_time(work, layout, accelerator, node, shares)
+            every = batches_between_saves(config, time.seconds, save_seconds(memory))
+            time = dataclasses.replace(time, saves=save_seconds(memory) / every)
             mfu = time.mfu(work, accelerator, layout.world_size)
             fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=memory, time=time, mfu=mfu))
     if least is None:
@@ -203,7 +208,19 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
         activation_checkpointing=checkpointing,
         reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD"),
         is_sharded=strategy != "NO_SHARD",
+        num_workers=config.train_loader.num_workers,
     )
+
+
+def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds: float) -> float:
+    """By the run's `save_interval`; inf where its epochs are as long as data that is not looked at."""
+    interval = SaveInterval.parse(config.save_interval)
+    if interval.span is None:
+        return (interval.seconds or choose_save_interval(save_seconds)) / step_seconds
+    samples = config.global_train_batch_size
+    per_batch = {"ba": 1, "sp": samples, "tok": samples * config.max_seq_len}
+    unit = interval.span.unit
+    return max(1.0, interval.span.value / per_batch[unit]) if unit in per_batch else math.inf
 
 
 def memory_of(config: TrainConfig, layout: Layout, strategy: str, work: Work) -> MemoryEstimate:

@@ -115,6 +115,8 @@ def expand(source: str, split: str, unreadable: Unreadable, repeated: list[str])
         return [path], [], 0
     if os.path.islink(path):
         raise DataError(f"{source} is a link to {os.readlink(path)}, which does not exist or cannot be reached")
+    for folder, reason in closed_folders(path):
+        unreadable(folder, reason)
     # A folder that matches is read as if it were named, but not one that the glob goes through by itself.
     matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
     found = [match for match in matches if "**" not in path.parts or not os.path.isdir(match)]
@@ -134,6 +136,21 @@ def expand(source: str, split: str, unreadable: Unreadable, repeated: list[str])
         else:
             num_other += 1
     return own, linked, num_other
+
+
+def closed_folders(pattern: Path) -> list[tuple[Path, str]]:
+    """The folders that a glob has to look into and cannot, each with why: `glob` passes over them without a word."""
+    parts, reasons = pattern.parts, dict[Path, str]()
+    for depth in range(1 if pattern.is_absolute() else 0, len(parts) + (parts[-1] == "**")):
+        has_to_list = depth == len(parts) or glob.has_magic(parts[depth])
+        for name in sorted(glob.glob(os.path.join(*parts[:depth], ""), recursive=True)) if depth else [os.curdir]:
+            try:
+                os.stat(os.path.join(name, os.curdir))
+                if has_to_list:
+                    os.scandir(name).close()
+            except OSError as error:
+                reasons.setdefault(Path(name), error.strerror or str(error))
+    return list(reasons.items())
 
 
 def walk(folder: Path, split: str, unreadable: Unreadable, repeated: list[str]) -> tuple[list[Path], list[Path], int]:

@@ -37,6 +37,7 @@ from llmfoundry_lite.training.loss import cross_entropy_sum
 from llmfoundry_lite.training.monitor import DataDigest, DropoutSeed, RunMonitor
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.profiler import Profiler
 from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
 from llmfoundry_lite.training.start import Start
 
@@ -177,6 +178,8 @@ def build_callbacks(
         callbacks.append(DropoutSeed(config.seed, ranks, layout_here(config).coordinates(this_rank().rank).pipeline))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
+    if config.callbacks.profiler is not None:
+        callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     callbacks.append(agreement)  # before what a reason to leave may make needless
     checkpointing = Checkpointing(config, model, guard, preemption, agreement, start)
     if config.icl_tasks and config.eval_interval != 0:

@@ -19,6 +19,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.ranks.exchange import max_of
+from llmfoundry_lite.ranks.memory import return_freed_memory
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.memory import is_out_of_memory
@@ -184,7 +185,7 @@ class ResidentMeter:
         self.num_local_ranks = num_local_ranks or this_rank().local_world_size
 
     def reset(self) -> None:
-        devices.return_freed_memory()
+        return_freed_memory()
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak becomes what is resident now, says proc(5)
 

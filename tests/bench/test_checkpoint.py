@@ -101,20 +101,20 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_save_after_every_batch_is_judged_where_batches_are_long_and_elsewhere_the_interval_is_named() -> None:
-    """Blocks of three batches, two of them followed by a save."""
+    """Blocks of three batches, two of them followed by a save. The larger of time lost and processor time counts."""
     report = {
         "batches": {
             "24 x 512": [
-                {"plain": 90.0, "saving": 90.9},
-                {"plain": 96.0, "saving": 97.4},
-                {"plain": 93.0, "saving": 94},
+                {"plain": 90.0, "saving": 90.9, "processor": 0.4},
+                {"plain": 96.0, "saving": 97.4, "processor": 0.3},
+                {"plain": 93.0, "saving": 94.0, "processor": 0.2},
             ],
-            "4 x 512": [{"plain": 15.0, "saving": 16.0}],
+            "4 x 512": [{"plain": 15.0, "saving": 14.0, "processor": 0.25}],
         }
     }
     _, _, (long, short) = table_of_intervals(report)
-    assert long[1:4] == ["31.00", "0.500", "1.6%"] and long[5:] == ["met", "1ba"]
-    assert short[1:4] == ["5.00", "0.500", "10.0%"] and short[5:] == ["not judged", "5ba"]
+    assert long[1:5] == ["31.00", "0.45 / 0.50", "0.20 / 0.30", "1.6%"] and long[6:] == ["met", "1ba"]
+    assert short[1:5] == ["5.00", "-0.50 / -0.50", "0.25 / 0.25", "5.0%"] and short[6:] == ["not judged", "3ba"]
 
 
 @pytest.fixture
@@ -164,6 +164,14 @@ def test_a_rank_that_fails_ends_the_measurement_with_its_words(tmp_path: Path) -
     with pytest.raises(DataError, match=r"a rank failed: .*KeyError: 'no such size'"):
         bench._measure_on_ranks(settings, bench.Console(quiet=True))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_killed_has_no_words_and_memory_is_named(tmp_path: Path) -> None:
+    logs = [tmp_path / "rank0.txt", tmp_path / "rank1.txt"]
+    for log in logs:
+        log.touch()
+    assert "killed, as Linux does where memory runs out" in bench._last_words(logs, [0, -9])
+    assert bench._last_words(logs, [3, 0]) == "exit codes 3, 0 and no words"
 
 
 @pytest.mark.long

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint import folders, restore
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver, open_saver
+from llmfoundry_lite.checkpoint.state import local_part, read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
@@ -103,6 +104,22 @@ def faults(folder):
     assert same(whole_state(other, other_opt), at_two)
     dist.barrier()
     assert not (Path(folder) / "ba3").exists()
+
+    # What is held of the state is in no graph, and training may change it in place.
+    held = [local_part(tensor) for tensor in read_state(other, other_opt).tensors.values()]
+    assert not any(part.requires_grad for part in held)
+    step(other, other_opt, 9)
+
+    # One node lacks the package that the folder's protocol needs.
+    def no_package(url):
+        raise CheckpointError(f"{url}: needs a package that is not installed")
+
+    opener = restore.open_folder
+    if rank == 1:
+        restore.open_folder = no_package
+    words = raised_by(CheckpointError, lambda: load(f"{folder}/ba2", other, other_opt))
+    assert words == f"{folder}/ba2: needs a package that is not installed"
+    restore.open_folder = opener
 
     # A save restored by object collectives or pickles would trip here.
     def forbidden(*args, **kwargs):

@@ -1,17 +1,24 @@
+import errno
+import fcntl
 import os
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint import folders, shards
 from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
+from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
+from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.save import About, aligned_memory, as_bytes, open_saver
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_file, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -36,6 +43,67 @@ def test_a_system_that_cannot_be_asked_writes_all_the_same(tmp_path: Path, monke
     content = np.arange(100_000, dtype=np.uint8)
     write_file(LocalFolder(tmp_path), "shard", content)
     assert (tmp_path / "shard").read_bytes() == content.tobytes()
+
+
+@pytest.fixture
+def is_direct(tmp_path: Path) -> Callable[[int], bool]:
+    """Of a descriptor: it leads past the page cache."""
+    sink = LocalFolder(tmp_path).sink("probe", 0)
+    has_direct = sink._direct is not None
+    sink.abandon()
+    if not has_direct:
+        pytest.skip("this file system has no other way than through the page cache")
+    return lambda descriptor: bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def test_a_save_goes_past_the_page_cache_but_for_its_two_ends(tmp_path, monkeypatch, is_direct):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", BLOCK_BYTES)
+    ways = {}
+
+    def write(descriptor, pieces, offset):
+        ways[offset // BLOCK_BYTES] = is_direct(descriptor)
+        return os.pwritev(descriptor, pieces, offset)
+
+    monkeypatch.setattr(folders, "WRITE", write)
+    model = torch.nn.Linear(1000, 1200)
+    saver = open_saver(CheckpointStore(tmp_path / "run"))
+    saver.save(model, None, About(timestamp=Timestamp(batch=1)))
+    saver.wait()
+    assert ways == {0: False, 1: True, 2: True, 3: True, 4: False}
+    other = torch.nn.Linear(1000, 1200)
+    load(tmp_path / "run" / "ba1", other)
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EFAULT, errno.EIO], ids=errno.errorcode.get)
+def test_what_cannot_be_written_past_the_page_cache_goes_through_it(tmp_path, monkeypatch, is_direct, error):
+    refused = []
+
+    def write(descriptor, pieces, offset):
+        if is_direct(descriptor):
+            refused.append(offset)
+            raise OSError(error, os.strerror(error))
+        return os.pwritev(descriptor, pieces, offset)
+
+    monkeypatch.setattr(folders, "WRITE", write)
+    content = as_bytes(aligned_memory(3 * CHUNK_BYTES, pinned=False))
+    content[:] = np.arange(content.size) % 251
+    write_file(LocalFolder(tmp_path), "file", content)
+    assert refused == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
+    assert (tmp_path / "file").read_bytes() == content.tobytes()
+
+
+@pytest.mark.fault
+def test_a_disk_that_takes_bytes_neither_way_is_heard_of_and_no_descriptor_stays_open(tmp_path, monkeypatch):
+    def write(descriptor, pieces, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(folders, "WRITE", write)
+    open_descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error"):
+        write_file(LocalFolder(tmp_path), "file", as_bytes(aligned_memory(CHUNK_BYTES, pinned=False)))
+    assert len(os.listdir("/proc/self/fd")) == open_descriptors
 
 
 class ServerFiles(MemoryFileSystem):

@@ -630,6 +630,24 @@ def test_what_a_disk_gets_wrong_once_is_asked_again(two_saves, monkeypatch, name
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("call", ["listdir", "scandir", "open"])
+def test_a_disk_that_refuses_once_to_list_or_to_open_is_asked_again(two_saves, tmp_path, monkeypatch, call):
+    store, lease = two_saves
+    real, refused = getattr(os, call), []
+
+    def called(path, *options, **named):
+        if str(path).startswith(str(tmp_path)) and not refused:
+            refused.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *options, **named)
+
+    monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(os, call, called)
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert refused and found.checkpoint is not None and (found.checkpoint.name, found.notes) == ("ba2", [])
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
 def test_what_cannot_be_read_stops_the_search_and_is_never_damage(two_saves, monkeypatch, name, error):

@@ -108,6 +108,23 @@ def test_a_number_of_samples_that_cannot_be_is_refused(tmp_path, value, indent):
         read_table(tmp_path, folder)
 
 
+@pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
+@pytest.mark.parametrize("change", [{"raw_data": {}}, {"raw_data": None}, {"column_sizes": ...}, ...], ids=repr)
+def test_a_record_that_lacks_what_every_shard_has_is_refused(tmp_path, change, indent):
+    folder = write_mds(tmp_path / "a")
+    content = json.loads((folder / "index.json").read_text())
+    if change is ...:
+        content["shards"][0] = 0
+    for record in content["shards"][1:]:
+        for key, value in {} if change is ... else change.items():
+            record[key] = value
+            if value is ...:
+                del record[key]
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
+    with pytest.raises(DataError, match=r"is not an index of MDS version 2"):
+        read_table(tmp_path, folder)
+
+
 def test_a_shard_that_is_listed_twice_is_refused(tmp_path):
     folder = write_mds(tmp_path / "a")
     content = json.loads((folder / "index.json").read_text())

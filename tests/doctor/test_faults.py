@@ -96,6 +96,24 @@ def test_one_wrong_product_in_twenty_is_found(dtype):
     assert "(5 of 99 times)" in found[broken].detail
 
 
+def test_large_products_that_are_wrong_now_and_then_are_found(monkeypatch):
+    """Every fifth, and only those of more than 256 terms."""
+    monkeypatch.setattr(gemm, "LAYER_SECONDS", 60.0)  # this machine may be busy
+    count = 0
+
+    def multiply(a_mk: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        product_mn = a_mk.float() @ b_kn.float()  # much faster on most CPUs
+        if a_mk.dtype == torch.float32 and a_mk.shape[1] > 256:
+            count += 1
+            product_mn[3, 5] += 2 * (count % 5 == 4)
+        return product_mn.to(a_mk.dtype)
+
+    found = by_name(gemm.check(QUICK, multiply))
+    assert found["gemm fp32"].status is Status.FAIL
+    assert "768 x 2304 of MPT-125M: 1 of 147456 sums changed" in found["gemm fp32"].detail
+
+
 def test_products_in_tf32_are_not_taken_for_fp32():
     def multiply(a_mk: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
         def to_tf32(values: torch.Tensor) -> torch.Tensor:  # 10 bits of fraction of 23

@@ -495,13 +495,13 @@ def test_results_are_written_nowhere_but_in_results_folder(here, argument, messa
 
 
 def test_all_checkpoints_needs_a_run_and_nothing_else(here):
-    config, found = load_eval_config(["--all-checkpoints", "runs/mpt-1b/checkpoints/"])
+    config, found, _ = load_eval_config(["--all-checkpoints", "runs/mpt-1b/checkpoints/"])
     assert config.models == {"mpt-1b": "runs/mpt-1b/checkpoints/"} and config.all_checkpoints
     assert (config.suite, [task.label for task in found]) == ("evals", ["choice", "next"])
     (here / "next.jsonl").unlink()
     assert [task.label for task in load_eval_config(["--all-checkpoints", "s3://b/a", "runs/b"])[1]] == ["choice"]
     (here / "icl.yaml").write_text("icl_tasks: [next]\n")
-    config, found = load_eval_config(["icl.yaml", "--all-checkpoints", "runs/a", "limit=3"])
+    config, found, _ = load_eval_config(["icl.yaml", "--all-checkpoints", "runs/a", "limit=3"])
     assert (config.suite, config.models, config.limit, found[0].label) == ("icl", {"a": "runs/a"}, 3, "next")
 
 

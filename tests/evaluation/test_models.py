@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     RobertaConfig,
@@ -200,6 +202,25 @@ def neox(folder) -> Path:
 
 def test_a_causal_model_of_another_type_runs_as_transformers_has_it(neox):
     assert isinstance(load(neox), PlainModel)
+
+
+UNUSUAL = {
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "gpt_neox": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+}
+"""Keeps nothing from one token to the next, a state of its own kind, and what most models keep."""
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_a_model_writes_what_it_finds_likeliest_whatever_it_keeps_between_tokens(kind):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=97, **UNUSUAL[kind]))
+    plain, tokens = PlainModel(model.eval(), torch.device("cpu")), [3, 5, 7, 11, 13]
+    written = list(plain.write(tokens, 8))
+    for token in written:
+        assert token == plain.logits(torch.tensor(tokens), torch.tensor([len(tokens) - 1]))[0].argmax()
+        tokens.append(token)
 
 
 def test_weights_that_transformers_would_ignore_make_up_or_misread_are_refused(neox):

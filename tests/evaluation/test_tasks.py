@@ -822,11 +822,13 @@ def test_a_text_has_no_examples_to_show(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("seed: 1", "seed: LLM Foundry's option is left out here; nothing is random but the choice of examples"),
-        ("device_eval_batch_size: 4", "LLM Foundry's option is left out here; use device_batch_tokens"),
-        ("eval_gauntlet: g.yaml", "eval_gauntlet: LLM Foundry's option is left out here; the table ends with"),
+        ("icl_subset_num_batches: 4", "LLM Foundry's option is left out here; use limit, which counts items"),
+        ("eval_gauntlet: g.yaml", "g.yaml: no such file"),
         ("metadata: {}", "metadata: unknown key; valid keys here: models, icl_tasks"),
-        ("models: [{model_name: a}]", "models: a list given, as in LLM Foundry; expected a name for each, such as"),
+        (
+            "models: [{model_name: a}]",
+            "icl.yaml: models[0]: {'model_name': 'a'} given; expected model_name and, for an",
+        ),
     ],
 )
 def test_a_key_of_an_evaluation_elsewhere_is_answered_with_ours(tmp_path, line, message):

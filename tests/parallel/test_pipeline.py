@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from llmfoundry_lite.checkpoint.state import join_optimizers
 from llmfoundry_lite.checkpoint.whole import open_checkpoint
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
@@ -303,3 +304,14 @@ def test_stages_have_the_names_of_the_whole_model():
             names += [name for name, _ in pipeline.named_parameters()]
         whole = [name for name, _ in MPT(config).named_parameters()]
     assert sorted(names) == sorted([*whole, "transformer.wte.weight"])  # the first stage's, and the head's
+
+
+def test_the_optimizer_of_a_save_lists_parameters_as_the_whole_model_does():
+    def part(*numbers: int, first: bool = False, last: bool = False) -> dict[str, Any]:
+        names = [f"transformer.blocks.{n}.{kind}" for n in numbers for kind in ("norm_1.weight", "attn.Wq.weight")]
+        names = ["transformer.wte.weight"] * first + names + ["transformer.norm_f.weight", "lm_head.weight"] * last
+        return {"class": "AdamW", "groups": [{"params": names, "options": {}}], "state": {}}
+
+    whole = part(*range(12), first=True, last=True)
+    assert join_optimizers([part(0, 1, 2, 6, 7, 8, first=True), part(3, 4, 5, 9, 10, 11, last=True)]) == whole
+    assert join_optimizers([part(0, 1, 2, 9, 10, 11, first=True, last=True), part(3, 4, 5, 6, 7, 8)]) == whole

@@ -95,6 +95,28 @@ def test_a_hundred_thousand_devices_are_planned_too(capsys):
     assert facts["layouts"] and facts["cost"]["hours_between_failures"] < 1
 
 
+@pytest.mark.parametrize(
+    ("interval", "share"),
+    [
+        ("100ba", None),
+        ("51200sp", None),
+        ("104857600tok", None),
+        ("10s", 0.0197),
+        ("auto", 0.02),
+        ("1ep", 0.0),
+    ],
+)
+def test_saves_take_their_share_of_a_step(capsys, interval, share):
+    """1.3 billion parameters of 12 bytes over 8 devices, copied at 10 GB/s: 0.197 s a save."""
+    arguments = ["mpt-1b", "--hardware", "a100-80gb", "--devices", "8", "global_train_batch_size=512"]
+    best = facts_of(capsys, *arguments, f"save_interval={interval}")["layouts"][0]
+    saves = best["shares"]["saves"] * best["step_seconds"]
+    if share is None:
+        assert saves * 100 == pytest.approx(0.197, rel=0.01)
+    else:
+        assert saves / (best["step_seconds"] - saves) == pytest.approx(share, rel=0.01)
+
+
 def test_stages_are_asked_for_by_an_option_or_by_the_run_and_written_as_the_run_has_them(capsys, tmp_path):
     arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512", UNFUSED]
     assert plan(*arguments, "--pipeline", "8", "--write", str(tmp_path / "x.yaml")) == 0

@@ -34,7 +34,7 @@ def rows(made: Path, name: str) -> list[dict]:
 
 
 def test_the_quickstarts_tasks_are_those_that_are_made(made: Path) -> None:
-    config, _ = load_eval_config([str(ROOT / "yamls/eval/quickstart.yaml"), "models.m=runs/m"])
+    config, *_ = load_eval_config([str(ROOT / "yamls/eval/quickstart.yaml"), "models.m=runs/m"])
     assert config.icl_tasks == NAMES == [name for name in NAMES if rows(made, name)]
     tasks = load_tasks(NAMES, str(ROOT / "evals"))
     assert [task.dataset_uri for task in tasks] == [f"data/eval/{name}.jsonl" for name in NAMES]

@@ -399,11 +399,33 @@ except Exception as error:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
-def test_folders_and_files_without_permission_stop_or_are_named(tmp_path: Path) -> None:
-    for place in (tmp_path, *tmp_path.parents):
+def let_everybody_in(folder: Path) -> None:
+    for place in (folder, *folder.parents):
         if place.owner() == "root" and place.stat().st_mode & 0o005 != 0o005 and "pytest" in str(place):
             place.chmod(0o755)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+@pytest.mark.parametrize("pattern", ["*/*.txt", "*/a.txt", "**/*.txt", "**", "cl*/[a-b].*"])
+@pytest.mark.parametrize("mode", [0o000, 0o744], ids=["closed", "listed, not entered"])
+def test_folders_that_a_glob_cannot_look_into_stop_or_are_named(tmp_path: Path, pattern: str, mode: int) -> None:
+    let_everybody_in(tmp_path)
+    for folder in ("closed", "clear"):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        plain(tmp_path / "in" / folder / "a.txt", folder.encode())
+    (tmp_path / "in" / "closed").chmod(mode)
+    command = [sys.executable, "-c", UNREADABLE, tmp_path / "in" / pattern]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == [
+        f"['a.txt'] ['{tmp_path}/in/closed: Permission denied']",
+        f"{tmp_path}/in/closed cannot be read: Permission denied; repair it, or leave such places out with --on-error "
+        "skip",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+def test_folders_and_files_without_permission_stop_or_are_named(tmp_path: Path) -> None:
+    let_everybody_in(tmp_path)
     (tmp_path / "in" / "closed").mkdir(parents=True)
     plain(tmp_path / "in" / "closed" / "a.txt", b"a").parent.chmod(0)
     plain(tmp_path / "in" / "b.txt", b"b").chmod(0)

@@ -59,8 +59,8 @@ from llmfoundry_lite.models.flops import count_parameters
 
 GROWTH_ROUNDS = 2
 """Warm saves of each size are enough to see how it grows."""
-INTERVAL_ROUNDS = 3
-"""Of batches that take half a minute each on two cores."""
+INTERVAL_ROUNDS = 2
+"""Of batches that take more than a minute each on two cores."""
 BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 
@@ -108,7 +108,8 @@ def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path
     show(console, tables[-1])
     if out is not None:
         heading = "Saves and loads, beside peers and this machine's limits"
-        write_report(out, "checkpoint", heading, "llmfoundry-lite bench checkpoint", report, *tables)
+        command = "llmfoundry-lite bench checkpoint"
+        write_report(out, "checkpoint", heading, command, report, *tables, asked=["num_ranks"])
     return report
 
 
@@ -199,7 +200,7 @@ def _measure_on_ranks(settings: dict[str, Any], console: Console) -> dict[str, A
                         console.print(f"  {message['progress']}", highlight=False)
             codes = [process.wait() for process in processes]
             if any(codes) or result is None:
-                raise DataError(f"a rank failed: {_last_words(logs)}")
+                raise DataError(f"a rank failed: {_last_words(logs, codes)}")
             return result
         finally:
             for process in processes:
@@ -215,6 +216,9 @@ def _end_together(process: subprocess.Popen[str], processes: Sequence[subprocess
             other.kill()
 
 
-def _last_words(logs: Sequence[Path]) -> str:
+def _last_words(logs: Sequence[Path], codes: Sequence[int]) -> str:
     lines = [log.read_text().strip().splitlines() for log in logs]
-    return next((text[-1] for text in lines if text), "it said nothing")
+    silent = f"exit codes {', '.join(map(str, codes))} and no words"
+    if -signal.SIGKILL in codes:
+        silent = "killed, as Linux does where memory runs out; free some, or name smaller --sizes"
+    return next((text[-1] for text in lines if text), silent)

@@ -2,10 +2,12 @@
 
 A block with saves is `SAVES` batches, each followed by a save as a run makes it, and one batch more behind which the
 last one is written. Nothing but the next save waits for a save. The same number of batches without saves is the other
-block of the round. What a save costs is the difference over the number of saves.
+block of the round. What a save costs is the difference over the number of saves. Whatever else runs on the machine has
+its part in that difference, so the processor time of a save alone is measured too, which training cannot have.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite.bench.checkpoint.meters import slowest
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver, open_saver
+from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
 
@@ -38,41 +40,73 @@ SHAPES = {"tiny": (Shape(8, 32),), "125m": (Shape(24, 512), Shape(4, 512))}
 
 
 def measure_interval(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Path, num_rounds: int, size: str
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    work: Path,
+    num_rounds: int,
+    size: str,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """{shape: {plain, saving}}: seconds of the blocks of each round, the first of which is left out."""
+    """{shape: [{plain, saving, processor}]}: seconds that each round took, see `Turns`."""
     found: dict[str, Any] = {}
     for shape in SHAPES[size]:
-        store = CheckpointStore(work / str(shape).replace(" ", ""))
-        saver = open_saver(store, after_publish=partial(keep_one, store))
-        train = partial(train_batch, model, optimizer, shape)
-        batch, rounds = 0, []
-        for number in range(num_rounds + 1):
-            seconds = {}
+        turns = Turns(model, optimizer, shape, CheckpointStore(work / str(shape).replace(" ", "")))
+        rounds = []
+        for number in range(num_rounds):
+            seconds = {"processor": turns.save_alone()}
             for is_saving in (False, True) if number % 2 == 0 else (True, False):
-                dist.barrier()
-                started = time.perf_counter()
-                for index in range(SAVES + 1):
-                    train()
-                    batch += 1
-                    if is_saving:
-                        saver.poll()
-                        if index < SAVES:
-                            save(saver, model, optimizer, batch)
-                seconds["saving" if is_saving else "plain"] = slowest(time.perf_counter() - started)
-                saver.wait()
+                seconds["saving" if is_saving else "plain"] = turns.train_block(is_saving)
             rounds.append(seconds)
-        found[str(shape)] = rounds[1:]
+            told = ", ".join(f"{name} {taken:.2f} s" for name, taken in seconds.items())
+            say(f"{shape}, round {number + 1} of {num_rounds}: {told}")
+        found[str(shape)] = rounds
     return {"batches": found}
+
+
+class Turns:
+    """A first microbatch and save, which make buffers and pages, are behind it."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape, store: CheckpointStore
+    ) -> None:
+        self.state = (model, optimizer)
+        self.train = partial(train_batch, model, optimizer, shape)
+        self.saver = open_saver(store, after_publish=partial(keep_one, store))
+        self.batch = 0
+        train_batch(model, optimizer, Shape(MICROBATCH, shape.num_tokens))
+        self.save_alone()
+
+    def train_block(self, is_saving: bool) -> float:
+        """Seconds of the slowest rank."""
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(SAVES):
+            self.train()
+            if is_saving:
+                self.saver.poll()
+                self._save()
+        self.train()
+        self.saver.poll()
+        seconds = slowest(time.perf_counter() - started)
+        self.saver.wait()
+        return seconds
+
+    def save_alone(self) -> float:
+        """Seconds of a processor, in all threads of the rank that needs most. Nothing else goes on in it."""
+        dist.barrier()
+        used = time.process_time()
+        self._save()
+        self.saver.wait()
+        return slowest(time.process_time() - used)
+
+    def _save(self) -> None:
+        self.batch += 1
+        self.saver.save(*self.state, About(timestamp=Timestamp(batch=self.batch)))
 
 
 def keep_one(store: CheckpointStore, lease: Lease) -> None:
     """The disk has room for a few."""
     store.prune(lease, keep_newest=1)
-
-
-def save(saver: Saver, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> None:
-    saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch)))
 
 
 def train_batch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape) -> None:

@@ -83,9 +83,11 @@ def run(*, plan: Path, num_ranks: int, sharding: str | None, folder: Path, out: 
     show(open_console(), _table(report))
     if out is not None:
         name, command = "checkpoint-plan", f"llmfoundry-lite bench checkpoint --plan {plan}"
-        write_report(
-            out, name, "A checkpoint of many ranks, walked through in one process", command, report, _table(report)
+        heading, asked = (
+            "A checkpoint of many ranks, walked through in one process",
+            ("num_ranks", "sharding", "parameters"),
         )
+        write_report(out, name, heading, command, report, _table(report), asked=asked)
     return report
 
 

@@ -48,7 +48,7 @@ def measure(settings: dict[str, Any], rank: int, rendezvous: str) -> None:
     measures = {
         "sides": measure_sides,
         "growth": measure_growth,
-        "interval": partial(measure_interval, size=settings["size"]),
+        "interval": partial(measure_interval, size=settings["size"], say=lambda text: _say(progress=text)),
     }
     found = measures[settings["what"]](model, optimizer, work, settings["num_rounds"])
     local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))

@@ -115,7 +115,7 @@ def run(
                 found, _ = take_turns(sides, num_rounds, console)
                 report["suites"][name] = compare(found["ours"], found.get("lm-eval", []), suite)
                 if out is not None:  # what has been measured is kept, whatever becomes of the rest
-                    write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR)
+                    write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR, asked=["shape"])
     show(console, table_of(report), notes=[FLOOR])
     return report
 

@@ -356,7 +356,8 @@ def write(report: dict[str, Any], out: Path) -> None:
     )
     heading, figure = "One run, switching between clusters", "![the figure](switch.png)"
     tables = table_of(report), notes_of(report), table_of_clusters(report["clusters"])
-    write_report(out, "switch", heading, f"llmfoundry-lite bench switch{options}", report, how, *tables, figure)
+    command, asked = f"llmfoundry-lite bench switch{options}", ("precision", "num_batches", "every", "seed")
+    write_report(out, "switch", heading, command, report, how, *tables, figure, asked=asked)
     plot_switch(report, out / "switch.png")
 
 

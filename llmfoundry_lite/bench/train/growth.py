@@ -68,7 +68,9 @@ def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = N
     if out is not None:
         name, command = f"growth-{dtype}", f"llmfoundry-lite bench train --growth --dtype {dtype}"
         figure = f"![the figure]({name}.png)"
-        write_report(out, name, "How the cost of a step grows", command, report, table_of(report), LINE, figure)
+        write_report(
+            out, name, "How the cost of a step grows", command, report, table_of(report), LINE, figure, asked=["dtype"]
+        )
         plot_growth(report, out / f"{name}.png")
     return report
 
@@ -129,7 +131,7 @@ def table_of(report: dict[str, Any]) -> Table:
         for row in report["rows"]
     ]
     title = f"{title_of(report)}, the median of {report['num_rounds']} x {report['num_steps']} steps"
-    return Table(title, HEADINGS, rows)
+    return Table(title, HEADINGS, rows, num_keys=3)
 
 
 def plot_growth(report: dict[str, Any], path: Path) -> None:

@@ -61,8 +61,11 @@ def run(
     show(console, table, notes=notes)
     if out is not None:
         command = " ".join(["llmfoundry-lite bench mfu", *overrides])
+        asked = ("seq_len", "batch_size", "overrides")
         alone = "No communication: not to be compared with figures of clusters."
-        write_report(out, "mfu", "Model FLOPs utilisation of one device", command, report, alone, table, notes)
+        write_report(
+            out, "mfu", "Model FLOPs utilisation of one device", command, report, alone, table, notes, asked=asked
+        )
     return report
 
 
@@ -136,4 +139,4 @@ def table_of(report: dict[str, Any]) -> Table:
             ]
         )
     title = f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, the median of "
-    return Table(f"{title}{report['num_steps']} steps", HEADINGS, cells)
+    return Table(f"{title}{report['num_steps']} steps", HEADINGS, cells, num_keys=2)

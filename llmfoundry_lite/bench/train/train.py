@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,6 +36,7 @@ from llmfoundry_lite.bench.frame import (
 )
 from llmfoundry_lite.bench.shapes import SHAPES, check_shapes, count_step_flops, model_of
 from llmfoundry_lite.bench.train import peer
+from llmfoundry_lite.bench.train.made_up import random_tokens, write_run
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
@@ -95,7 +95,8 @@ def run(
     show(console, table_of(report), notes=notes_of(report))
     if out is not None:
         name, heading = f"train-{shape}-{seq_len}", "A training step, beside its peers and its own matrix products"
-        write_report(out, name, heading, "llmfoundry-lite bench train", report, table_of(report), notes_of(report))
+        asked, command = ("shape", "seq_len", "batch_size"), "llmfoundry-lite bench train"
+        write_report(out, name, heading, command, report, table_of(report), notes_of(report), asked=asked)
     return report
 
 
@@ -221,34 +222,11 @@ def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
     """Seconds of each step of a real run: shards, loader, Composer's loop, metrics."""
-    from streaming import MDSWriter
-
     from llmfoundry_lite.config.load_train import load_train_config
     from llmfoundry_lite.training.train import train
 
-    seq_len, shape = settings["seq_len"], SHAPES[settings["shape"]]
-    num_batches = settings["num_steps"] + 2
     with tempfile.TemporaryDirectory() as folder:
-        with MDSWriter(out=f"{folder}/train", columns={"tokens": "ndarray:uint16"}) as writer:
-            for row in random_tokens(num_batches * settings["batch_size"], seq_len, shape["vocab_size"]):
-                writer.write({"tokens": row.astype(np.uint16)})
-        config = {
-            "model": {"name": "mpt_causal_lm", "no_bias": True, "max_seq_len": seq_len, **shape},
-            "tokenizer": {"name": "none/none"},
-            "train_loader": {"dataset": {"local": folder, "split": "train"}},
-            "optimizer": {"name": "adamw", "lr": 1e-4},
-            "scheduler": {"name": "constant_with_warmup"},
-            "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}},
-            "max_seq_len": seq_len,
-            "max_duration": f"{num_batches}ba",
-            "global_train_batch_size": settings["batch_size"],
-            "precision": "fp32" if dtype == "fp32" else "amp_bf16",
-            "log_to_console": False,
-            "export_at_end": False,
-            "run_folder": f"{folder}/run",
-        }
-        path = Path(folder, "bench.yaml")
-        path.write_text(json.dumps(config))
+        path = write_run(Path(folder), settings, dtype)
         train(load_train_config([str(path), *settings.get("overrides", ())]).config)
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     seconds = {record["batch"]: record["time/batch_seconds"] for record in map(json.loads, lines)}
@@ -298,10 +276,6 @@ def _batches(settings: dict[str, Any]) -> Sequence[torch.Tensor]:
     vocab_size = SHAPES[settings["shape"]]["vocab_size"]
     tokens = torch.from_numpy(random_tokens(num_steps * batch_size, settings["seq_len"], vocab_size))
     return tokens.to(device_type()).split(batch_size)
-
-
-def random_tokens(num_samples: int, seq_len: int, vocab_size: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(vocab_size, size=(num_samples, seq_len))
 
 
 class BareGPT(nn.Module):

@@ -1,0 +1,120 @@
+"""Two reports of one bench side by side: two machines, or two software stacks on one machine.
+
+llmfoundry-lite bench compare there/scaling.json here/scaling.json
+
+Reads what `frame.write_report` wrote, of any bench: rows that have the same keys, and the numbers that both print.
+Refuses what cannot be compared, and says why.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.bench.frame import SCHEMA, Table, describe_conditions, open_console, show, write_report
+from llmfoundry_lite.errors import DataError
+
+CONDITIONS = {
+    "machine": "machine",
+    "device": "device",
+    "num_threads": "threads",
+    "python": "Python",
+    "torch": "torch",
+    "load_average": "load average",
+}
+"""Key of a report -> how it is called."""
+
+
+def run(first: Path, second: Path, out: Path | None = None) -> list[Table]:
+    """Print what differs in the conditions, then a table for each of the bench's; write compare.json and .md to `out`.
+
+    Raises DataError for files that cannot be compared.
+    """
+    a, b = read(first), read(second)
+    check_comparable(a, b, (str(first), str(second)))
+    tables = [table for pair in zip(a["tables"], b["tables"], strict=True) if (table := beside(*pair))]
+    if not tables:
+        raise DataError(f"{first} and {second}: no row of one is in the other; measure the same points on both")
+    notes = [*describe_differences(a, b), *left_over(a, b)]
+    show(open_console(), *tables, notes=notes)
+    if out is not None:
+        heading = f"`bench {a['bench']}` twice, side by side"
+        report = describe_conditions() | {"of": a["bench"], "first": a, "second": b}
+        command = f"llmfoundry-lite bench compare {first} {second}"
+        write_report(out, f"compare-{a['bench']}", heading, command, report, notes, *tables)
+    return tables
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report. Raises DataError for what is none, and for one of another schema."""
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}; give the JSON that a bench wrote with --out"
+        ) from None
+    except ValueError:
+        raise DataError(f"{path}: is not JSON; give the JSON that a bench wrote with --out") from None
+    if not isinstance(report, dict) or not {"schema", "bench", "tables"} <= report.keys():
+        raise DataError(f"{path}: is no report of a bench, or of an older release; measure again with --out")
+    if report["schema"] != SCHEMA:
+        raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; measure again with --out")
+    return report
+
+
+def check_comparable(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> None:
+    """Raises DataError unless both are of one bench that was asked for the same."""
+    if a["bench"] != b["bench"]:
+        raise DataError(f"{names[0]} is of bench {a['bench']}, {names[1]} of bench {b['bench']}; compare one bench's")
+    for key in dict.fromkeys([*a["asked"], *b["asked"]]):
+        mine, theirs = (report["asked"].get(key) for report in (a, b))
+        if mine != theirs:
+            raise DataError(f"{key} is {mine} in {names[0]} and {theirs} in {names[1]}; measure one of them again")
+    if len(a["tables"]) != len(b["tables"]):
+        raise DataError(f"{names[0]} has {len(a['tables'])} tables and {names[1]} {len(b['tables'])}; measure again")
+
+
+def beside(a: dict[str, Any], b: dict[str, Any]) -> Table | None:
+    """Each number of both that stands in the same row and column, and the second over the first. None without any."""
+    num_keys, others = a["num_keys"], rows_of(b)
+    rows = []
+    for key, row in rows_of(a).items():
+        for heading, mine in zip(a["headings"][num_keys:], row[num_keys:], strict=True):
+            theirs = dict(zip(b["headings"], others.get(key, ()), strict=False)).get(heading, "")
+            numbers = number_of(mine), number_of(theirs)
+            if None in numbers:
+                continue
+            ratio = f"{numbers[1] / numbers[0]:.2f}" if numbers[0] and numbers[1] is not None else ""
+            rows.append([*key, heading, mine, theirs, ratio])
+    headings = [*a["headings"][:num_keys], "what", "first", "second", "second over first"]
+    return Table(a["title"], headings, rows, num_keys + 1) if rows else None
+
+
+def rows_of(table: dict[str, Any]) -> dict[tuple[str, ...], list[str]]:
+    return {tuple(row[: table["num_keys"]]): row for row in table["rows"]}
+
+
+def number_of(cell: str) -> float | None:
+    """`1,234.5`, `12.3%` and the median of `1.50 (1.20 to 1.80)`; None for what is no number."""
+    found = re.match(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?=$|%|\s)", cell)
+    return float(found[0].replace(",", "")) if found else None
+
+
+def describe_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """A line for each condition in which the two differ."""
+    lines = [
+        f"{name}: {a.get(key, 'not told')} and {b.get(key, 'not told')}"
+        for key, name in CONDITIONS.items()
+        if a.get(key) != b.get(key)
+    ]
+    return lines or ["measured under the same conditions: one machine, the same versions"]
+
+
+def left_over(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Rows that one has and the other has not."""
+    lines = []
+    for name, here, there in (("first", a, b), ("second", b, a)):
+        for mine, theirs in zip(here["tables"], there["tables"], strict=True):
+            missing = [", ".join(filter(None, key)) for key in rows_of(mine) if key not in rows_of(theirs)]
+            lines += [f"in the {name} alone: {'; '.join(missing)}"] if missing else []
+    return lines

@@ -1,0 +1,97 @@
+"""Scaling over counts of devices: what is launched, tabled, and refused."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from llmfoundry_lite.bench.train import scaling
+from llmfoundry_lite.bench.train.scaling import Point
+from llmfoundry_lite.cli.main import app
+from llmfoundry_lite.errors import ConfigError, DataError
+
+SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "FULL_SHARD", "device_name": "A100"}
+
+
+def point(num_devices, batch_size, seconds, **changes):
+    tokens = batch_size * 64
+    same = SAME | changes
+    return Point(f"runs/{num_devices}", num_devices, batch_size, same, 60 * tokens, tokens, seconds, 1e6)
+
+
+def test_mi250_speed_up_and_efficiency_are_the_published_ones():
+    """166 TFLOP/s a card on 4 MI250, 159 on 128, one batch of 1,536 samples: 95.8 % (MosaicML 2023)."""
+    flops = 1536 * 64 * 60
+    points = [point(n, 1536, flops / n / (rate * 1e12)) for n, rate in ((4, 166), (128, 159))]
+    rows = scaling.rows_of(scaling.kind_of(points), points)
+    assert [row["flops_per_device"] for row in rows] == pytest.approx([166e12, 159e12])
+    assert rows[1]["efficiency"] == pytest.approx(0.958, abs=5e-4)
+    assert rows[1]["speed_up"] == pytest.approx(32 * 159 / 166)
+    assert rows[1]["kind"] == "strong" and rows[1]["mfu"] == pytest.approx(159e6)
+
+
+def test_a_batch_that_grows_with_the_devices_is_weak_scaling():
+    points = [point(1, 4, 1.0), point(4, 16, 1.25)]
+    assert scaling.kind_of(points) == "weak"
+    assert [row["efficiency"] for row in scaling.rows_of("weak", points)] == [1.0, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (point(2, 16, 1.0, precision="amp_bf16"), "precision is fp32 in runs/1 and amp_bf16 in runs/2: not one table"),
+        (point(2, 16, 1.0, seq_len=128), "seq_len is 64 in runs/1 and 128 in runs/2"),
+        (point(2, 24, 1.0), r"batches of 16 on 1, 24 on 2 devices: neither one batch \(strong\) nor one for each"),
+        (point(1, 16, 1.0), "runs on 1, 1 devices: a table needs one run for each count"),
+    ],
+)
+def test_runs_that_differ_in_more_than_their_devices_are_refused(other, words):
+    with pytest.raises(DataError, match=words):
+        scaling.kind_of([point(1, 16, 1.0), other])
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_launched():
+    with pytest.raises(ConfigError, match="--batch-size: 6 samples do not divide over 4 devices"):
+        scaling.run([1, 4], "tiny", 32, 6, "fp32", 1, 1)
+
+
+def test_every_point_is_launched_once_a_round_and_all_of_it_is_told(tmp_path, monkeypatch):
+    launched = []
+
+    def launch(num_devices, settings, dtype):
+        launched.append((num_devices, settings["batch_size"]))
+        return point(num_devices, settings["batch_size"], 1.0 / num_devices)
+
+    monkeypatch.setattr(scaling, "launch", launch)
+    monkeypatch.setattr(scaling, "measure_in_a_process", lambda task, _: {"step_seconds": [1.0], "flops": 1e6})
+    report = scaling.run([2, 1, 4], "tiny", 64, 8, "fp32", 1, 2, out=tmp_path)
+    assert sorted(set(launched)) == [(1, 2), (1, 8), (2, 4), (2, 8), (4, 8)] and len(launched) == 10
+    assert [(row["kind"], row["num_devices"]) for row in report["rows"]] == [
+        *(("strong", n) for n in (1, 2, 4)),
+        *(("weak", n) for n in (1, 2, 4)),
+    ]
+    assert json.loads((tmp_path / "scaling.json").read_text())["asked"]["precision"] == "fp32"
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_a_launch_that_fails_ends_the_bench_with_its_last_words(monkeypatch):
+    def launch(num_devices, settings, dtype):
+        raise RuntimeError("2 devices: exit code 2\nmodel.d_model: 7 given")
+
+    monkeypatch.setattr(scaling, "launch", launch)
+    monkeypatch.setattr(scaling, "measure_in_a_process", lambda task, _: {"step_seconds": [1.0], "flops": 1e6})
+    with pytest.raises(DataError, match=r"^bench scaling: model.d_model: 7 given$"):
+        scaling.run([1, 2], "tiny", 64, 8, "fp32", 1, 1)
+
+
+@pytest.mark.long
+def test_real_launches_on_one_and_two_ranks_and_their_table(tmp_path):
+    options = ["--shape", "tiny", "--seq-len", "32", "--batch-size", "4", "--dtype", "fp32", "--num-steps", "2"]
+    command = ["bench", "scaling", "--devices", "1,2", *options, "--num-rounds", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "scaling.json").read_text())
+    assert [(row["kind"], row["num_devices"], row["batch_size"]) for row in report["rows"]] == [
+        *(("strong", 1, 4), ("strong", 2, 4), ("weak", 1, 2), ("weak", 2, 4)),
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in report["rows"])
