@@ -28,11 +28,13 @@ from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.status import STATUS, write_ended_early
 
 LARGE_INDEX_BYTES = 16_000_000
 """Of some 40,000 shards."""
+MOST_STAGES = 8
+"""That a dry run lists."""
 
 
 @dataclass(kw_only=True)
@@ -297,6 +299,7 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
         devices,
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
         f"               {groups} x {device_batch} samples in {division}",
+        *_describe_stages(config, layout),
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
     ]
@@ -314,6 +317,29 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
             "not checked    the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer"
         )
     return "\n".join(lines)
+
+
+def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
+    """For each rank of a pipeline: which devices, which part of the model, memory of each. Of many, the ends and the
+    fullest."""
+    if layout.pipeline == 1:
+        return []
+    size, parts = layout.world_size // layout.pipeline, estimate_stages(config, layout)
+    fullest = max(range(len(parts)), key=lambda rank: parts[rank][1].total_bytes)
+    lines = []
+    for rank, (stages, estimate) in enumerate(parts):
+        if len(parts) > MOST_STAGES and rank not in (0, fullest, len(parts) - 1):
+            continue
+        ranks = f"ranks {rank * size}-{(rank + 1) * size - 1}" if size > 1 else f"rank {rank}"
+        held = ["embeddings"] if stages[0].is_first else []
+        held += [
+            f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
+            for blocks in (stage.blocks for stage in stages)
+        ]
+        held += ["last norm, head and loss"] if stages[-1].is_last else []
+        word = "the fullest: " if rank == fullest else ""
+        lines.append(f"{ranks}: {', '.join(held)}; {word}about {in_bytes(estimate.total_bytes)} per device")
+    return [f"{'' if i else 'stages':<15}{line}" for i, line in enumerate([config.pipeline.schedule, *lines])]
 
 
 def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:

@@ -249,3 +249,15 @@ def test_documents_cannot_be_kept_apart_without_the_tokenizer(tmp_path, data):
     with pytest.raises(ConfigError, match="attn_uses_sequence_id needs its end of text; fetch it first"):
         check(tmp_path, config)
     assert check(tmp_path, config, must_exist=False)[1].not_checked
+
+
+def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
+    stages = {"pipeline_parallel_degree": 2, "schedule": "interleaved"}
+    config, _ = check(tmp_path, tiny_config(data, pp_config=stages, model__n_layers=5), world_size=4)
+    text = preflight.describe(config, layout_of(config, 4), preflight.Preflight())
+    begin = text.splitlines().index("stages         interleaved")
+    first, second = (line.strip() for line in text.splitlines()[begin + 1 : begin + 3])
+    assert first.startswith("ranks 0-1: embeddings, block 0, blocks 2-3; ")
+    assert second.startswith("ranks 2-3: block 1, block 4, last norm, head and loss; ")
+    assert ["the fullest: about" in line for line in (first, second)].count(True) == 1
+    assert "4 = 2 stages of blocks (pipeline) x 2 shares of a copy (shard)" in text

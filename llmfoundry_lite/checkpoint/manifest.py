@@ -90,6 +90,8 @@ class Segment:
     """HYBRID_SHARD: devices that share one copy of the model."""
     tensor_parallel_degree: int | None = None
     """Devices that divide each layer among them; None: one has the whole layer."""
+    pipeline: str | None = None
+    """How many stages divide the blocks among them, and their schedule; None: all blocks are on each device."""
     device_train_microbatch_size: int | None = None
     precision: str | None = None
     attention: str | None = None
@@ -113,7 +115,8 @@ class Segment:
     @property
     def sharding_in_words(self) -> str | None:
         words = f"{self.sharding} of {self.shard_degree}" if self.shard_degree else self.sharding
-        return f"{words}, tensor parallel over {self.tensor_parallel_degree}" if self.tensor_parallel_degree else words
+        words = f"{words}, tensor parallel over {self.tensor_parallel_degree}" if self.tensor_parallel_degree else words
+        return f"{words}, pipeline of {self.pipeline}" if self.pipeline else words
 
     @property
     def computed_with(self) -> list[str]:

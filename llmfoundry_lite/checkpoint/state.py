@@ -6,6 +6,7 @@ without gradients, and name tied weights differently in model and optimizer. Kno
 """
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -192,7 +193,17 @@ def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | 
                 raise CheckpointError("not saved: ranks have other options in the same optimizer group")
             group["params"] = [*group["params"], *(name for name in more["params"] if name not in group["params"])]
         numbers |= other["state"]
+    for group in groups:
+        group["params"] = _in_order(group["params"])
     return {"class": first["class"], "groups": groups, "state": numbers}
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """As the whole model has them, whichever rank has which blocks: what comes before blocks, blocks, what follows."""
+    numbers = {name: int(found[0]) for name in names if (found := re.search(r"\d+", name))}
+    first = next((i for i, name in enumerate(names) if name in numbers), len(names))
+    after = [name for name in names[first:] if name not in numbers]
+    return [*names[:first], *sorted(numbers, key=numbers.__getitem__), *after]
 
 
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:

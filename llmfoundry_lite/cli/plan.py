@@ -19,7 +19,7 @@ def plan_command(
         float | None, typer.Option(min=0.01, max=1, help="Of the peak that matrix products reach.")
     ] = None,
     calibrate: Annotated[Path | None, typer.Option(help="mfu.json of `bench mfu`, measured on such a device.")] = None,
-    pipeline: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; predicted only.")] = 1,
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; default: the run's.")] = None,
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble.")] = "1f1b",
     virtual: Annotated[int, typer.Option(min=1, help="Runs of blocks on a device (interleaved).")] = 1,
     tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None,
@@ -37,17 +37,19 @@ def plan_command(
 
     Exit code 2 when no layout fits.
     """
+    from llmfoundry_lite.config.schema import PipelineConfig
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
     from llmfoundry_lite.plan.plan import Plan, make_plan, parse_cluster, parse_counts, write_overlay
     from llmfoundry_lite.plan.plan import join as join_plans
     from llmfoundry_lite.plan.report import describe_joined, describe_plan, describe_plans, plan_facts
-    from llmfoundry_lite.plan.search import Pipeline
 
     if check is not None:
         print(check_run(check))
         return
     if not (arguments and hardware and devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
+
+    stages = pipeline and PipelineConfig(pipeline_parallel_degree=pipeline, schedule=schedule, virtual_stages=virtual)
 
     def plan_on(name: str, number: int) -> Plan:
         batch = [] if samples is None else [f"global_train_batch_size={samples * number}"]
@@ -60,7 +62,7 @@ def plan_command(
             adapter_gigabits=adapter,
             products_share=efficiency,
             measured=calibrate,
-            pipeline=Pipeline(num_stages=pipeline, schedule=schedule, virtual_stages=virtual),
+            pipeline=stages,
             num_tokens=tokens,
             dollars_per_device_hour=price,
             device_hours_between_failures=mtbf,
@@ -103,6 +105,9 @@ def check_run(run: str) -> str:
     spans, left_out = [], []
     for segment in found.segments:
         here = found.log.within(segment.first_batch, segment.last_batch)
+        if segment.pipeline:
+            left_out.append(f"{segment.span}: a pipeline of {segment.pipeline}, whose bubbles are not compared")
+            continue
         row, facts = accelerator_of(found.log, here, segment), measure(found.log, segment, {})
         if row is None or not facts.tokens_per_second_per_device or not segment.num_devices:
             left_out.append(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from llmfoundry_lite.config.check_model import check_model
 from llmfoundry_lite.config.check_values import Refuse, check_import_path, check_values, either
 from llmfoundry_lite.config.layers import Layer, get, source_of
-from llmfoundry_lite.config.layout import Layout, name_data_ranks
+from llmfoundry_lite.config.layout import Layout, divisors, name_data_ranks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TrainConfig, parse_seconds
+from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
@@ -81,6 +82,8 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_compilation(config.compile_config, refuse)
     if config.tensor_parallel_degree > 1:
         _check_tensor_parallel(config, refuse)
+    if config.pp_config is not None:
+        _check_pipeline(config, refuse)
     for path in config.callbacks.extra:
         check_import_path("callbacks", path, layers)
     _check_schedule_units(config, layers, refuse)
@@ -92,7 +95,7 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
 def check_batch(config: TrainConfig, layout: Layout) -> None:
     """Check that the devices can share a batch. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout.ranks_per_data_rank)
+    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout.pipeline, layout.tensor)
     if batch % num_ranks:
         divisors = [str(n) for n in range(1, min(batch, 4 * num_ranks) + 1) if batch % n == 0]
         raise ConfigError(
@@ -103,6 +106,27 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
         raise ConfigError(
             f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "
             f"each device gets ({batch} / {num_ranks} {devices}); set it to {batch // num_ranks} or less"
+        )
+    if layout.pipeline > 1:
+        _check_microbatches(config, layout, batch // num_ranks)
+
+
+def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
+    """A schedule needs as many microbatches as there are stages; interleaved ones, the same number in each round."""
+    pipeline, degree = config.pipeline, layout.pipeline
+    if pipeline.num_microbatches is not None and num_samples % pipeline.num_microbatches:
+        fitting = either([str(n) for n in divisors(num_samples) if n >= degree] or ["a larger batch"])
+        raise ConfigError(
+            f"pp_config.num_microbatches: {pipeline.num_microbatches} does not divide the {num_samples} samples of a "
+            f"data rank; use {fitting}"
+        )
+    count = -(-num_samples // config.first_microbatch_size(num_samples))
+    is_auto = config.device_train_microbatch_size == "auto"
+    if not any(takes_microbatches(pipeline, n) for n in (range(1, count + 1) if is_auto else [count])):
+        key = "device_train_microbatch_size" if config.device_train_microbatch_size else "pp_config.num_microbatches"
+        raise ConfigError(
+            f"{key}: {num_samples} samples of a data rank are {count} microbatches, and {pipeline.schedule} of "
+            f"{degree} stages takes a multiple of {degree}; change it or the batch, or use schedule: gpipe"
         )
 
 
@@ -167,13 +191,64 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             refuse(key, f"selective {cannot}; use true or false, or no compile_config")
         if model.attn_config.attn_pdrop:
             refuse("model.attn_config.attn_pdrop", f"{cannot}; set it to 0, or use no compile_config")
+    _check_shared_loaders(config, "tp_config", "neighbouring devices", refuse)
+
+
+def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
+    """Schedules against stages, and what does not go with stages."""
+    pipeline, fsdp = config.pipeline, config.sharding
+    degree, schedule, num_runs = pipeline.pipeline_parallel_degree, pipeline.schedule, pipeline.num_runs
+    if degree == 1:
+        return
+    most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, num_runs)
+    least = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
+    if not least <= num_runs <= most:
+        expected = str(least) if least == most else f"{least} or more"
+        refuse("pp_config.virtual_stages", f"{num_runs} given, {schedule} has {expected}; change it or the schedule")
+    if degree * num_runs > config.model.n_layers:
+        refuse(
+            "pp_config.pipeline_parallel_degree",
+            f"{degree} x {num_runs} runs of blocks are more than model.n_layers, {config.model.n_layers}; "
+            "use a smaller degree or fewer virtual_stages",
+        )
+    if pipeline.num_microbatches is not None and config.device_train_microbatch_size is not None:
+        refuse("pp_config.num_microbatches", "both it and device_train_microbatch_size given; use one of them")
+    if pipeline.splits_backward and config.compile_config is not None:
+        refuse(
+            "pp_config.schedule",
+            f"{schedule} computes the weights' gradients apart, which torch cannot compile; use interleaved or 1f1b, "
+            "or no compile_config",
+        )
+    if pipeline.splits_backward and fsdp.activation_checkpointing:
+        refuse(
+            "pp_config.schedule",
+            f"{schedule} computes the weights' gradients apart, and activation_checkpointing would compute each block "
+            "twice for that; use interleaved or 1f1b, or no activation_checkpointing",
+        )
+    if schedule == "zbv" and config.model.tie_word_embeddings:
+        refuse(
+            "pp_config.schedule",
+            "zbv has the first and the last stage on one device, where tied embeddings would be two; use zero_bubble",
+        )
+    if fsdp.reduce_every_microbatch:
+        refuse(
+            "fsdp_config.reduce_every_microbatch",
+            "a stage sums its gradients over devices once, when its schedule is done; remove it, or pp_config",
+        )
+    for key in ("offload_optimizer", "activation_checkpointing_reentrant"):
+        if getattr(fsdp, key):
+            refuse(f"fsdp_config.{key}", "does not go with pp_config; remove one of them")
+    _check_shared_loaders(config, "pp_config", "the devices of all stages", refuse)
+
+
+def _check_shared_loaders(config: TrainConfig, cause: str, readers: str, refuse: Refuse) -> None:
     for block in ("train_loader", "eval_loader"):
         loader = getattr(config, block)
         if loader is not None and loader.name.startswith("python:"):
             refuse(
                 f"{block}.name",
-                f"{loader.name} cannot know that with tp_config neighbouring devices must read the same samples; "
-                "use text, or no tp_config",
+                f"{loader.name} cannot know that with {cause} {readers} must read the same samples; "
+                f"use text, or no {cause}",
             )
 
 

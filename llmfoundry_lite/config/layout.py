@@ -111,7 +111,9 @@ class Layout:
         )
 
 
-def divide_devices(fsdp: FSDPConfig, world_size: int, node_size: int | None = None, tensor: int = 1) -> Layout:
+def divide_devices(
+    fsdp: FSDPConfig, world_size: int, node_size: int | None = None, tensor: int = 1, pipeline: int = 1
+) -> Layout:
     """The layout of `world_size` devices, `node_size` of them (default: all) in each node.
 
     NO_SHARD: every data rank holds a copy of the model. HYBRID_SHARD: data_parallel_shard_degree of them, or those of
@@ -123,24 +125,31 @@ def divide_devices(fsdp: FSDPConfig, world_size: int, node_size: int | None = No
             f"tp_config.tensor_parallel_degree: {tensor} does not divide the {world_size} devices of this launch; "
             f"start a multiple of {tensor}, or change the degree"
         )
-    num_data_ranks = world_size // tensor
+    if world_size % (tensor * pipeline):
+        groups = f"{world_size // tensor} {name_data_ranks(1, tensor)}"
+        raise ConfigError(
+            f"pp_config.pipeline_parallel_degree: {pipeline} does not divide the {groups} of this launch; "
+            f"start a multiple of {tensor * pipeline}, or change the degree"
+        )
+    num_data_ranks = world_size // (tensor * pipeline)
     shard = {
         "NO_SHARD": 1,
-        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, node_size // tensor),
+        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, min(num_data_ranks, node_size // tensor)),
     }.get(fsdp.sharding_strategy, num_data_ranks)
     if num_data_ranks % shard:
         given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
         fitting = either([str(n) for n in divisors(num_data_ranks)])
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
-            f"{name_data_ranks(tensor)} of this launch; use {fitting}"
+            f"{name_data_ranks(pipeline, tensor)} of this launch; use {fitting}"
         )
-    return Layout(replicate=num_data_ranks // shard, shard=shard, tensor=tensor, node_size=node_size)
+    return Layout(pipeline=pipeline, replicate=num_data_ranks // shard, shard=shard, tensor=tensor, node_size=node_size)
 
 
 def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None) -> Layout:
     """Raises ConfigError, as `divide_devices` does."""
-    return divide_devices(config.sharding, world_size, node_size, config.tensor_parallel_degree)
+    pipeline = config.pipeline.pipeline_parallel_degree
+    return divide_devices(config.sharding, world_size, node_size, config.tensor_parallel_degree, pipeline)
 
 
 def layout_here(config: TrainConfig) -> Layout:
@@ -154,12 +163,14 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def name_data_ranks(ranks_per_data_rank: int) -> str:
+def name_data_ranks(pipeline: int, tensor: int) -> str:
     """What a share of the batch goes to, in the user's words."""
-    return "devices" if ranks_per_data_rank == 1 else f"groups of {ranks_per_data_rank} devices (tp_config)"
+    keys = [key for key, degree in (("pp_config", pipeline), ("tp_config", tensor)) if degree > 1]
+    return f"groups of {pipeline * tensor} devices ({', '.join(keys)})" if keys else "devices"
 
 
 WORDS = {
+    "pipeline": "stages of blocks",
     "replicate": "copies of the model",
     "shard": "shares of a copy",
     "tensor": "parts of a layer",

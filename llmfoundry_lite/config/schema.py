@@ -385,6 +385,36 @@ class TensorParallelConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class PipelineConfig:
+    pipeline_parallel_degree: int = 1
+    """Stages: devices, or groups of them, that each hold some of the blocks and see the same samples one after the
+    other; fsdp_config and tp_config say how each stage is divided."""
+    schedule: str = "1f1b"
+    """gpipe, 1f1b, interleaved, zero_bubble, zbv: in which order a stage computes forward and backward passes. No
+    schedule changes the gradient."""
+    virtual_stages: int | None = None
+    """Runs of blocks on each device. Default: 2 for interleaved and zbv, else 1."""
+    num_microbatches: int | None = None
+    """Default: what device_train_microbatch_size makes; without that, about 4 for each stage."""
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of blocks on each device."""
+        return self.virtual_stages or (2 if self.schedule in ("interleaved", "zbv") else 1)
+
+    @property
+    def splits_backward(self) -> bool:
+        """The gradients of weights are computed apart from those of inputs."""
+        return self.schedule in ("zero_bubble", "zbv")
+
+    def default_num_microbatches(self, device_batch_size: int) -> int:
+        """The fewest that give each stage 4 or more and divide the batch; else the most that do; else one a sample."""
+        degree = self.pipeline_parallel_degree
+        fitting = [n for n in range(degree, device_batch_size + 1, degree) if device_batch_size % n == 0]
+        return next((n for n in fitting if n >= 4 * degree), fitting[-1] if fitting else device_batch_size)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SpeedMonitorConfig:
     window_size: int = 100
     """Batches over which throughput is averaged."""
@@ -506,6 +536,8 @@ class TrainConfig:
     larger ones."""
     tp_config: TensorParallelConfig | None = None
     """null: no layer is divided."""
+    pp_config: PipelineConfig | None = None
+    """null: every device computes all blocks."""
     on_non_finite: str = "stop"
     """stop, or skip: what to do with a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = 100
@@ -562,7 +594,13 @@ class TrainConfig:
         return self.tp_config.tensor_parallel_degree if self.tp_config else 1
 
     @property
+    def pipeline(self) -> PipelineConfig:
+        return self.pp_config or PipelineConfig()
+
+    @property
     def reduces_every_microbatch(self) -> bool:
+        if self.pipeline.pipeline_parallel_degree > 1:
+            return False  # a stage sums its gradients over devices when the schedule is done
         wish = self.sharding.reduce_every_microbatch
         return self.model.num_matrix_parameters > LARGEST_REPLICATED if wish is None else wish
 
@@ -570,6 +608,9 @@ class TrainConfig:
         """Samples, as a launch begins: auto measures from 1 on."""
         if self.device_train_microbatch_size == "auto":
             return 1
+        if self.pipeline.pipeline_parallel_degree > 1 and self.device_train_microbatch_size is None:
+            wish = self.pipeline.num_microbatches or self.pipeline.default_num_microbatches(device_batch_size)
+            return -(-device_batch_size // wish)
         return min(int(self.device_train_microbatch_size or device_batch_size), device_batch_size)
 
     @property

@@ -103,13 +103,13 @@ def build_text_dataset(
     download_timeout: float = 60,
     validate_hash: str | None = None,
     keep_zip: bool = False,
-    replication: int = 1,
+    share: tuple[int, int] | None = None,
 ) -> "TextDataset":
     """The data set of one folder (`local`, `remote`, `split`) or of several `streams`, named and weighted.
 
     Rank and world size are read from the environment, as StreamingDataset does (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE). `replication` neighbouring ranks read the same samples and count as one rank: `global_batch_size`
-    counts samples over all that read different ones, and must be a multiple of their number.
+    LOCAL_WORLD_SIZE). `share` is this rank's part of each batch and the number of parts, where some ranks read the same
+    samples; `global_batch_size` must be a multiple of that number.
 
     With `evaluation`, samples come in file order, each exactly once, and the last batch is filled up with rows of
     `PAD_TOKEN`, so that every rank sees equally many batches of equal size.
@@ -147,7 +147,7 @@ def build_text_dataset(
         token_encoding_type=token_encoding_type,
         predownload=predownload,
         cache_limit=cache_limit,
-        replication=replication,
+        share=share,
     )
 
 
@@ -174,9 +174,9 @@ class TextDataset(StreamingDataset):
         token_encoding_type: str = "int64",
         predownload: int | None = None,
         cache_limit: int | str | None = None,
-        replication: int = 1,
+        share: tuple[int, int] | None = None,
     ) -> None:
-        world_size = get_world_size() // replication
+        part, world_size = share or (get_rank(), get_world_size())
         if global_batch_size % world_size:
             raise DataError(
                 f"a global batch of {global_batch_size} samples cannot be split evenly over {world_size} ranks; "
@@ -192,9 +192,11 @@ class TextDataset(StreamingDataset):
         self._background_error: Exception | None = None
         self._laid_out: EpochOrder | None = None
         self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
-        self.replication = replication
+        self.replication = get_world_size() // world_size
         self._unique_rank_world = World.detect()
-        self._parallel_rank_world = self._unique_rank_world.replicate(replication)
+        self._parallel_rank_world = World(
+            num_nodes=1, ranks_per_node=world_size, workers_per_rank=1, worker=part
+        )  # which of them are on one node is nobody's business here
         # [epoch, sample_in_epoch] to begin with. Shared with the DataLoader's workers, persistent ones included, and
         # anonymous: StreamingDataset's own block is found by its name, and when that is gone (unlinked by the
         # resource tracker of a killed run) it starts over from sample 0 without a word.

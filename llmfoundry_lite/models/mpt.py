@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmfoundry_lite.config.schema import FFNActivation, ModelConfig
+from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, attend, build_mask, build_rotation, rotate
 from llmfoundry_lite.models.products import Linear, linear
 
@@ -30,13 +31,15 @@ class MPT(nn.Module):
     """The language model; weights are uninitialised until `models.initialise` or a checkpoint fills them.
 
     `attn_impl` is reference, sdpa, blocked, flex or flash: how to compute, which is not part of what the model is.
+    `stage`: the part of it that this one is, under the names of the whole; None is all of it.
     """
 
-    def __init__(self, config: ModelConfig, attn_impl: str = "sdpa"):
+    def __init__(self, config: ModelConfig, attn_impl: str = "sdpa", stage: Stage | None = None):
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config, attn_impl)
-        if not config.tie_word_embeddings:
+        self.stage = stage or Stage(index=0, num_stages=1, blocks=range(config.n_layers))
+        self.transformer = Transformer(config, attn_impl, self.stage)
+        if self.stage.is_last and not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         scale = config.logit_scale
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
@@ -53,12 +56,16 @@ class MPT(nn.Module):
     ) -> Any:
         """tokens_bt int64 -> logits [b, t, v], or what `head` makes of hidden states and output embedding.
 
+        A stage gives hidden_btd to the next one, which is given them in place of tokens.
+
         A head is called inside the forward pass because that is where a sharded embedding is whole. Rows that are
         not plain text, such as several continuations of one context, say what their tokens' positions are and,
         for each, which others it may see (bool). `documents_bt` numbers documents that must not see each other.
         With a cache, the tokens follow those it holds, and join them.
         """
         hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts, documents_bt, cache)
+        if not self.stage.is_last:
+            return hidden_btd
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
         output = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
@@ -66,16 +73,21 @@ class MPT(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: ModelConfig, attn_impl: str):
+    def __init__(self, config: ModelConfig, attn_impl: str, stage: Stage):
         super().__init__()
         self.config = config
         self.attn_impl = attn_impl
-        self.wte = nn.Embedding(config.vocab_size, config.d_model)
-        if config.uses_learned_positions:
+        self.stage = stage
+        if stage.is_first or (stage.is_last and config.tie_word_embeddings):
+            self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        if stage.is_first and config.uses_learned_positions:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
         self.emb_drop = nn.Dropout(config.emb_pdrop)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm_f = Norm(config, config.d_model)
+        self.blocks = nn.ModuleList()
+        for number in stage.blocks:
+            self.blocks.add_module(str(number), Block(config))
+        if stage.is_last:
+            self.norm_f = Norm(config, config.d_model)
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
         self._slopes_h: torch.Tensor | None = None
@@ -92,13 +104,7 @@ class Transformer(nn.Module):
         num_keys = num_past + tokens_bt.size(1)
         if positions_bt is None:
             positions_bt = torch.arange(num_past, num_keys, device=tokens_bt.device)[None]
-        x_btd = self.wte(tokens_bt)
-        if config.uses_learned_positions:
-            x_btd = x_btd + self.wpe(positions_bt)
-        if config.embedding_fraction != 1.0:
-            # Shrinks the embeddings' gradient alone (Zeng et al. 2022, GLM-130B).
-            x_btd = x_btd * config.embedding_fraction + x_btd.detach() * (1.0 - config.embedding_fraction)
-        x_btd = self.emb_drop(x_btd)
+        x_btd = self.embed(tokens_bt, positions_bt) if self.stage.is_first else tokens_bt
 
         # One of each for all blocks: a bias is h*t*s numbers kept for the backward pass, and per block it would add up.
         mask = build_mask(
@@ -113,11 +119,21 @@ class Transformer(nn.Module):
         rotation = None
         if config.attn_config.rope:
             rotation = build_rotation(config.attn_config, config.head_dim, config.max_seq_len, positions_bt)
-        for layer, block in enumerate(self.blocks):
+        for layer, block in zip(self.stage.blocks, self.blocks, strict=True):
             x_btd = block(x_btd, mask, rotation, None if cache is None else partial(cache.extend, layer))
         if cache is not None:
             cache.length = num_keys
-        return self.norm_f(x_btd)
+        return self.norm_f(x_btd) if self.stage.is_last else x_btd
+
+    def embed(self, tokens_bt: torch.Tensor, positions_bt: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        x_btd = self.wte(tokens_bt)
+        if config.uses_learned_positions:
+            x_btd = x_btd + self.wpe(positions_bt)
+        if config.embedding_fraction != 1.0:
+            # Shrinks the embeddings' gradient alone (Zeng et al. 2022, GLM-130B).
+            x_btd = x_btd * config.embedding_fraction + x_btd.detach() * (1.0 - config.embedding_fraction)
+        return self.emb_drop(x_btd)
 
     def slopes_on(self, device: torch.device) -> torch.Tensor | None:
         """ALiBi's, copied once: each copy waits for the device. No buffer, since weights may lie on another device."""
@@ -249,10 +265,12 @@ class KeyValueCache:
         config = model.config
         self.length = 0
         self._shape_lbsgk = (config.n_layers, batch_size, num_tokens, config.num_kv_heads, config.head_dim)
+        self._keys_lbsgk: torch.Tensor | None = None
 
     def extend(self, layer: int, k_btgk: torch.Tensor, v_btgk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep these behind the others; the model moves `length` on when all layers have done so. Returns all."""
-        if layer == 0 and self.length == 0:  # the dtype is known only now: a policy or autocast may change it
+        # The dtype is known only now: a policy or autocast may change it.
+        if self._keys_lbsgk is None or (layer == 0 and self.length == 0):
             self._keys_lbsgk, self._values_lbsgk = (
                 k_btgk.new_empty(self._shape_lbsgk),
                 v_btgk.new_empty(self._shape_lbsgk),

@@ -6,21 +6,25 @@ below does all the casting, on CPUs too, where Composer refuses bf16.
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, PipelineConfig
+from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.mesh import with_tensor_as_shard, without_tensor
+from llmfoundry_lite.parallel.mesh import names_of, with_tensor_as_shard, within_stage
+from llmfoundry_lite.parallel.pipeline import Loss, Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
 from llmfoundry_lite.parallel.tensor import divide_layers
+
+Model = TypeVar("Model", bound=MPT)
 
 
 def build_parallel_model(
@@ -36,12 +40,49 @@ def build_parallel_model(
 
     Raises ConfigError for a compiler that torch does not know.
     """
+    check_compiler(compile_config)
+    with torch.device("meta"):
+        model = MPT(config, attn_impl)
+    return materialise(model, fsdp, precision, mesh, seed, compile_config)
+
+
+def build_pipeline(
+    config: ModelConfig,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    mesh: DeviceMesh,
+    seed: int,
+    pipeline: PipelineConfig,
+    loss: Loss,
+    compile_config: dict[str, Any] | None = None,
+    attn_impl: str = "sdpa",
+) -> Pipeline:
+    """The same for this rank's stages of a pipeline, of which the last computes `loss`."""
+    check_compiler(compile_config)
+    models = []
+    for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
+        with torch.device("meta"):
+            model = StageModel(config, attn_impl, stage, loss, precision)
+        models.append(materialise(model, fsdp, precision, mesh, seed, compile_config))
+    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"))
+
+
+def check_compiler(compile_config: dict[str, Any] | None) -> None:
     backend = (compile_config or {}).get("backend", "inductor")
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         common = ", ".join(torch.compiler.list_backends())
         raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
-    with torch.device("meta"):
-        model = MPT(config, attn_impl)
+
+
+def materialise(
+    model: Model,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    mesh: DeviceMesh,
+    seed: int,
+    compile_config: dict[str, Any] | None,
+) -> Model:
+    """A model on no device -> its shares on theirs, initialised."""
     shard_model(model, fsdp, precision, mesh, compile_config)
     on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
@@ -58,12 +99,13 @@ def shard_model(
     compile_config: dict[str, Any] | None = None,
 ) -> None:
     """Divide, checkpoint, compile and shard each block, then shard the rest (embeddings and last norm), in place."""
-    if mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
+    data_mesh = whole_mesh = within_stage(mesh)
+    if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
         prepare_for_one_device(model, fsdp, precision)
         return
-    data_mesh = whole_mesh = mesh
-    if "tensor" in (mesh.mesh_dim_names or ()):
-        data_mesh, whole_mesh = without_tensor(mesh), with_tensor_as_shard(mesh)
+    is_divided = "tensor" in names_of(mesh)
+    if is_divided:
+        data_mesh, whole_mesh = within_stage(mesh, without=("tensor",)), with_tensor_as_shard(mesh)
         divide_layers(model, mesh["tensor"])
     policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
     is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
@@ -73,12 +115,12 @@ def shard_model(
     # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
     reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     for block in model.transformer.blocks:
-        if compile_config is not None and data_mesh is not mesh:
+        if compile_config is not None and is_divided:
             # torch 2.13 cannot compile the recomputation of a divided layer; but a compiled one can be recomputed.
             block.forward = torch.compile(block.forward, **compile_config)
         if fsdp.activation_checkpointing:
             checkpoint_activations(block, fsdp)
-        if compile_config is not None and data_mesh is mesh:
+        if compile_config is not None and not is_divided:
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=whole_mesh, reshard_after_forward=False)

@@ -6,38 +6,40 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.layout import DIMENSIONS, Layout
 from llmfoundry_lite.errors import ConfigError
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The dimension `shard`, and before and after it `replicate` and `tensor` where the layout has them.
+    """The dimension `shard`, and before and after it `pipeline`, `replicate` and `tensor` where the layout has them.
 
     Raises ConfigError for what no model is divided by yet.
     """
-    for name in ("pipeline", "context"):
-        if getattr(layout, name) != 1:
-            raise ConfigError(
-                f"layout: {name}: {getattr(layout, name)} given, expected 1: {name} parallelism is not there yet; "
-                "use fsdp_config and tp_config"
-            )
-    names = [name for name in ("replicate", "shard", "tensor") if name == "shard" or getattr(layout, name) > 1]
+    if layout.context != 1:
+        raise ConfigError(
+            f"layout: context: {layout.context} given, expected 1: context parallelism is not there yet; "
+            "use fsdp_config, tp_config and pp_config"
+        )
+    names = [name for name in DIMENSIONS if name == "shard" or getattr(layout, name) > 1]
     return _make_mesh(device_type, tuple(getattr(layout, name) for name in names), tuple(names))
 
 
-def without_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return mesh[names[:-1]]
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
+def within_stage(mesh: DeviceMesh, *, without: tuple[str, ...] = ()) -> DeviceMesh:
+    """The ranks that have the same blocks; of the dimensions that are left."""
+    names = tuple(name for name in names_of(mesh) if name not in ("pipeline", *without))
+    return mesh if names == names_of(mesh) else mesh[names]
 
 
 def with_tensor_as_shard(mesh: DeviceMesh) -> DeviceMesh:
-    """For what is not divided by layer: a tensor group's ranks compute the same gradient of it, and the mean of equal
-    numbers is that number; so they may share it out, and each keeps that much less."""
+    """Within a stage, for what is not divided by layer: a tensor group's ranks compute the same gradient of it, and the
+    mean of equal numbers is that number; so they may share it out, and each keeps that much less."""
     *data_sizes, tensor_size = mesh.shape
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return _make_mesh(mesh.device_type, (*data_sizes[:-1], data_sizes[-1] * tensor_size), names[:-1])
+    names = names_of(mesh)[:-1]
+    return within_stage(_make_mesh(mesh.device_type, (*data_sizes[:-1], data_sizes[-1] * tensor_size), names))
 
 
 def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

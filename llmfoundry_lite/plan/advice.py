@@ -24,6 +24,8 @@ def advise_less_memory(config: TrainConfig, layout: Layout, device_type: str, mi
         "fsdp_config.reduce_every_microbatch: true": {"reduce_every_microbatch": True},
         "fsdp_config.mixed_precision: PURE": {"mixed_precision": "PURE"},
     }
+    if layout.pipeline > 1 and config.pipeline.splits_backward:
+        del changes["fsdp_config.activation_checkpointing: true"]
     options = {
         text: dataclasses.replace(config, fsdp_config=dataclasses.replace(config.sharding, **change))
         for text, change in changes.items()
@@ -35,7 +37,7 @@ def advise_less_memory(config: TrainConfig, layout: Layout, device_type: str, mi
         options[f"device_train_microbatch_size: {half}"] = smaller
     saved = {text: now.total_bytes - estimate_bytes(option) for text, option in options.items()}
     saved["twice as many devices"] = now.total_bytes - estimate_bytes(config, times=2)
-    if device_type == "cuda" and not config.sharding.offload_optimizer:
+    if device_type == "cuda" and not config.sharding.offload_optimizer and layout.pipeline == 1:
         saved["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
     best = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])[:3]
     words = [f"{text} (saves about {saved[text] / GIB:.2f} GiB)" for text in best]

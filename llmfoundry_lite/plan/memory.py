@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
+from llmfoundry_lite.config.stages import Stage, most_in_flight, stages_of
 from llmfoundry_lite.hardware import GIB, MIB
 
 FP32_BYTES = 4
@@ -60,8 +61,44 @@ class MemoryEstimate:
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstimate:
-    """The estimate for a run on devices that are divided so."""
+    """The estimate for a run on devices that are divided so; of a pipeline, for its fullest stage."""
+    if layout.pipeline > 1:
+        return max((of for _, of in estimate_stages(config, layout)), key=lambda estimate: estimate.total_bytes)
+    return _estimate_part(config, layout)
+
+
+def estimate_stages(config: TrainConfig, layout: Layout) -> list[tuple[list[Stage], MemoryEstimate]]:
+    """For each rank of a pipeline its stages, and what a device of it needs.
+
+    A device keeps the activations of several microbatches (`most_in_flight`), and buffers for what all microbatches
+    send and receive. Its gradients wait whole for the end of the schedule, and with them its parameters.
+    """
+    pipeline, estimates = config.pipeline, []
+    device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
+    microbatch_size = config.first_microbatch_size(device_batch_size)
+    num_microbatches = -(-device_batch_size // microbatch_size)
+    stream_bytes = FP32_BYTES if config.precision in ("fp32", "tf32") else 2
+    hidden_bytes = microbatch_size * config.max_seq_len * config.model.d_model * stream_bytes
+    for rank, stages in enumerate(stages_of(config.model, pipeline)):
+        num_ends = sum(stage.is_first + stage.is_last for stage in stages)
+        model = dataclasses.replace(
+            config.model,
+            n_layers=sum(len(stage.blocks) for stage in stages),
+            vocab_size=config.model.vocab_size if num_ends else 1,
+            tie_word_embeddings=config.model.tie_word_embeddings or num_ends < 2,
+        )
+        estimate = _estimate_part(dataclasses.replace(config, model=model), layout)
+        in_flight = most_in_flight(pipeline, rank, num_microbatches)
+        buffers_bytes = hidden_bytes * num_microbatches * sum(2 - stage.is_first - stage.is_last for stage in stages)
+        kept_bytes = estimate.activations_bytes * in_flight + buffers_bytes
+        estimates.append((stages, dataclasses.replace(estimate, activations_bytes=kept_bytes)))
+    return estimates
+
+
+def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
+    """Of a model that is all on one stage."""
     fsdp = config.sharding
+    stage_size = layout.world_size // layout.pipeline
     device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
     microbatch_size = config.first_microbatch_size(device_batch_size)
     estimate = estimate_memory(
@@ -71,11 +108,11 @@ def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstim
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
         has_one_microbatch=microbatch_size == device_batch_size,
         shard_degree=layout.shard,
-        has_fsdp=layout.world_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
+        has_fsdp=stage_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
         tensor_parallel_degree=layout.tensor,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
-        reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and layout.pipeline == 1,
         activation_checkpointing=fsdp.activation_checkpointing,
         activation_cpu_offload=fsdp.activation_cpu_offload,
         num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import Duration, TrainConfig
+from llmfoundry_lite.config.schema import Duration, PipelineConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
@@ -22,7 +22,7 @@ from llmfoundry_lite.plan.check import calibrate
 from llmfoundry_lite.plan.cost import Cost, Joined, cost_of, join_clusters, save_seconds
 from llmfoundry_lite.plan.network import Node, find_node
 from llmfoundry_lite.plan.schedule import check_schedule
-from llmfoundry_lite.plan.search import Candidate, Pipeline, Rejected, search_layouts, smallest_that_fits
+from llmfoundry_lite.plan.search import Candidate, Rejected, search_layouts, smallest_that_fits
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, find_shares
 
 
@@ -38,7 +38,7 @@ class Plan:
     """Of the run; None where its length is counted in epochs, of data that is not looked at."""
     candidates: list[Candidate]
     rejected: list[Rejected]
-    pipeline: Pipeline
+    pipeline: PipelineConfig
     would_fit: int | None
     """Where nothing fits: the next number of devices, twice as many or more, that something fits on."""
     cost: Cost | None
@@ -55,12 +55,12 @@ def make_plan(
     adapter_gigabits: float | None = None,
     products_share: float | None = None,
     measured: Path | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelineConfig | None = None,
     num_tokens: float | None = None,
     dollars_per_device_hour: float | None = None,
     device_hours_between_failures: float | None = None,
 ) -> Plan:
-    """`measured`: mfu.json of `bench mfu`, on such a device.
+    """`measured`: mfu.json of `bench mfu`, on such a device. `pipeline`: another one than the run's pp_config.
 
     Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
     accelerator = accelerator_named(hardware)
@@ -83,10 +83,11 @@ def make_plan(
             f"--devices: {num_devices} are no whole number of nodes of {node.num_devices}; the nearest counts are "
             f"{below} and {below + node.num_devices} (--per-node says how many a node has)"
         )
-    pipeline = pipeline or Pipeline()
-    if num_devices % pipeline.num_stages:
-        raise ConfigError(f"--pipeline: {pipeline.num_stages} stages do not divide {num_devices} devices")
-    check_schedule(pipeline.schedule, pipeline.num_stages, pipeline.num_stages, pipeline.virtual_stages)
+    pipeline = pipeline or config.pipeline
+    num_stages = pipeline.pipeline_parallel_degree
+    if num_devices % num_stages:
+        raise ConfigError(f"--pipeline: {num_stages} stages do not divide {num_devices} devices")
+    check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
     candidates, rejected = search_layouts(config, num_devices, accelerator, node, shares, pipeline)
     num_tokens = num_tokens or count_run_tokens(config)
     cost = None
@@ -166,7 +167,5 @@ def write_overlay(plan: Plan, path: Path) -> None:
     """The first candidate as a YAML to lay over the run. Raises ConfigError where nothing fits."""
     if not plan.candidates:
         raise ConfigError(f"--write: no layout of {plan.num_devices} {plan.accelerator.name} fits, nothing to write")
-    if plan.pipeline.num_stages > 1:
-        raise ConfigError("--write: this release trains no pipelines; plan without --pipeline")
     head = f"# Planned for {plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
     path.write_text(head + yaml.safe_dump(plan.candidates[0].overlay(), sort_keys=False))

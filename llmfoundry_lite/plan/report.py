@@ -52,12 +52,10 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         f"({model_state_bytes(plan.num_parameters, 'published') / 1e12:.3g} TB at the 14 that papers count)",
         "",
     ]
-    if plan.pipeline.num_stages > 1:
+    if plan.pipeline.pipeline_parallel_degree > 1:
         pipeline = plan.pipeline
-        lines[-1:] = [
-            f"pipeline  {pipeline.num_stages} stages, {pipeline.schedule}; predicted only: this release trains none",
-            "",
-        ]
+        runs = f", {pipeline.num_runs} runs of blocks on each device" if pipeline.num_runs > 1 else ""
+        lines[-1:] = [f"pipeline  {pipeline.pipeline_parallel_degree} stages, {pipeline.schedule}{runs}", ""]
     if plan.candidates:
         lines += _table(plan, num_shown)
         lines += ["", *_explain(plan)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llmfoundry_lite.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+"""Of which the arithmetic is here; zbv's is not."""
 
 
 @dataclass(frozen=True, slots=True)

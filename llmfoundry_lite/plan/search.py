@@ -8,7 +8,8 @@ from typing import Any
 
 from llmfoundry_lite.checkpoint.intervals import choose_save_interval
 from llmfoundry_lite.config.layout import Layout, divisors
-from llmfoundry_lite.config.schema import SaveInterval, TrainConfig
+from llmfoundry_lite.config.schema import PipelineConfig, SaveInterval, TrainConfig
+from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.cost import save_seconds
 from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
@@ -21,16 +22,6 @@ CHECKPOINTING = (False, "selective", True)
 MOST_DEVICES = 65_536
 AS_FAST = 0.01
 """Times that differ by less are alike: the model of a step is not that exact."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Pipeline:
-    """Stages of blocks, one after the other. This release trains without; the arithmetic is here for those who choose
-    hardware."""
-
-    num_stages: int = 1
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,6 +47,9 @@ class Candidate:
         }
         if self.layout.tensor > 1:
             keys["tp_config"] = {"tensor_parallel_degree": self.layout.tensor}
+        if self.layout.pipeline > 1:
+            pipeline = {"pipeline_parallel_degree": self.layout.pipeline, "schedule": self.work.schedule}
+            keys["pp_config"] = pipeline | {"virtual_stages": self.work.virtual_stages}
         return keys
 
 
@@ -72,7 +66,7 @@ def search_layouts(
     accelerator: Accelerator,
     node: Node,
     shares: Shares | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelineConfig | None = None,
 ) -> tuple[list[Candidate], list[Rejected]]:
     """The layouts that fit, the fastest first, each with its best microbatch and checkpointing; and those that do not.
 
@@ -81,8 +75,8 @@ def search_layouts(
     """
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
-    pipeline = pipeline or Pipeline()
-    for layout, strategy in layouts_of(num_devices, node.num_devices, pipeline.num_stages):
+    pipeline = pipeline or config.pipeline
+    for layout, strategy in layouts_of(num_devices, node.num_devices, pipeline.pipeline_parallel_degree):
         found = _best(config, layout, strategy, accelerator, node, shares, pipeline)
         if isinstance(found, str):
             rejected.append(Rejected(layout=layout, strategy=strategy, reason=found))
@@ -139,12 +133,13 @@ def _best(
     accelerator: Accelerator,
     node: Node,
     shares: Shares | None,
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
 ) -> Candidate | str:
     """The fastest microbatch and checkpointing of a layout, or why there is none."""
-    reason = _refuse(config, layout)
+    reason = _refuse(config, layout, pipeline)
     if reason:
         return reason
+    config = dataclasses.replace(config, pp_config=pipeline)
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
     limit = usable_bytes(accelerator)
     fitting: list[Candidate] = []
@@ -152,8 +147,10 @@ def _best(
     for checkpointing in CHECKPOINTING:
         for microbatch_size in divisors(device_batch_size):  # what `auto` tries, too
             work = work_of(config, strategy, microbatch_size, checkpointing)
-            work = dataclasses.replace(work, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages)
-            if pipeline.schedule == "interleaved" and device_batch_size // microbatch_size % layout.pipeline:
+            work = dataclasses.replace(work, schedule=pipeline.schedule, virtual_stages=pipeline.num_runs)
+            if layout.pipeline > 1 and not takes_microbatches(pipeline, device_batch_size // microbatch_size):
+                continue
+            if layout.pipeline > 1 and pipeline.splits_backward and checkpointing:
                 continue
             memory = memory_of(config, layout, strategy, work)
             if least is None or memory.total_bytes < least.total_bytes:
@@ -166,7 +163,7 @@ def _best(
             mfu = time.mfu(work, accelerator, layout.world_size)
             fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=memory, time=time, mfu=mfu))
     if least is None:
-        return f"interleaved: no number of microbatches is a multiple of {layout.pipeline} stages"
+        return f"{pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
     if fitting:
         return max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
     return (
@@ -181,7 +178,7 @@ def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
     return [c for c in candidates if c.time.seconds <= (1 + AS_FAST) * least]
 
 
-def _refuse(config: TrainConfig, layout: Layout) -> str:
+def _refuse(config: TrainConfig, layout: Layout, pipeline: PipelineConfig) -> str:
     """Why the layout does not divide this run; empty where it does."""
     model = config.model
     for name, number in (("heads", model.n_heads), ("key and value heads", model.num_kv_heads)):
@@ -189,8 +186,8 @@ def _refuse(config: TrainConfig, layout: Layout) -> str:
             return f"{number} {name} do not divide over {layout.tensor} devices"
     if model.ffn_dim % layout.tensor:
         return f"{model.ffn_dim} hidden units do not divide over {layout.tensor} devices"
-    if layout.pipeline > model.n_layers:
-        return f"{layout.pipeline} stages are more than {model.n_layers} blocks"
+    if layout.pipeline * pipeline.num_runs > model.n_layers:
+        return f"{layout.pipeline * pipeline.num_runs} stages are more than {model.n_layers} blocks"
     if layout.tensor > 1 and model.attn_config.fused_qkv:
         return "model.attn_config.fused_qkv: true does not divide (false does)"
     if config.global_train_batch_size % layout.num_data_ranks:
@@ -227,19 +224,14 @@ def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds
 
 
 def memory_of(config: TrainConfig, layout: Layout, strategy: str, work: Work) -> MemoryEstimate:
-    """Of the fullest device. A stage of a pipeline keeps the activations of as many microbatches as there are stages
-    after it, itself among them (1F1B), and its share of the blocks."""
-    num_microbatches = work.num_microbatches(layout)
+    """Of the fullest device."""
     fsdp = dataclasses.replace(
         config.sharding, sharding_strategy=strategy, activation_checkpointing=work.activation_checkpointing
     )
-    stage = dataclasses.replace(
+    divided = dataclasses.replace(
         config,
-        model=dataclasses.replace(work.model, n_layers=-(-work.model.n_layers // layout.pipeline)),
         max_seq_len=work.seq_len // layout.context,
         device_train_microbatch_size=work.microbatch_size,
         fsdp_config=fsdp,
     )
-    estimate = estimate_training_memory(stage, layout)
-    in_flight = min(layout.pipeline, num_microbatches)
-    return dataclasses.replace(estimate, activations_bytes=estimate.activations_bytes * in_flight)
+    return estimate_training_memory(divided, layout)

@@ -51,6 +51,8 @@ def rehearse(
     """
     device = find_device(arguments, hardware)
     config = load_train_config(arguments).config
+    if config.pipeline.pipeline_parallel_degree > 1:
+        raise ConfigError("pp_config: a rehearsal is one rank alone, and a stage waits for others; rehearse without it")
     check_count(config, num_devices, per_node)
     for rank in ranks:
         if not 0 <= rank < num_devices:

@@ -1,8 +1,9 @@
-"""The ComposerModel: how Composer's loop asks an MPT for a loss. No loss, precision or sharding of its own."""
+"""The ComposerModel: how Composer's loop asks an MPT for a loss, whole or in stages. No loss, precision or sharding of
+its own."""
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from composer.models import ComposerModel
@@ -10,6 +11,7 @@ from torchmetrics import Metric
 
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.pipeline import Pipeline
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
 
@@ -26,11 +28,26 @@ class LanguageModel(ComposerModel):
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
 
+    num_stages = 1
+    """Of the pipeline that this is a rank's part of."""
+
+    @property
+    def shared_parameters(self) -> list[torch.nn.Parameter]:
+        """Of this rank, those that another stage has as well."""
+        return []
+
+    @property
+    def attn_impl(self) -> str:
+        return self.model.transformer.attn_impl
+
+    def documents(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
+        return None if self.separator is None else document_numbers(tokens_bt, self.separator)
+
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Sum of the loss in nats, and the number of tokens it is the sum over."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
-        documents_bt = None if self.separator is None else document_numbers(tokens_bt, self.separator)
+        documents_bt = self.documents(tokens_bt)
         autocast = self.precision.autocast
         with torch.autocast(tokens_bt.device.type, autocast) if autocast else nullcontext():
             loss_sum = self.model(
@@ -53,6 +70,60 @@ class LanguageModel(ComposerModel):
 
     def update_metric(self, batch: Any, outputs: dict[str, torch.Tensor], metric: Metric) -> None:
         metric.update(outputs["loss_sum"], outputs["num_tokens"])
+
+
+class PipelinedLanguageModel(LanguageModel):
+    """The same of a pipeline, of which this rank has some stages. Losses are where the last stage is, 0 elsewhere."""
+
+    model: Pipeline  # type: ignore[assignment]
+
+    def __init__(self, model: Pipeline, precision: Precision, separator: int | None = None):
+        super().__init__(cast(Any, model), precision, separator)
+        self.num_stages = model.num_ranks
+
+    @property
+    def shared_parameters(self) -> list[torch.nn.Parameter]:
+        return self.model.shared_parameters
+
+    @property
+    def attn_impl(self) -> str:
+        return cast(MPT, self.model.stages[0]).transformer.attn_impl
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without a gradient."""
+        tokens_bt = batch["input_ids"]
+        labels_bt = next_token_labels(tokens_bt)
+        loss_sum = self.model.run_forward(
+            tokens_bt.clamp(min=0), labels_bt=labels_bt, documents_bt=self.documents(tokens_bt)
+        )
+        if loss_sum is None:
+            return {
+                "loss_sum": torch.zeros((), device=tokens_bt.device),
+                "num_tokens": torch.zeros_like(labels_bt).sum(),
+            }
+        return {"loss_sum": loss_sum, "num_tokens": (labels_bt != IGNORED).sum()}
+
+    def train_on(
+        self, batch: dict[str, torch.Tensor], num_microbatches: int, num_samples: int, share: float, *, by_tokens: bool
+    ) -> torch.Tensor:
+        """Add up the gradient of a batch, in microbatches of so many samples; returns its weighted loss.
+
+        `share` is what a data rank has of the global batch on average, in tokens with a loss or in samples. A batch
+        that is too small is filled up with rows that have no tokens.
+        """
+        tokens_bt = batch["input_ids"]
+        missing = num_microbatches * num_samples - len(tokens_bt)
+        is_sample_b = torch.arange(len(tokens_bt) + missing, device=tokens_bt.device) < len(tokens_bt)
+        tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
+        labels_bt = next_token_labels(tokens_bt)
+        weights_m = torch.full((num_microbatches,), 1 / share, device=tokens_bt.device)
+        if not by_tokens:
+            num_tokens_m = (labels_bt != IGNORED).view(num_microbatches, -1).sum(1)
+            weights_m *= is_sample_b.view(num_microbatches, -1).sum(1) / num_tokens_m.clamp(min=1)
+        losses_m = self.model.train_on(
+            tokens_bt.clamp(min=0), labels_bt, self.documents(tokens_bt), weights_m * self.loss_scale
+        )
+        return losses_m.sum() / self.loss_scale
 
 
 class TokenCrossEntropy(Metric):

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.layout import DataRanks, Layout
+from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict, parse_seconds
 from llmfoundry_lite.data.dataset import build_text_dataset
@@ -23,15 +23,17 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.parallel.fsdp import build_parallel_model
+from llmfoundry_lite.parallel.fsdp import build_parallel_model, build_pipeline
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
+from llmfoundry_lite.training.loss import cross_entropy_sum
 from llmfoundry_lite.training.monitor import DataDigest, DropoutSeed, RunMonitor
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.preemption import Preemption
@@ -51,11 +53,18 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         print(f"attention: {attn_impl}: {why}", flush=True)
         if devices.computed_precision(config.precision) != config.precision:
             print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
-    model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)
     has_documents = config.model.attn_config.attn_uses_sequence_id
-    language_model: Any = LanguageModel(
-        model, precision, separator=load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
-    )
+    separator = load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
+    if layout.pipeline > 1:
+        loss = partial(cross_entropy_sum, backward_runs_once=not config.pipeline.splits_backward)
+        pipeline = build_pipeline(
+            *(config.model, fsdp, precision, mesh, config.seed, config.pipeline, loss),
+            compile_config=config.compile_config,
+            attn_impl=attn_impl,
+        )
+        return PipelinedLanguageModel(pipeline, precision, separator)
+    model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)
+    language_model: Any = LanguageModel(model, precision, separator)
     if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
@@ -101,7 +110,7 @@ def build_data(
 def build_text_batches(
     loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
 ) -> DataLoader:
-    options = asdict(loader.dataset)
+    options, ranks = asdict(loader.dataset), layout.data_ranks(this_rank().rank)
     # What a stream does not say is said by the data set around it.
     options["streams"] = {
         name: {key: value for key, value in stream.items() if value is not None}
@@ -115,7 +124,7 @@ def build_text_batches(
         evaluation=evaluation,
         vocab_size=config.model.vocab_size,
         tokenizer=LazyTokenizer(config.tokenizer.name),
-        replication=layout.ranks_per_data_rank,
+        share=(ranks.rank, ranks.size),
     )
     return build_text_loader(
         dataset,
@@ -166,7 +175,7 @@ def build_callbacks(
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
     callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
-        callbacks.append(DropoutSeed(config.seed, ranks))
+        callbacks.append(DropoutSeed(config.seed, ranks, layout_here(config).coordinates(this_rank().rank).pipeline))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:

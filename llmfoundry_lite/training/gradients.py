@@ -5,6 +5,7 @@ clipping threshold and asked whether it is finite.
 """
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -73,7 +74,11 @@ class GradientStep(Callback):
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
         norm, loss, num_bad_losses = measure(
-            parameters, cast(torch.Tensor, state.total_loss_dict[LOSS]), self.bad_losses
+            parameters,
+            cast(torch.Tensor, state.total_loss_dict[LOSS]),
+            self.bad_losses,
+            self.model.num_stages,
+            self.model.shared_parameters,
         )
         state.total_loss_dict = {LOSS: loss}
         metrics = {LOSS: loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
@@ -114,33 +119,43 @@ class GradientStep(Callback):
 
 
 def measure(
-    parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor
+    parameters: list[torch.nn.Parameter],
+    loss: torch.Tensor,
+    bad_losses: torch.Tensor,
+    num_stages: int = 1,
+    shared: Sequence[torch.nn.Parameter] = (),
 ) -> tuple[float, float, int]:
-    """(L2 norm of the whole gradient, mean of the ranks' losses, number of microbatches whose loss is not finite), on
-    every rank alike. The only collective of a batch, and the only time that the host waits for the device, beside FSDP.
+    """(L2 norm of the whole gradient, mean of the data ranks' losses, number of microbatches whose loss is not finite),
+    on every rank alike. The only collective of a batch, and the only time that the host waits for the device, beside
+    FSDP.
 
     Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
-    all ranks; ranks that divide layers among them each count the one they have in common.
+    all ranks; ranks that divide layers among them each count the one they have in common. Of `num_stages` pipelined
+    stages one has the losses, and two have the `shared` parameters.
     """
     total = torch.zeros((), device=bad_losses.device)
-    for replicas, gradients in _by_replicas(parameters).items():
+    stage_size = dist.get_world_size() // num_stages
+    for replicas, gradients in _by_replicas(parameters, stage_size, {id(parameter) for parameter in shared}).items():
         norms = torch.stack(torch._foreach_norm(gradients))
         total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are the host's
     sums = torch.stack([total, loss.float(), bad_losses])
     dist.all_reduce(sums)
     squares, loss_sum, num_bad_losses = sums.tolist()
     norm = math.sqrt(squares) if squares >= 0 else squares
-    return norm, loss_sum / dist.get_world_size(), int(num_bad_losses)
+    return norm, loss_sum / stage_size, int(num_bad_losses)
 
 
-def _by_replicas(parameters: list[torch.nn.Parameter]) -> dict[int, list[torch.Tensor]]:
+def _by_replicas(
+    parameters: list[torch.nn.Parameter], stage_size: int, shared: set[int]
+) -> dict[int, list[torch.Tensor]]:
+    """A parameter is on all ranks of its stage, of which some share it out."""
     groups: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
-        replicas = dist.get_world_size()
+        replicas = stage_size * (2 if id(parameter) in shared else 1)
         if isinstance(parameter.grad, DTensor):
             mesh = parameter.grad.device_mesh
             shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if not kind.is_replicate()]
-            replicas = dist.get_world_size() // math.prod(shards)
+            replicas //= math.prod(shards)
         gradient = local(parameter.grad)
         if gradient.numel():
             groups.setdefault(replicas, []).append(gradient)

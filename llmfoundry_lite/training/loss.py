@@ -31,14 +31,22 @@ def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
     return labels_bt.masked_fill(labels_bt < 0, IGNORED)
 
 
-def cross_entropy_sum(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, labels_bt: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens of -log p(label), in nats, fp32, whatever the dtype of its arguments."""
-    return _ChunkedCrossEntropy.apply(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten())  # type: ignore
+def cross_entropy_sum(
+    hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, labels_bt: torch.Tensor, *, backward_runs_once: bool = True
+) -> torch.Tensor:
+    """Sum over tokens of -log p(label), in nats, fp32, whatever the dtype of its arguments.
+
+    A backward pass that runs once may scale the embedding's gradient where it lies. Zero-bubble schedules run it for
+    the hidden states, and again for the embedding.
+    """
+    return _ChunkedCrossEntropy.apply(  # type: ignore
+        hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten(), backward_runs_once
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_nd, unembedding_vd, labels_n):
+    def forward(ctx, hidden_nd, unembedding_vd, labels_n, backward_runs_once):
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
         most = max(128, CHUNK_BYTES // (4 * unembedding_vd.size(0)))
@@ -72,6 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 sum_rd += multiply(grad_cr.T, hidden_cd.T)
             del grad_cv, grad_cr, hidden_cd  # not while the next chunk's are computed
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
+        ctx.scale = torch.Tensor.mul_ if backward_runs_once else torch.Tensor.mul
         return total
 
     @staticmethod
@@ -79,6 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden_nd, grad_unembedding_vd = ctx.saved_tensors
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
-            grad_unembedding_vd.mul_(grad_total).to(grad_hidden_nd.dtype),  # in place: backward runs once
+            ctx.scale(grad_unembedding_vd, grad_total).to(grad_hidden_nd.dtype),
+            None,
             None,
         )

@@ -7,7 +7,7 @@ two measurements tell the rest. The gradient does not depend on the choice; its 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import psutil
@@ -21,7 +21,7 @@ from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.ranks.exchange import max_of
 from llmfoundry_lite.ranks.memory import return_freed_memory
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.memory import is_out_of_memory
 from llmfoundry_lite.training.optimizers import local
 
@@ -54,22 +54,26 @@ def choose_microbatch_size(
     *,
     accumulates: bool = False,
     advise: Callable[[], str] = lambda: "",
+    takes: Callable[[int], bool] = lambda num_microbatches: True,
 ) -> tuple[int, str]:
     """(samples, what was measured in words), the same on every rank. Every rank must call this together.
 
     `accumulates`: whole gradients stay on each device until the batch's last microbatch. `advise`: settings that take
-    less memory, for the error. Raises ConfigError when not even one sample fits.
+    less memory, for the error. `takes`: whether a batch may have so many microbatches.
+    Raises ConfigError when not even one sample fits.
     """
     meter = meter or (CudaMeter() if devices.device_type() == "cuda" else ResidentMeter())
     had = meter.limit_bytes()
+    sizes = [size for size in range(1, device_batch_size + 1) if takes(-(-device_batch_size // size))]
 
     def measure(num_samples: int) -> int:
         try:
-            return _measure(model, num_samples, seq_len, meter, accumulates and device_batch_size > 1)
+            count = -(-device_batch_size // num_samples)
+            return _measure(model, num_samples, count, seq_len, meter, accumulates and device_batch_size > 1)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if num_samples == 1:
+            if num_samples == sizes[0]:
                 needs = f"more than the {meter.peak_bytes() / GIB:.2f} GiB that it got"
                 raise ConfigError(_does_not_fit(seq_len, needs, had, advise)) from None
             raise ConfigError(
@@ -82,20 +86,24 @@ def choose_microbatch_size(
     parameters = 0 if _is_offloaded(model) else _parameter_bytes(model)
     reserved = 0 if optimizer.state else num_optimizer_slots * parameters
     limit = int(had * MARGIN) - reserved
-    measure(1)  # the first step also allocates what stays: gradients, communication buffers
+    size = sizes[0]
+    measure(size)  # the first step also allocates what stays: gradients, communication buffers
     # Without a sample there would be parameters, gradients and optimizer state at least.
     held = (2 + num_optimizer_slots * bool(optimizer.state)) * parameters
-    size, peaks = 1, {0: held, 1: measure(1)}
-    while size < device_batch_size:
-        following = min(2 * size, device_batch_size)
+    peaks = {0: held, size: measure(size)}
+    while size < sizes[-1]:
+        larger = [following for following in sizes if following > size]
+        following = max((one for one in larger if one <= 2 * size), default=larger[0])
         if max_of([_expect(peaks, following) > limit])[0]:
             break
         size = following
         peaks[size] = measure(size)
-    most = _all_agree(_most_that_fits(peaks, limit, device_batch_size))
+    most = _all_agree(_most_that_fits(peaks, limit, sizes))
     optimizer.zero_grad(set_to_none=True)
     if most < 1:
-        raise ConfigError(_does_not_fit(seq_len, f"{(peaks[1] + reserved) / GIB:.2f} GiB", int(had * MARGIN), advise))
+        raise ConfigError(
+            _does_not_fit(seq_len, f"{(peaks[sizes[0]] + reserved) / GIB:.2f} GiB", int(had * MARGIN), advise)
+        )
     even = math.ceil(device_batch_size / math.ceil(device_batch_size / most))  # no small remainder at the end
     expected = (_expect(peaks, even) + reserved) / GIB
     return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
@@ -108,12 +116,19 @@ def _does_not_fit(seq_len: int, needs: str, had: int, advise: Callable[[], str])
     )
 
 
-def _measure(model: LanguageModel, num_samples: int, seq_len: int, meter: Meter, accumulates: bool) -> int:
+def _measure(
+    model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, meter: Meter, accumulates: bool
+) -> int:
+    """Of one microbatch, or of all that a batch has where stages keep several."""
     is_cuda = devices.device_type() == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    batch = {"input_ids": torch.zeros((num_samples, seq_len), dtype=torch.int64, device=device)}
     meter.reset()
     model.train()
+    if isinstance(model, PipelinedLanguageModel):
+        batch = {"input_ids": torch.zeros((num_microbatches * num_samples, seq_len), dtype=torch.int64, device=device)}
+        model.train_on(batch, num_microbatches, num_samples, share=1.0, by_tokens=True)
+        return meter.peak_bytes()
+    batch = {"input_ids": torch.zeros((num_samples, seq_len), dtype=torch.int64, device=device)}
     parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
     for is_last in (False, True) if parallel else (True,):
         if parallel:
@@ -130,9 +145,8 @@ def _expect(peaks: dict[int, int], size: int) -> int:
     return peak + max(0, peak - lower) * (size - last) // (last - before)
 
 
-def _most_that_fits(peaks: dict[int, int], limit: int, device_batch_size: int) -> int:
-    sizes = range(device_batch_size, 0, -1)
-    return next((size for size in sizes if _expect(peaks, size) <= limit), 0)
+def _most_that_fits(peaks: dict[int, int], limit: int, sizes: Sequence[int]) -> int:
+    return next((size for size in reversed(sizes) if _expect(peaks, size) <= limit), 0)
 
 
 def _all_agree(size: int) -> int:

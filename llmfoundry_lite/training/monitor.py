@@ -35,15 +35,16 @@ class DropoutSeed(Callback):
     """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved.
 
     Ranks that divide layers among them drop the same of what each of them has whole (`parallel` tells their heads
-    apart).
+    apart). Stages have other blocks, and drop something else.
     """
 
-    def __init__(self, seed: int, ranks: DataRanks):
+    def __init__(self, seed: int, ranks: DataRanks, stage: int):
         self.seed = seed
         self.ranks = ranks
+        self.stage = stage
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}"
+        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}" + (f"/{self.stage}" if self.stage else "")
         torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big"))
 
 

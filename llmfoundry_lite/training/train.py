@@ -20,8 +20,11 @@ from composer.loggers import Logger
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
+from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import OutOfMemoryError
@@ -41,7 +44,7 @@ from llmfoundry_lite.ranks.exchange import tell_all
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.status import start_guard, write_ended_early, write_status
-from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import (
     build_callbacks,
@@ -155,6 +158,7 @@ def build_trainer(
     trainer = GroupedTrainer(
         ranks=ranks,
         agreement=agreement,
+        device_batch_size=config.global_train_batch_size // ranks.size,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
@@ -191,6 +195,7 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
         OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
         accumulates=not config.reduces_every_microbatch,
         advise=partial(advise_less_memory, config, layout, devices.device_type()),
+        takes=partial(takes_microbatches, config.pipeline) if layout.pipeline > 1 else lambda num_microbatches: True,
     )
     if config.compile_config is not None:
         torch._dynamo.reset()  # what was compiled for other sizes counts towards its limit, and makes sizes dynamic
@@ -230,8 +235,7 @@ def export(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> None:
     folder, reason = run.folder / "huggingface", can_export(config.model)
     if reason is None:
         try:
-            model: Any = trainer.state.model.model
-            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            weights = gather_weights(config, trainer, run)
             if run.is_main:
                 write_export(config, cast(dict[str, torch.Tensor], weights), folder)
         except Exception as error:
@@ -240,6 +244,16 @@ def export(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> None:
     if run.is_main:
         print(f"exported to {folder}" if reason is None else f"not exported to {folder}: {reason}", flush=True)
     wait_for_main("exported")
+
+
+def gather_weights(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> dict[str, Any]:
+    """On rank 0. Of a pipeline's stages, the save that ended the run has put them together."""
+    model: Any = trainer.state.model
+    if not isinstance(model, PipelinedLanguageModel):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(model.model, options=options)
+    saved = CheckpointStore(config.checkpoint_folder).root.child(f"ba{batch_of(trainer)}").url
+    return load_full_tensors(saved) if run.is_main else {}
 
 
 def write_export(config: TrainConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.core import Event
+from composer.trainer import trainer as composer_trainer
 from composer.utils import collect_env, ensure_tuple
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.training.adapter import PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import LOSS
+
+# What the Trainer is given is parallel already; without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
+composer_trainer.prepare_ddp_module = lambda model, find_unused_parameters: model
 
 # Composer's Trainer asks for the processor's name, on every rank and for nobody, and py-cpuinfo starts processes and
 # times the processor to tell: more than a second of every launch.
@@ -26,13 +31,14 @@ collect_env.get_cpu_model = devices.device_name
 
 
 class GroupedTrainer(Trainer):
-    """Counts each sample and token once, although with tensor parallelism several ranks have them.
+    """Counts each sample and token once, although with tensor and pipeline parallelism several ranks have them.
 
     Losses and gradients are means over ranks, of which each group has equally many.
     """
 
-    def __init__(self, *, ranks: DataRanks, agreement: Agreement, **options: Any):
+    def __init__(self, *, ranks: DataRanks, agreement: Agreement, device_batch_size: int, **options: Any):
         self.ranks = ranks
+        self.device_batch_size = device_batch_size
         self.agreement = agreement
         super().__init__(**options)
         devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
@@ -56,7 +62,8 @@ class GroupedTrainer(Trainer):
             self.agreement.end_epoch()
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
-        """The gradient is that of the mean over the global batch's tokens, or samples, whatever each rank has of them.
+        """The gradient is that of the mean over the global batch's tokens, or samples, whatever each rank has of them,
+        and whichever way it is computed: microbatch by microbatch, or through the stages of a pipeline.
 
         None for Composer's loop, which would sum losses over ranks; `gradients` has done that.
         """
@@ -64,16 +71,20 @@ class GroupedTrainer(Trainer):
         assert spec is not None and state.device_train_microbatch_size is not None
         batch, agreed = state.batch, self.agreement.current
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_samples
+        share = total / self.ranks.size
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in ensure_tuple(state.optimizers):
             optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), device=state.device._device)
-        for microbatch in spec.split_batch(batch, state.device_train_microbatch_size):
-            if self.accumulate_train_batch_on_tokens:
-                size = spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating")
-            else:
-                size = spec.get_num_samples_in_batch(microbatch)
-            loss_sum += self._run_microbatch(microbatch, size / (total / self.ranks.size))
+        if isinstance(self._original_model, PipelinedLanguageModel):
+            loss_sum = self._run_pipeline(self._original_model, batch, share)
+        else:
+            loss_sum = torch.zeros((), device=state.device._device)
+            for microbatch in spec.split_batch(batch, state.device_train_microbatch_size):
+                if self.accumulate_train_batch_on_tokens:
+                    size = spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating")
+                else:
+                    size = spec.get_num_samples_in_batch(microbatch)
+                loss_sum += self._run_microbatch(microbatch, size / share)
         state.batch = batch
         state.total_loss_dict = {LOSS: loss_sum}  # type: ignore[dict-item]
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
@@ -98,6 +109,25 @@ class GroupedTrainer(Trainer):
         weighted.backward()
         self.engine.run_event(Event.AFTER_BACKWARD)
         return weighted.detach()
+
+    def _run_pipeline(self, model: PipelinedLanguageModel, batch: Any, share: float) -> torch.Tensor:
+        """The whole batch's weighted loss, where the last stage is. Events of a microbatch come once for all."""
+        state, spec = self.state, self._train_data_spec
+        assert spec is not None and isinstance(state.device_train_microbatch_size, int)
+        state.batch = spec.microbatch_transforms(state.device.batch_to_device(batch))
+        num_samples = state.device_train_microbatch_size
+        for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS):
+            self.engine.run_event(event)
+        state.loss = model.train_on(
+            state.batch,
+            -(-self.device_batch_size // num_samples),
+            num_samples,
+            share,
+            by_tokens=self.accumulate_train_batch_on_tokens,
+        )
+        for event in (Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
+            self.engine.run_event(event)
+        return state.loss
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta

@@ -117,13 +117,15 @@ def test_saves_take_their_share_of_a_step(capsys, interval, share):
         assert saves / (best["step_seconds"] - saves) == pytest.approx(share, rel=0.01)
 
 
-def test_stages_are_predicted_only(capsys, tmp_path):
-    arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512", UNFUSED, "--pipeline", "8"]
-    assert plan(*arguments) == 0
+def test_stages_are_asked_for_by_an_option_or_by_the_run_and_written_as_the_run_has_them(capsys, tmp_path):
+    arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512", UNFUSED]
+    assert plan(*arguments, "--pipeline", "8", "--write", str(tmp_path / "x.yaml")) == 0
     out = capsys.readouterr().out
-    assert "8 stages, 1f1b; predicted only: this release trains none" in out and "waiting for other stages" in out
-    assert plan(*arguments, "--write", str(tmp_path / "x.yaml")) == 2
-    assert "this release trains no pipelines" in capsys.readouterr().err
+    assert "8 stages, 1f1b\n" in out and "waiting for other stages" in out
+    asked = {"pipeline_parallel_degree": 8, "schedule": "1f1b", "virtual_stages": 1}
+    assert yaml.safe_load((tmp_path / "x.yaml").read_text())["pp_config"] == asked
+    assert plan(*arguments, "pp_config.pipeline_parallel_degree=8") == 0
+    assert capsys.readouterr().out == out
 
 
 def test_a_faster_network_is_a_faster_run(capsys):

@@ -1,0 +1,80 @@
+"""Which stage of a pipeline has which blocks, and which device has which stage: arithmetic, without torch.
+
+Blocks stay in order. A stage is one run of them; interleaved schedules give each device several. Everybody reads it:
+`parallel/pipeline.py` builds the stages, the preflight explains them, `plan/memory.py` finds the fullest.
+"""
+
+from dataclasses import dataclass
+
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    index: int
+    """Counted through the model."""
+    num_stages: int
+    blocks: range
+
+    @property
+    def is_first(self) -> bool:
+        """Has the embeddings."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Has the last norm, the head and the loss."""
+        return self.index == self.num_stages - 1
+
+
+def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]:
+    """For each rank of a pipeline its stages, in the model's order.
+
+    Rank r of p has the stages r, r + p, ...; with zbv r and 2p - 1 - r, so that the first and the last meet.
+    """
+    degree, num_stages = pipeline.pipeline_parallel_degree, pipeline.pipeline_parallel_degree * pipeline.num_runs
+    end, stages = 0, []
+    for index, count in enumerate(divide_blocks(model, num_stages)):
+        stages.append(Stage(index=index, num_stages=num_stages, blocks=range(end, end := end + count)))
+    if pipeline.schedule == "zbv":
+        return [[stages[rank], stages[-1 - rank]] for rank in range(degree)]
+    return [stages[rank::degree] for rank in range(degree)]
+
+
+def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
+    """Whether the schedule can be played with so many: one for each stage or more, and in rounds that are alike."""
+    degree = pipeline.pipeline_parallel_degree
+    if pipeline.schedule == "gpipe":
+        return count >= 1
+    has_rounds = pipeline.schedule in ("interleaved", "zero_bubble")
+    return count >= degree and not (has_rounds and count % (count // degree))
+
+
+def most_in_flight(pipeline: PipelineConfig, rank: int, num_microbatches: int) -> int:
+    """Microbatches whose activations a rank keeps at the same time, counted in all of its blocks. The warm-ups of
+    Narayanan et al. 2021, figure 4; with zbv as many as there are stages (Qi et al. 2024)."""
+    degree, num_runs = pipeline.pipeline_parallel_degree, pipeline.num_runs
+    after = degree - rank
+    most = {"gpipe": num_microbatches, "zbv": degree}.get(pipeline.schedule, after)
+    if pipeline.schedule in ("interleaved", "zero_bubble") and num_runs > 1:
+        most = -(-(2 * (after - 1) + (num_runs - 1) * degree + 1) // num_runs)
+    return min(most, num_microbatches)
+
+
+def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
+    """Blocks of each stage, at least one, so that the costliest stage costs least.
+
+    Counted in parameters: the embedding is the first stage's and the head the last one's, whether or not they are one
+    matrix. Among equals the later stage gets more, since the earlier ones keep more microbatches' activations.
+    """
+    d = model.d_model
+    block = d * (2 * d + 2 * model.num_kv_heads * model.head_dim)
+    block += d * model.ffn_dim * (3 if model.ffn_config.ffn_type == "mptglu" else 2)
+    costs = [0] * num_stages
+    costs[0] += model.vocab_size * d
+    costs[-1] += model.vocab_size * d
+    counts = [1] * num_stages
+    for _ in range(model.n_layers - num_stages):
+        cheapest = min(range(num_stages), key=lambda i: (costs[i] + counts[i] * block, -i))
+        counts[cheapest] += 1
+    return counts

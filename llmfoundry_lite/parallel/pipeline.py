@@ -1,0 +1,237 @@
+"""Pipeline parallelism: a rank's stages of the model, and the schedules that pass microbatches through them.
+
+Owns what stages send each other, and the gradient of an embedding that the first and the last stage share. Which blocks
+a stage has, `config/stages.py` says; the order of passes is torch's (torch.distributed.pipelining).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+from torch.distributed.tensor import DTensor
+
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.stages import Stage
+from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
+from llmfoundry_lite.parallel.precision import Precision
+from llmfoundry_lite.ranks.exchange import tell_all, tell_bytes
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden_btd, unembedding_vd, labels_bt) -> the sum of the loss."""
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+TAKES_ONE_STAGE = ("gpipe", "1f1b")
+
+
+class StageModel(MPT):
+    """One stage. With labels, the last one gives the sum of the loss."""
+
+    def __init__(self, config: ModelConfig, attn_impl: str, stage: Stage, loss: Loss, precision: Precision):
+        super().__init__(config, attn_impl, stage)
+        self.sum_loss = loss
+        self.autocast = precision.autocast
+
+    def forward(self, inputs: torch.Tensor, *, labels_bt: torch.Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """`inputs`: tokens_bt for the first stage, hidden_btd for the others."""
+        if labels_bt is not None:
+            sum_loss = self.sum_loss
+            options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
+        with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
+            return super().forward(inputs, **options)
+
+
+class Pipeline(nn.Module):
+    """This rank's stages. Every rank of a pipeline calls the same methods with the same samples.
+
+    Its parameters have the names that they have in the whole model.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageModel], pipeline: PipelineConfig, precision: Precision, group: dist.ProcessGroup
+    ):
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.config = stages[0].config
+        self.pipeline = pipeline
+        self.group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.hidden_dtype = precision.parameters
+        self.has_first, self.has_last = stages[0].stage.is_first, stages[-1].stage.is_last
+        self.rank_of_last = 0 if pipeline.schedule == "zbv" else self.num_ranks - 1
+        self._schedules: dict[tuple[int, int, int], Any] = {}
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
+        """As if all stages were one model: `transformer.blocks.7`, whichever stage has it."""
+        yield prefix, self
+        memo = set() if memo is None else memo
+        for stage in self.stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Of this rank, those that another stage has as well: tied embeddings."""
+        if not self.config.tie_word_embeddings:
+            return []
+        ends = [stage for stage in self._stages() if stage.stage.is_first or stage.stage.is_last]
+        return [cast(nn.Parameter, stage.transformer.wte.weight) for stage in ends]
+
+    def train_on(
+        self,
+        tokens_bt: torch.Tensor,
+        labels_bt: torch.Tensor,
+        documents_bt: torch.Tensor | None,
+        weights_m: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add up the gradient of the m microbatches' losses, each times its weight. Returns their weighted losses, [m],
+        where the last stage is; nothing, [0], elsewhere. The samples must divide into m microbatches."""
+        num_microbatches = len(weights_m)
+        schedule = self._schedule(num_microbatches, len(tokens_bt) // num_microbatches, tokens_bt.size(1))
+        documents = {} if documents_bt is None else {"documents_bt": documents_bt}
+        losses: list[torch.Tensor] = []
+        try:
+            schedule.step(
+                *((tokens_bt,) if self.has_first else ()),
+                target=weights_m if self.has_last else None,
+                losses=losses if self.has_last else None,
+                return_outputs=False,
+                labels_bt=labels_bt,
+                **documents,
+            )
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # what happened; torch describes the stage's arguments instead
+        self._add_shared_gradients()
+        return torch.stack([loss.detach() for loss in losses]) if losses else weights_m.new_empty(0)
+
+    def forward(self, tokens_bt: torch.Tensor, *, cache: KeyValueCache | None = None, **options: Any) -> Any:
+        """As the whole model's, without a gradient: every rank returns what the head made, a tensor or several."""
+        return self._tell(self.run_forward(tokens_bt, cache=cache, **options))
+
+    @torch.no_grad()
+    def run_forward(
+        self, tokens_bt: torch.Tensor, *, cache: KeyValueCache | None = None, head: Head | None = None, **options: Any
+    ) -> Any:
+        """What the head makes of the tokens, where the last stage is; None elsewhere, without waiting for it."""
+        result, x = None, tokens_bt
+        num_past = 0 if cache is None else cache.length
+        for model in self._stages():
+            stage = model.stage
+            if not stage.is_first and self._rank_of(stage.index - 1) != self.rank:
+                shape = (*tokens_bt.shape, self.config.d_model)
+                x = torch.empty(shape, dtype=self.hidden_dtype, device=tokens_bt.device)
+                dist.recv(x, dist.get_global_rank(self.group, self._rank_of(stage.index - 1)), self.group)
+            if cache is not None:
+                cache.length = num_past  # each stage moves it on
+            x = model(x, cache=cache, head=head, **options)
+            if stage.is_last:
+                result = x
+            elif self._rank_of(stage.index + 1) != self.rank:
+                self._send(x, self._rank_of(stage.index + 1))
+        return result
+
+    def _stages(self) -> list[StageModel]:
+        return cast(list[StageModel], list(self.stages))
+
+    def _rank_of(self, index: int) -> int:
+        """Of the rank in the group that has this stage."""
+        if self.pipeline.schedule == "zbv":
+            return min(index, 2 * self.num_ranks - 1 - index)
+        return index % self.num_ranks
+
+    def _send(self, x: torch.Tensor, to_rank: int) -> None:
+        """Without waiting for the receiver, but for what was sent before."""
+        for work, _ in self._sent:
+            work.wait()
+        x = x.contiguous()
+        self._sent = [(dist.isend(x, dist.get_global_rank(self.group, to_rank), self.group), x)]
+
+    def _tell(self, result: Any) -> Any:
+        """What the last stage's rank has, on every rank of the pipeline."""
+        tensors = [] if result is None else list(result) if isinstance(result, tuple) else [result]
+        described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors], isinstance(result, tuple)
+        described, is_tuple = tell_all(described, self.group, source=self.rank_of_last)
+        raw = b"".join(t.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+        raw = tell_bytes(raw, self.group, source=self.rank_of_last)
+        if self.has_last:
+            return result
+        tensors, begin = [], 0
+        for name, shape in described:
+            dtype = getattr(torch, name)
+            end = begin + dtype.itemsize * torch.Size(shape).numel()
+            tensors.append(torch.frombuffer(bytearray(raw[begin:end]), dtype=dtype).view(shape).to(self.device))
+            begin = end
+        return tuple(tensors) if is_tuple else tensors[0]
+
+    def _schedule(self, num_microbatches: int, num_samples: int, seq_len: int) -> Any:
+        """Torch's, for microbatches of this shape; it keeps buffers for all of them."""
+        key = (num_microbatches, num_samples, seq_len)
+        if key not in self._schedules:
+            self._schedules.clear()
+            stages = [self._torch_stage(model, num_samples, seq_len) for model in self._stages()]
+            kind = SCHEDULES[self.pipeline.schedule]
+            self._schedules[key] = kind(
+                stages[0] if self.pipeline.schedule in TAKES_ONE_STAGE else stages,
+                num_microbatches,
+                loss_fn=_weigh,
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    def _torch_stage(self, model: StageModel, num_samples: int, seq_len: int) -> PipelineStage:
+        """With the shapes of what goes in and out said: torch would find them by a forward and a backward pass."""
+        stage, shape = model.stage, (num_samples, seq_len)
+
+        def like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+        hidden = like((*shape, self.config.d_model), self.hidden_dtype)
+        return PipelineStage(
+            model,
+            stage.index,
+            stage.num_stages,
+            self.device,
+            input_args=like(shape, torch.int64) if stage.is_first else hidden,
+            output_args=like((), torch.float32) if stage.is_last else hidden,
+            group=self.group,
+        )
+
+    def _add_shared_gradients(self) -> None:
+        """The gradient of tied embeddings is the first stage's and the last one's together; both have the sum, to the
+        bit, and so the embeddings stay equal."""
+        peer = dist.get_global_rank(self.group, self.num_ranks - 1 if self.has_first else 0)
+        for parameter in self.shared_parameters:
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            assert gradient is not None
+            if not gradient.numel():
+                continue
+            theirs = torch.empty_like(gradient)
+            exchange = [
+                dist.P2POp(dist.isend, gradient.contiguous(), peer, self.group),
+                dist.P2POp(dist.irecv, theirs, peer, self.group),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            gradient += theirs
+
+
+def _weigh(loss: torch.Tensor, weight_1: torch.Tensor) -> torch.Tensor:
+    return loss * weight_1[0]

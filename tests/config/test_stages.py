@@ -1,0 +1,84 @@
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.stages import divide_blocks, most_in_flight, stages_of, takes_microbatches
+from tests.helpers.launch import ROOT
+
+MPT_7B = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432)
+SCHEDULES = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3), "zero_bubble": (1, 2), "zbv": (2,)}
+pipelines = st.sampled_from([(name, runs) for name, choices in SCHEDULES.items() for runs in choices])
+
+
+@settings(deadline=None)
+@given(pipelines, st.integers(2, 6), st.integers(0, 20), st.sampled_from([1, 1000, 100_000]))
+def test_every_block_is_on_one_stage_in_order_and_each_rank_has_as_many_stages(kind, degree, more, vocab_size):
+    schedule, num_runs = kind
+    pipeline = PipelineConfig(pipeline_parallel_degree=degree, schedule=schedule, virtual_stages=num_runs)
+    model = ModelConfig(d_model=64, n_heads=4, n_layers=degree * num_runs + more, vocab_size=vocab_size)
+    ranks = stages_of(model, pipeline)
+    assert {len(stages) for stages in ranks} == {num_runs}
+    stages = sorted(itertools.chain(*ranks), key=lambda stage: stage.index)
+    assert [stage.index for stage in stages] == list(range(degree * num_runs))
+    assert [block for stage in stages for block in stage.blocks] == list(range(model.n_layers))
+    assert all(len(stage.blocks) for stage in stages)
+    assert (ranks[0][0].is_first, ranks[0 if schedule == "zbv" else -1][-1].is_last) == (True, True)
+
+
+def test_the_ends_get_fewer_blocks_for_their_embedding_and_head():
+    assert divide_blocks(MPT_7B, 2) == [16, 16]
+    assert divide_blocks(MPT_7B, 4) == [7, 9, 9, 7]
+    assert divide_blocks(ModelConfig(n_layers=4, vocab_size=1), 2) == [2, 2]
+
+
+def test_a_stage_costs_no_more_than_any_other_way_of_dividing():
+    model = ModelConfig(d_model=128, n_heads=4, n_layers=9, vocab_size=3_000)
+    block, end = 12 * 128**2, 3_000 * 128
+
+    def costliest(counts):
+        costs = [count * block for count in counts]
+        return max([costs[0] + end, *costs[1:-1], costs[-1] + end])
+
+    ways = [way for way in itertools.product(range(1, 10), repeat=4) if sum(way) == 9]
+    assert costliest(divide_blocks(model, 4)) == min(map(costliest, ways))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "taken"),
+    [
+        ("gpipe", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("1f1b", [4, 5, 6, 7, 8, 9]),
+        ("interleaved", [4, 5, 6, 7, 8]),
+        ("zbv", [4, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_a_schedule_takes_so_many_microbatches(schedule, taken):
+    pipeline = PipelineConfig(pipeline_parallel_degree=4, schedule=schedule)
+    assert [count for count in range(1, 10) if takes_microbatches(pipeline, count)] == taken
+
+
+def test_earlier_stages_keep_more_microbatches():
+    def in_flight(schedule, count=8):
+        pipeline = PipelineConfig(pipeline_parallel_degree=4, schedule=schedule)
+        return [most_in_flight(pipeline, rank, count) for rank in range(4)]
+
+    assert in_flight("gpipe") == [8, 8, 8, 8]
+    assert in_flight("1f1b") == [4, 3, 2, 1]
+    assert in_flight("1f1b", 2) == [2, 2, 2, 1]
+    assert in_flight("interleaved") == [6, 5, 4, 3]
+
+
+def test_microbatches_are_about_four_for_each_stage_unless_said():
+    default = PipelineConfig(pipeline_parallel_degree=2).default_num_microbatches
+    assert [default(n) for n in (2, 6, 8, 16, 20, 24, 64)] == [2, 6, 8, 8, 10, 8, 8]
+    assert default(5) == 5
+
+
+def test_stages_need_no_torch():
+    code = "import llmfoundry_lite.config.stages, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

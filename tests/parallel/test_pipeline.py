@@ -1,0 +1,317 @@
+"""Blocks divided into stages: the run is the run it would be without, and its checkpoints go both ways."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from llmfoundry_lite.checkpoint.state import join_optimizers
+from llmfoundry_lite.checkpoint.whole import open_checkpoint
+from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.stages import stages_of
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.pipeline import Pipeline, StageModel
+from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.training.loss import cross_entropy_sum
+from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_config, write_data
+from tests.training.runs import attempt, losses, metrics, run, saves, status
+
+RELATIVE = 1e-5
+
+
+def stages(degree: int = 2, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
+    return {"pp_config": {"pipeline_parallel_degree": degree, "schedule": schedule, **options}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def pipelined(data: Path, **changes: Any) -> dict[str, Any]:
+    options = {
+        "model__attn_config__fused_qkv": False,
+        "model__attn_config__alibi": True,
+        "model__n_layers": 4,
+        "device_train_microbatch_size": 2,
+        "autoresume": True,
+        "max_duration": "3ba",
+        "eval_interval": "3ba",
+    }
+    return tiny_config(data, **{**options, **changes})
+
+
+def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = RELATIVE) -> None:
+    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
+    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
+        assert values(ours, key) == values(theirs, key), key
+    for key in ("loss/train/total", "grad_norm", "eval/loss"):
+        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
+
+
+# --------------------------------------------------------------------------------------------------- the same run
+
+TENSOR = {"tp_config": {"tensor_parallel_degree": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_changes_between_stages_and_every_other_layout_at_any_checkpoint(tmp_path, data):
+    config = pipelined(data, max_duration="5ba", eval_interval="5ba")
+    run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
+    legs: list[tuple[int, dict[str, Any]]] = [
+        (2, stages()),
+        (1, {}),
+        (4, stages(schedule="gpipe")),
+        (4, stages() | TENSOR),
+        (2, stages(schedule="interleaved")),
+    ]
+    for number, (num_ranks, changes) in enumerate(legs):
+        found = tmp_path / f"begun/{number}"
+        said = run(tmp_path, config, "legs", num_ranks, stop_after="1ba", callbacks=resave_into(found), **changes)
+        if number:
+            assert_same_state(saves(tmp_path, "legs") / f"ba{number}", found / f"ba{number}")
+        if number == 1:
+            assert "pipeline 2 stages, 1f1b -> none" in said.output
+    assert_same_run(tmp_path, "legs", "whole")
+    assert_same_state(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0")
+    segments = open_checkpoint(saves(tmp_path, "legs") / "ba5").manifest.segments
+    assert [segment.pipeline for segment in segments[:3]] == ["2 stages, 1f1b", None, "2 stages, gpipe"]
+
+
+LLAMA = {
+    "no_bias": True,
+    "norm_type": "rmsnorm",
+    "tie_word_embeddings": False,
+    "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
+    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
+}
+UNTIED = {"tie_word_embeddings": False, "attn_config": {"alibi": True}}
+LEARNED = {"attn_config": {"alibi": False}, "resid_pdrop": 0.0, "logit_scale": "inv_sqrt_d_model"}
+WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "gpipe, replicated": (4, {}, stages(schedule="gpipe") | {"fsdp_config": {"sharding_strategy": "NO_SHARD"}}),
+    "interleaved, sharded": (4, {}, stages(schedule="interleaved")),
+    "zero bubble": (2, {}, stages(schedule="zero_bubble", virtual_stages=2)),
+    "zero bubble, one run": (2, UNTIED, stages(schedule="zero_bubble")),
+    "zbv, untied": (2, UNTIED, stages(schedule="zbv")),
+    "four stages, llama": (4, LLAMA, stages(4)),
+    "learned positions, recomputed": (2, LEARNED, stages() | {"fsdp_config": {"activation_checkpointing": True}}),
+    "sharded, selective": (4, {}, stages() | {"fsdp_config": {"activation_checkpointing": "selective"}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", WAYS)
+def test_stages_go_with_every_schedule_and_every_other_way_to_compute(tmp_path, data, name):
+    num_ranks, model, changes = WAYS[name]
+    config = pipelined(data)
+    attention = config["model"]["attn_config"] | model.get("attn_config", {})
+    if "rope" in attention:
+        attention["alibi"] = False
+    config["model"] |= {**model, "attn_config": attention}
+    run(tmp_path, config, "whole")
+    run(tmp_path, config, "stages", num_ranks, **changes)
+    assert_same_run(tmp_path, "stages", "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_batch_that_microbatches_do_not_divide_is_filled_up(tmp_path, data):
+    config = pipelined(data, global_train_batch_size=7, accumulate_train_batch_on_tokens=False)
+    run(tmp_path, config, "whole")
+    run(tmp_path, config, "stages", 2, **stages())
+    assert_same_run(tmp_path, "stages", "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_documents_do_not_see_each_other_on_any_stage(tmp_path, data):
+    build_tokenizer(tmp_path / "tokenizer")
+    packed = {"attn_uses_sequence_id": True, "alibi": True, "fused_qkv": False}
+    config = pipelined(data, tokenizer__name=str(tmp_path / "tokenizer"), model__attn_config=packed)
+    run(tmp_path, config, "whole")
+    run(tmp_path, config, "stages", 2, **stages())
+    assert_same_run(tmp_path, "stages", "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, num_ranks):
+    config = pipelined(data, max_duration="6ba")
+    run(tmp_path, config, "fp32")
+    run(tmp_path, config, "stages", num_ranks, precision=precision, **stages())
+    assert losses(tmp_path, "stages") == pytest.approx(losses(tmp_path, "fp32"), abs=0.06)
+    assert losses(tmp_path, "stages") != losses(tmp_path, "fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_stages_answer_tasks_in_context_and_the_model_is_exported_whole(tmp_path, data):
+    train_tokenizer(["what is one and one? two"] * 9, 300).save(str(tmp_path / "tokenizer"))
+    questions = [{"context": f"what is {word}?", "answer": "two"} for word in ("one", "two", "and", "one and", "is")]
+    (tmp_path / "write.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    kinds = {"text": ("perplexity", data / "val"), "write": ("generation_task_with_answers", tmp_path / "write.jsonl")}
+    config = pipelined(
+        data,
+        icl_tasks=[
+            {"label": label, "icl_task_type": kind, "dataset_uri": str(uri)} for label, (kind, uri) in kinds.items()
+        ],
+        tokenizer__name=str(tmp_path / "tokenizer"),
+        device_train_microbatch_size="auto",
+        export_at_end=True,
+    )
+    config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
+    run(tmp_path, config, "whole")
+    said = run(tmp_path, config, "stages", 2, **stages(schedule="interleaved"))
+    assert "device_train_microbatch_size: auto is" in said.output
+    assert_same_run(tmp_path, "stages", "whole")
+    for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
+        ours, theirs = (values(metrics(tmp_path, name), key) for name in ("stages", "whole"))
+        assert ours == pytest.approx(theirs, rel=1e-4), key
+        assert ours, key
+    ours, theirs = (load_file(tmp_path / f"runs/{name}/huggingface/model.safetensors") for name in ("stages", "whole"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_gradient_that_is_not_finite_is_named_by_all_stages(tmp_path, data):
+    config = pipelined(data, on_non_finite="stop", optimizer__lr=1e30)
+    found = attempt(tmp_path, config, "broken", 2, **stages())
+    assert set(found.exit_codes) == {2}
+    assert status(tmp_path, "broken")["status"] == "failed"
+    assert "the weights were not touched" in found.output
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "pp_config.schedule=zigzag": "pp_config.schedule: 'zigzag' is not known; expected gpipe, 1f1b, interleaved,",
+    "pp_config.virtual_stages=2": "pp_config.virtual_stages: 2 given, 1f1b has 1; change it or the schedule",
+    "pp_config.pipeline_parallel_degree=5": (
+        "pp_config.pipeline_parallel_degree: 5 x 1 runs of blocks are more than model.n_layers, 4; use a smaller "
+        "degree or fewer virtual_stages"
+    ),
+    "pp_config.schedule=interleaved model.n_layers=3": (
+        "pp_config.pipeline_parallel_degree: 2 x 2 runs of blocks are more than model.n_layers, 3; use a smaller"
+    ),
+    "pp_config.num_microbatches=4": (
+        "pp_config.num_microbatches: both it and device_train_microbatch_size given; use one of them"
+    ),
+    "pp_config.schedule=zero_bubble compile_config={}": (
+        "pp_config.schedule: zero_bubble computes the weights' gradients apart, which torch cannot compile; use "
+        "interleaved or 1f1b, or no compile_config"
+    ),
+    "pp_config.schedule=zero_bubble fsdp_config.activation_checkpointing=true": (
+        "pp_config.schedule: zero_bubble computes the weights' gradients apart, and activation_checkpointing would "
+    ),
+    "pp_config.schedule=zbv": "pp_config.schedule: zbv has the first and the last stage on one device, where tied ",
+    "fsdp_config.reduce_every_microbatch=true": "fsdp_config.reduce_every_microbatch: a stage sums its gradients ",
+    "fsdp_config.offload_optimizer=true": "fsdp_config.offload_optimizer: does not go with pp_config; remove one ",
+    "train_loader.name=python:my.module:load": (
+        "train_loader.name: python:my.module:load cannot know that with pp_config the devices of all stages must read "
+        "the same samples; use text, or no pp_config"
+    ),
+}
+
+
+def load(tmp_path: Path, *arguments: str, **changes: Any) -> Any:
+    config = pipelined(tmp_path, **changes) | stages()
+    return load_train_config([write_config(tmp_path / "run.yaml", config), *arguments]).config
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_cannot_be_pipelined_is_refused_by_name(tmp_path, argument):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, *argument.split())
+    assert REFUSED[argument] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "message"),
+    [
+        (3, "", "pp_config.pipeline_parallel_degree: 2 does not divide the 3 devices of this launch; start a multiple"),
+        (6, "", "global_train_batch_size: 8 cannot be shared evenly by 3 groups of 2 devices (pp_config)"),
+        (
+            2,
+            "device_train_microbatch_size=8",
+            "device_train_microbatch_size: 8 samples of a data rank are 1 microbatches, and 1f1b of 2 stages takes a "
+            "multiple of 2; change it or the batch, or use schedule: gpipe",
+        ),
+        (
+            2,
+            "device_train_microbatch_size=null pp_config.num_microbatches=3",
+            "pp_config.num_microbatches: 3 does not divide the 8 samples of a data rank; use 2, 4 or 8",
+        ),
+    ],
+)
+def test_devices_and_batch_must_suit_the_stages(tmp_path, world_size, arguments, message):
+    config = load(tmp_path, *arguments.split())
+    with pytest.raises(ConfigError) as error:
+        check_batch(config, layout_of(config, world_size))
+    assert str(error.value).startswith(message)
+
+
+# ----------------------------------------------------------------------------------------------------------- one rank
+
+
+def test_a_stage_takes_less_memory_and_more_microbatches_take_more(tmp_path):
+    config = load(tmp_path, global_train_batch_size=32)
+    whole = load(tmp_path, "pp_config=null", global_train_batch_size=32)
+    half = estimate_training_memory(config, layout_of(config, 2))
+    assert half.parameters_bytes < estimate_training_memory(whole, layout_of(whole, 1)).parameters_bytes
+    filled = load(tmp_path, "pp_config.schedule=gpipe", global_train_batch_size=32)
+    assert estimate_training_memory(filled, layout_of(filled, 2)).activations_bytes > 2 * half.activations_bytes
+
+
+def test_the_loss_can_go_backward_twice():
+    hidden, unembedding = torch.randn(2, 5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    labels = torch.randint(11, (2, 5))
+    once = torch.autograd.grad(3 * cross_entropy_sum(hidden, unembedding, labels), [hidden, unembedding])
+    loss = 3 * cross_entropy_sum(hidden, unembedding, labels, backward_runs_once=False)
+    for _ in range(2):
+        twice = torch.autograd.grad(loss, [hidden, unembedding], retain_graph=True)
+        assert all(map(torch.equal, once, twice))
+
+
+def test_stages_have_the_names_of_the_whole_model():
+    config = ModelConfig(d_model=32, n_heads=4, n_layers=4, max_seq_len=32, vocab_size=96)
+    kind = PipelineConfig(pipeline_parallel_degree=2, schedule="interleaved")
+    names: list[str] = []
+    with torch.device("meta"):
+        for parts in stages_of(config, kind):
+            models = [StageModel(config, "sdpa", part, cross_entropy_sum, PRECISIONS["fp32", "PURE"]) for part in parts]
+            pipeline = Pipeline.__new__(Pipeline)
+            nn.Module.__init__(pipeline)
+            pipeline.stages = nn.ModuleList(models)
+            names += [name for name, _ in pipeline.named_parameters()]
+        whole = [name for name, _ in MPT(config).named_parameters()]
+    assert sorted(names) == sorted([*whole, "transformer.wte.weight"])  # the first stage's, and the head's
+
+
+def test_the_optimizer_of_a_save_lists_parameters_as_the_whole_model_does():
+    def part(*numbers: int, first: bool = False, last: bool = False) -> dict[str, Any]:
+        names = [f"transformer.blocks.{n}.{kind}" for n in numbers for kind in ("norm_1.weight", "attn.Wq.weight")]
+        names = ["transformer.wte.weight"] * first + names + ["transformer.norm_f.weight", "lm_head.weight"] * last
+        return {"class": "AdamW", "groups": [{"params": names, "options": {}}], "state": {}}
+
+    whole = part(*range(12), first=True, last=True)
+    assert join_optimizers([part(0, 1, 2, 6, 7, 8, first=True), part(3, 4, 5, 9, 10, 11, last=True)]) == whole
+    assert join_optimizers([part(0, 1, 2, 9, 10, 11, first=True, last=True), part(3, 4, 5, 6, 7, 8)]) == whole
