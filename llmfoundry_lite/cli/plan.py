@@ -49,7 +49,9 @@ def plan_command(
     if not (arguments and hardware and devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
 
-    stages = pipeline and PipelineConfig(pipeline_parallel_degree=pipeline, schedule=schedule, virtual_stages=virtual)
+    stages = None
+    if pipeline:
+        stages = PipelineConfig(pipeline_parallel_degree=pipeline, schedule=schedule, virtual_stages=virtual)
 
     def plan_on(name: str, number: int) -> Plan:
         batch = [] if samples is None else [f"global_train_batch_size={samples * number}"]
