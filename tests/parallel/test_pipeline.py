@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from llmfoundry_lite.checkpoint.state import join_optimizers
-from llmfoundry_lite.checkpoint.whole import open_checkpoint
+from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -85,7 +85,7 @@ def test_a_run_changes_between_stages_and_every_other_layout_at_any_checkpoint(t
         if number == 1:
             assert "pipeline 2 stages, 1f1b -> none" in said.output
     assert_same_run(tmp_path, "legs", "whole")
-    assert_same_state(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0")
+    assert not any(d.num_different or d.note for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
     segments = open_checkpoint(saves(tmp_path, "legs") / "ba5").manifest.segments
     assert [segment.pipeline for segment in segments[:3]] == ["2 stages, 1f1b", None, "2 stages, gpipe"]
 
