@@ -46,7 +46,7 @@ def train(
     *,
     local_world_size: int | None = None,
     env: dict[str, str] | None = None,
-    timeout_seconds: float = 120,
+    timeout_seconds: float = 300,
 ) -> Launch:
     """`composer -n NUM_RANKS scripts/train.py ARGUMENTS`, less the launcher."""
     return launch(_train, (list(arguments),), tmp_path, num_ranks, local_world_size, env, timeout_seconds)
@@ -59,7 +59,7 @@ def launch(
     num_ranks: int = 1,
     local_world_size: int | None = None,
     env: dict[str, str] | None = None,
-    timeout_seconds: float = 120,
+    timeout_seconds: float = 300,
 ) -> Launch:
     """Run `function(*arguments)` on `num_ranks` ranks; kill them all when the time is up."""
     local = local_world_size or num_ranks
