@@ -13,6 +13,7 @@ from threading import Timer
 import pytest
 
 from llmfoundry_lite.data import shared_memory
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.shared_memory import SHARED_MEMORY, clean_stale_shared_memory, wait_for_folders
 from llmfoundry_lite.errors import DataError
 from tests.helpers.numbered import numbers_of, open_data, write_shards
@@ -113,17 +114,22 @@ def test_blocks_of_other_programs_are_left_alone(blocks):
 def test_a_data_set_whose_blocks_were_removed_removes_none_of_another(tmp_path):
     """As by a clean-up that cannot see this process, from another PID namespace."""
     shards = write_shards(tmp_path / "mds")
-    before = set(SHARED_MEMORY.iterdir())
     removed = open_data(shards)
-    for path in set(SHARED_MEMORY.iterdir()) - before:
+    for path in blocks_of(removed):
         path.unlink()
     other = open_data(shards)
-    theirs = set(SHARED_MEMORY.iterdir()) - before
+    theirs = blocks_of(other)
     removed.__del__()
     table = removed.table.path
     del removed
     gc.collect()
-    assert not table.exists() and set(SHARED_MEMORY.iterdir()) - before == theirs and len(numbers_of(other)) == 8
+    assert not table.exists() and theirs and blocks_of(other) == theirs and len(numbers_of(other)) == 8
+
+
+def blocks_of(dataset: TextDataset) -> set[Path]:
+    """By their number, since other tests have blocks of theirs here."""
+    number = dataset.table.path.name.split("_")[0]
+    return set(SHARED_MEMORY.glob(f"{number}_*"))
 
 
 @pytest.mark.parametrize(
