@@ -54,7 +54,12 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
     devices.set_tf32(False)
     model = LanguageModel(MPT(SMALL), PRECISIONS[precision, "DEFAULT"])
     GroupedTrainer(
-        ranks=Layout().data_ranks(0), agreement=None, model=model, device=AllowingDevice(), progress_bar=False
+        ranks=Layout().data_ranks(0),
+        agreement=None,
+        device_batch_size=1,
+        model=model,
+        device=AllowingDevice(),
+        progress_bar=False,
     )
     assert flags() == {allowed}
 
