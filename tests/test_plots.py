@@ -49,6 +49,7 @@ def test_narrow_segments_get_numbers_and_a_legend_and_one_shade_for_each_kind(tm
     assert len({patch.get_facecolor() for patch in loss.patches}) == 2
 
 
+@pytest.mark.slow
 def test_a_thousand_segments_are_shaded_without_a_word_too_many(tmp_path, drawn):
     spans = [Span(batch, batch, f"{1 + batch % 2} x cpu") for batch in range(1, 1001)]
     plots.plot_run(tmp_path / "loss.png", curve(1000), spans, title="run")

@@ -59,6 +59,7 @@ def mixtures(draw):
     )
 
 
+@pytest.mark.slow
 @given(data=st.data(), order=mixtures())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests(data, order):

@@ -269,6 +269,7 @@ def prepare_where_one_rank_lacks_a_file(folder):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_file_that_one_rank_alone_lacks_ends_all(here):
     launch(prepare_where_one_rank_lacks_a_file, (here,), here, 2).check()

@@ -124,6 +124,7 @@ doubled.register_autograd(lambda ctx, gradient: gradient * 2)
 COMPUTED: list[torch.Size] = []
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_what_the_compiled_attention_computed(one_rank):
     """FlexAttention is compiled by itself, and on CPUs has no backward pass: another operation stands in for it."""
 

@@ -59,6 +59,7 @@ def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = 1e-
 # --------------------------------------------------------------------------------------------------- the same run
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_device_carries_on_what_two_began_together(tmp_path, data):
     config = divisible(data, eval_interval="2ba")

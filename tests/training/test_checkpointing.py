@@ -153,6 +153,7 @@ class Weights(torch.nn.Module):
             owner.register_parameter(last, torch.nn.Parameter(tensor))
 
 
+@pytest.mark.slow
 def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path, data):
     config = tiny_config(data, max_duration="20ba")
     run(tmp_path, config, "base")

@@ -69,6 +69,7 @@ def test_a_torn_last_line_is_cut_off_before_more_is_appended(tmp_path):
     assert path.read_text() == '{"batch": 1, "launch": 3}\n'
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_metrics_hold_what_the_readme_promises_and_mirrors_agree(tmp_path, data):
     loggers = {"wandb": {"project": "tests"}, "tensorboard": {}}

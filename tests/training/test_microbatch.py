@@ -124,6 +124,7 @@ def test_memory_of_a_process_is_measured():
     assert meter.limit_bytes() > before
 
 
+@pytest.mark.slow
 def test_auto_trains_the_same_run(tmp_path, data):
     for name, size in (("auto", "auto"), ("one", 1), ("all", None)):
         config = tiny_config(data, run_name=name, device_train_microbatch_size=size, max_duration="4ba")

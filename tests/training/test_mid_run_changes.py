@@ -62,6 +62,7 @@ def test_with_load_path_too_and_a_run_folder_is_enough(tmp_path, base):
     assert changed["scheduler.name"] == ["constant_with_warmup", "linear_decay_with_warmup"]
 
 
+@pytest.mark.slow
 def test_the_same_configuration_changes_nothing(tmp_path, base):
     folder, config = base
     run(tmp_path, config, "run", stop_after="4ba")

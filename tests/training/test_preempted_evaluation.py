@@ -46,7 +46,8 @@ def assert_same_curves(tmp_path, keys=("loss/train/total", "data/digest", "eval/
         assert {r["batch"]: r[key] for r in metrics(tmp_path, "moved") if key in r} == expected, key
 
 
-@pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.slow), 6], ids=["between", "last"])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [4, 6], ids=["between", "last"])
 def test_a_validation_that_was_left_is_made_up(tmp_path, data, batch):
     config = tiny_config(data, autoresume=True, eval_interval="4ba", device_eval_batch_size=1, max_duration="6ba")
     run(tmp_path, config, "whole", 2)

@@ -124,7 +124,7 @@ def launch(tmp_path, config, num_ranks=2, **changes):
     return train([path], tmp_path, num_ranks)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_makes_all_of_them_save_and_leave(tmp_path, data, name):
     config = tiny_config(data, autoresume=True, eval_interval="2ba")
     launch(tmp_path, config, run_name="whole").check()
@@ -229,7 +229,7 @@ def test_a_lost_peer_is_no_preemption(tmp_path, data):
     assert status(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize("then", [None, "SIGTERM"])
+@pytest.mark.parametrize("then", [None, pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_ctrl_c_saves_and_leaves(tmp_path, data, then):
     """A terminal sends it to the whole process group, loader workers included; `composer` sends SIGTERM after it."""
     config = tiny_config(data, max_duration="1000000ba", train_loader__num_workers=1)

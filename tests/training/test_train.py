@@ -55,6 +55,7 @@ def test_microbatches_that_do_not_divide_the_batch_give_the_same_gradient(tmp_pa
     assert values(parts, "grad_norm") == pytest.approx(values(whole, "grad_norm"), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
 def test_gradients_summed_over_ranks_once_or_after_each_microbatch_are_the_same(tmp_path, data, sharding):
     runs = {}
@@ -69,10 +70,10 @@ def test_gradients_summed_over_ranks_once_or_after_each_microbatch_are_the_same(
 @pytest.mark.parametrize(
     ("precision", "mixed_precision", "band"),
     [
-        ("amp_bf16", "PURE", 0.06),
+        pytest.param("amp_bf16", "PURE", 0.06, marks=pytest.mark.slow),
         ("amp_bf16", "DEFAULT", 0.05),
-        ("amp_bf16", "FULL", 0.03),
-        ("amp_fp16", "DEFAULT", 0.02),
+        pytest.param("amp_bf16", "FULL", 0.03, marks=pytest.mark.slow),
+        pytest.param("amp_fp16", "DEFAULT", 0.02, marks=pytest.mark.slow),
     ],
 )
 def test_low_precision_stays_in_a_band_of_fp32(tmp_path, data, precision, mixed_precision, band):
@@ -82,6 +83,7 @@ def test_low_precision_stays_in_a_band_of_fp32(tmp_path, data, precision, mixed_
     assert losses(run(tmp_path, low, "low", 2)) == pytest.approx(reference, abs=band)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_and_sharding_strategy_change_nothing(tmp_path, data):
     reference = losses(run(tmp_path, tiny_config(data), "reference", 2))
     for name, fsdp in {
@@ -101,6 +103,7 @@ class TellsHowItComputes(Callback):
         Path(self.path).write_text(str(torch.are_deterministic_algorithms_enabled()))
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_uses_deterministic_kernels_alone(tmp_path, data):
     """On a CPU they are what they always are, so the losses are those of any run."""
     said = {}
