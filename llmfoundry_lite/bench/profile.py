@@ -124,7 +124,7 @@ def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder:
     before = 3
     changes = [
         f"callbacks.profiler={{wait: {before}, warmup: 1, active: {active}, all_ranks: true, folder: {traces}}}",
-        f"max_duration={before + 1 + active}ba",
+        f"max_duration={before + 1 + active + 1}ba",  # one more, since a batch ends with fetching the next
         f"run_folder={run_folder}",
         "export_at_end=false",
         "eval_interval=0",
