@@ -22,7 +22,7 @@ from tests.helpers.launch import ROOT
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 
 PINS = {"oldest": ("torch==2.11.0", "torchvision==0.26.0"), "newest": ("torch", "torchvision")}
 """The newest is that of the day on which the project fixes its dependencies (`exclude-newer`)."""

@@ -62,7 +62,7 @@ def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch
     assert mfu.run(["tiny"], 64, 8, 1, minutes=0)["left_out"] == [f"tiny, {name}" for name in mfu.variants()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_sides_are_measured_and_written_down(tmp_path):
     options = ["--shape", "tiny", "--seq-len", "32", "--num-steps", "1", "--num-rounds", "1"]
     result = CliRunner().invoke(app, ["bench", "train", *options, "--out", str(tmp_path)], catch_exceptions=False)

@@ -168,7 +168,7 @@ def write_shards(folder: Path, num_samples: int, first: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_more_than_it_reads(
     tmp_path, as_rank, downloads
 ):

@@ -64,7 +64,7 @@ def test_a_bit_that_flips_now_and_then_is_found_by_computing_again():
     assert found["gemm bf16"].status is found["gemm fp16"].status is Status.PASS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", list(gemm.NAMES))
 def test_products_that_are_wrong_in_long_sums_alone_are_found(dtype):
     """The part of a sum behind its 256th product is lost."""
@@ -79,7 +79,7 @@ def test_products_that_are_wrong_in_long_sums_alone_are_found(dtype):
     assert "64 x 768 x 2304 of MPT-125M: " in found[broken].detail
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", list(gemm.NAMES))
 def test_one_wrong_product_in_twenty_is_found(dtype):
     count = 0

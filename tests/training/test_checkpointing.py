@@ -195,7 +195,7 @@ def test_a_refused_launch_takes_no_lease_and_says_why(tmp_path, data):
     assert sorted(path.name for path in (tmp_path / "runs/tiny/checkpoints/.leases").iterdir()) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "warned"), [(2, False), (3, True)])
 def test_a_subset_for_evaluation_is_of_as_many_samples_on_other_ranks(tmp_path, data, num_ranks, warned):
     changes = {"eval_interval": "2ba", "eval_subset_num_batches": 2, "global_train_batch_size": 12}

@@ -19,7 +19,7 @@ class CacheCounts(Callback):
         print(f"graphs: {found['fxgraph_cache_hit']} from the cache, {found['fxgraph_cache_miss']} compiled")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("amp_bf16", marks=pytest.mark.long)])
 def test_compiled_blocks_train_the_same_run_and_a_restart_compiles_nothing_anew(tmp_path, data, precision):
     common = {"max_duration": "6ba", "precision": precision, "callbacks": {f"python:{__name__}:CacheCounts": {}}}
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}

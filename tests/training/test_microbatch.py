@@ -171,8 +171,8 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
     [
-        (4, {"fsdp_config": HYBRID}),
-        (2, {"compile_config": {"backend": "aot_eager"}}),
+        pytest.param(4, {"fsdp_config": HYBRID}, marks=pytest.mark.long),
+        pytest.param(2, {"compile_config": {"backend": "aot_eager"}}, marks=pytest.mark.long),
         (2, {"fsdp_config": {"reduce_every_microbatch": False}}),
         (1, {"fsdp_config": {"reduce_every_microbatch": False}}),
     ],

@@ -31,7 +31,7 @@ def losses(records):
     return values(records, "loss/train/total")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -319,7 +319,11 @@ def read_until(process, beginning):
     ("launcher", "code"),
     [
         (["composer", "-n", "2"], 75),
-        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 1),
+        pytest.param(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+            1,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["composer", "torchrun"],
 )
