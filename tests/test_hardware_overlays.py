@@ -230,8 +230,9 @@ def test_a_run_carried_on_under_another_overlay_says_what_is_different_and_sees_
     assert values(moved, "loss/train/total") == pytest.approx(values(whole, "loss/train/total"), abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [pytest.param("cpu", marks=pytest.mark.slow), "mi250-4"])
+@pytest.mark.parametrize("name", ["cpu", "mi250-4"])
 def test_an_overlay_runs(tmp_path, name):
     """On CPUs, one of another machine's too: sharding, loader and microbatch are real, its environment idle."""
     config = tiny_config(write_data(tmp_path / "data"), max_duration="2ba")

@@ -73,7 +73,8 @@ def test_preempted_in_the_last_batch_the_run_is_evaluated_later(tmp_path, data):
     assert_same_curves(tmp_path)
 
 
-@pytest.mark.parametrize("batch", [pytest.param(2, marks=pytest.mark.slow), 4], ids=["between", "last"])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [2, 4], ids=["between", "last"])
 def test_tasks_that_were_left_are_asked_later(tmp_path, batch):
     data = write_data(tmp_path / "data", num_val=500)
     train_tokenizer(["some words"] * 3, 300).save(str(tmp_path / "tokenizer"))

@@ -145,6 +145,7 @@ def test_evaluation_counts_each_sample_once_on_every_world(tmp_path, data):
     assert values(four, "eval/loss") == pytest.approx(values(one, "eval/loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_epoch_has_another_order_and_the_same_batches_on_every_world(tmp_path, data):
     config = tiny_config(data, max_duration="2ep", scheduler__t_warmup="0.1dur")
     one, two = run(tmp_path, config, "one"), run(tmp_path, config, "two", 2)
