@@ -1,7 +1,8 @@
-"""LLM Foundry's evaluation YAMLs in our words: models as a list, precision, sharding, the gauntlet's file. No torch."""
+"""LLM Foundry's evaluation YAMLs in our words: models as a list, precision, the gauntlet's file. No torch."""
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.config.layers import Layer, read_layers, source_of
@@ -12,6 +13,7 @@ PRECISIONS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
 EVAL_WITHOUT_EFFECT = {
     "seed": "nothing is random but the choice of examples, which is a task's: fewshot_random_seed",
     "device_eval_batch_size": "device_batch_tokens bounds a batch; no result depends on it",
+    "fsdp_config": "each rank has the whole model; fsdp=true shards it, if it is an MPT, GPT-2 or Llama",
     "python_log_level": "there is nothing to log but progress",
 }
 """Accepted, ignored, and said so."""
@@ -31,9 +33,6 @@ def translate_evaluation(values: dict[str, Any], layers: Sequence[Layer]) -> lis
             values[ours] = values.pop(theirs)
     if values.get("precision") in PRECISIONS:
         values["precision"] = PRECISIONS[values["precision"]]
-    if isinstance(fsdp := values.get("fsdp_config"), dict):
-        del values["fsdp_config"]
-        values.setdefault("fsdp", fsdp.get("sharding_strategy") != "NO_SHARD")
     if isinstance(values.get("eval_gauntlet"), str):
         values["eval_gauntlet"] = _read_gauntlet(values["eval_gauntlet"])
     if isinstance(values.get("models"), list):
@@ -54,9 +53,10 @@ def _name_models(models: Sequence[Any], layers: Sequence[Layer]) -> dict[str, st
         path = f"models[{number}]"
         where = _find_model(entry)
         if where is None:
+            name = entry.get("model_name") if isinstance(entry, dict) else entry
             raise ConfigError(
-                f"{source_of('models', layers)}: {path}: {entry!r} given; expected model_name and, for an MPT, "
-                "load_path, or model.pretrained_model_name_or_path under hf_causal_lm; other kinds are not evaluated"
+                f"{source_of('models', layers)}: {path}: {name!r} is not evaluated here; expected an MPT's load_path, "
+                "or model.pretrained_model_name_or_path under hf_causal_lm, in no 8 bits and without adapters"
             )
         name = re.sub(r"[^\w.\-]", "_", str(entry.get("model_name") or where).rstrip("/").rsplit("/", 1)[-1])
         if name in found:
@@ -74,4 +74,5 @@ def _find_model(entry: Any) -> str | None:
     pretrained = model.get("pretrained_model_name_or_path")
     if model.get("name") != "hf_causal_lm" or not pretrained or model.get("peft_config") or model.get("load_in_8bit"):
         return None
-    return str(pretrained) if re.match(r"[./~]|\w+:", str(pretrained)) else f"hf:{pretrained}"
+    is_folder = re.match(r"[./~]|\w+:", str(pretrained)) or Path(str(pretrained)).is_dir()
+    return str(pretrained) if is_folder else f"hf:{pretrained}"

@@ -104,11 +104,13 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
             f"{source_of('icl_tasks', layers)}: icl_tasks: no task given, expected names or files of tasks"
         )
     tasks = load_tasks(config.icl_tasks, config.task_folder, layers)
+    missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, missing = _without_missing(tasks)
-        notes += missing
     if config.eval_gauntlet is not None:
         _check_gauntlet(config.eval_gauntlet, layers)
+        notes += _note_incomplete(config.eval_gauntlet, tasks)
+    notes += missing
     return LoadedEval(config, tasks, notes)
 
 
@@ -119,6 +121,19 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
     if not here:
         raise ConfigError(f"skip_missing_tasks: the data of no task are here; {missing[0].dataset_uri} is the first")
     return here, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
+
+
+def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> list[str]:
+    """A note for each category that lacks a task, which would be known only when all has been asked."""
+    asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
+    lacking = {
+        category.name: [b.task for b in category.benchmarks if b.task not in asked] for category in gauntlet.categories
+    }
+    return [
+        f"eval_gauntlet: {name} needs {', '.join(lacks)}, not asked for now; without an earlier result it is left out"
+        for name, lacks in lacking.items()
+        if lacks
+    ]
 
 
 def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[Layer]) -> None:

@@ -704,6 +704,11 @@ class Benchmark:
     random_baseline: float
     """The accuracy that chance gives, below 1."""
 
+    @property
+    def task(self) -> str:
+        """As results name it: `arc_easy/3-shot`."""
+        return f"{self.name}/{self.num_fewshot}-shot"
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Category:

@@ -38,7 +38,7 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
     parts: dict[str, list[_Part]] = {}
     missing: dict[str, list[str]] = {}
     for category in config.categories:
-        names = [task_name(benchmark) for benchmark in category.benchmarks]
+        names = [benchmark.task for benchmark in category.benchmarks]
         if absent := [name for name in names if not _is_accuracy(tasks.get(name))]:
             missing[category.name] = absent
             continue
@@ -60,10 +60,6 @@ def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
     return config.averages or {"default_average": [category.name for category in config.categories]}
 
 
-def task_name(benchmark: Benchmark) -> str:
-    return f"{benchmark.name}/{benchmark.num_fewshot}-shot"
-
-
 def _is_accuracy(record: Record | None) -> bool:
     return record is not None and record["metric"] in ACCURACIES
 
@@ -77,7 +73,7 @@ def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part
         weight[config.weighting],
         (record[record["metric"]] - chance) * scale,
         error * scale,
-        data_of(record, task_name(benchmark)),
+        data_of(record, benchmark.task),
     )
 
 

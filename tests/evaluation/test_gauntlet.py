@@ -93,7 +93,7 @@ def checkout(tmp_path, monkeypatch):
 def test_an_evaluation_of_llm_foundry_loads_unchanged(checkout):
     config, tasks, notes = load_eval_config(["eval/yamls/hf_eval.yaml"])
     assert config.models == {"gpt-neo-125m": "hf:EleutherAI/gpt-neo-125m", "mpt_test": "runs/mpt"}
-    assert (config.precision, config.max_seq_len, config.fsdp) == ("bf16", 1024, True)
+    assert (config.precision, config.max_seq_len, config.fsdp) == ("bf16", 1024, False)
     assert [task.label for task in tasks] == ["arc", "gone"]
     assert config.eval_gauntlet == GauntletConfig(
         categories=[
@@ -105,7 +105,20 @@ def test_an_evaluation_of_llm_foundry_loads_unchanged(checkout):
     assert [note.split(" has no effect")[0] for note in notes] == [
         "eval/yamls/hf_eval.yaml: seed",
         "eval/yamls/hf_eval.yaml: device_eval_batch_size",
+        "eval/yamls/hf_eval.yaml: fsdp_config",
     ]
+
+
+def test_a_category_that_lacks_a_task_is_named_before_anything_starts(checkout):
+    (checkout / "eval/yamls/tasks.yaml").write_text(TASKS.replace("[0, 3]", "[0]"))
+    assert load_eval_config(["eval/yamls/hf_eval.yaml"]).notes[-1] == (
+        "eval_gauntlet: knowledge needs arc/3-shot, not asked for now; without an earlier result it is left out"
+    )
+
+
+def test_a_folder_of_a_model_is_read_where_it_is(checkout):
+    (checkout / "EleutherAI/gpt-neo-125m").mkdir(parents=True)
+    assert load_eval_config(["eval/yamls/hf_eval.yaml"]).config.models["gpt-neo-125m"] == "EleutherAI/gpt-neo-125m"
 
 
 def test_a_task_without_its_data_is_left_out_by_name_when_asked_to(checkout):

@@ -827,7 +827,7 @@ def test_a_text_has_no_examples_to_show(tmp_path):
         ("metadata: {}", "metadata: unknown key; valid keys here: models, icl_tasks"),
         (
             "models: [{model_name: a}]",
-            "icl.yaml: models[0]: {'model_name': 'a'} given; expected model_name and, for an",
+            "icl.yaml: models[0]: 'a' is not evaluated here; expected an MPT's load_path, or",
         ),
     ],
 )
