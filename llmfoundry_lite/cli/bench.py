@@ -107,15 +107,22 @@ def bench_profile(
     run(arguments, num_ranks, active, out)
 
 
+LayerDtypes = Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")]
+LayerAttention = Annotated[str, typer.Option(help="Implementations [all that this device has].")]
+LayerWidth = Annotated[int, typer.Option(min=1, help="Of the residual stream.")]
+LayerHeads = Annotated[int, typer.Option(min=1)]
+LayerRepeats = Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")]
+
+
 @bench.command("block")
 def bench_block(
     batches: Annotated[str, typer.Option(help="Samples, with commas.")] = "8,16,32,64",
-    dtypes: Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")] = "fp32,fp16,bf16",
+    dtypes: LayerDtypes = "fp32,fp16,bf16",
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 1024,
-    attention: Annotated[str, typer.Option(help="Implementations [all that this device has].")] = "",
-    width: Annotated[int, typer.Option(min=1, help="Of the residual stream.")] = 1600,
-    heads: Annotated[int, typer.Option(min=1)] = 25,
-    num_repeats: Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")] = 3,
+    attention: LayerAttention = "",
+    width: LayerWidth = 1600,
+    heads: LayerHeads = 25,
+    num_repeats: LayerRepeats = 3,
     minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
     out: Annotated[Path | None, typer.Option(help="Also write block.json, .md and .png to this folder.")] = None,
 ) -> None:
@@ -139,12 +146,12 @@ def bench_block(
 @bench.command("seqlen")
 def bench_seqlen(
     lengths: Annotated[str, typer.Option(help="Tokens in a sample, with commas.")] = "1024,2048,4096,8192,16384,65536",
-    dtypes: Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")] = "bf16",
+    dtypes: LayerDtypes = "bf16",
     batch_size: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
-    attention: Annotated[str, typer.Option(help="Implementations [all that this device has].")] = "",
-    width: Annotated[int, typer.Option(min=1, help="Of the residual stream.")] = 1600,
-    heads: Annotated[int, typer.Option(min=1)] = 25,
-    num_repeats: Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")] = 3,
+    attention: LayerAttention = "",
+    width: LayerWidth = 1600,
+    heads: LayerHeads = 25,
+    num_repeats: LayerRepeats = 3,
     minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
     out: Annotated[Path | None, typer.Option(help="Also write seqlen.json, .md and .png to this folder.")] = None,
 ) -> None:
