@@ -87,9 +87,7 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     for path in config.callbacks.extra:
         check_import_path("callbacks", path, layers)
     _check_schedule_units(config, layers, refuse)
-    warmup, end = Duration.parse(config.scheduler.t_warmup), Duration.parse(config.scheduler.t_max)
-    if warmup.unit == end.unit and warmup.value > end.value:
-        refuse("scheduler.t_warmup", f"{warmup} is more than t_max, {end}; the warm-up is part of the schedule")
+    _check_schedule_spans(config, refuse)
 
 
 def check_batch(config: TrainConfig, layout: Layout) -> None:
@@ -134,8 +132,8 @@ def _check_schedule_units(config: TrainConfig, layers: Sequence[Layer], refuse: 
     """The schedule counts in the unit of max_duration alone, so that the learning rate depends on nothing else."""
     schedule, run = config.scheduler, Duration.parse(config.max_duration)
     epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
-    is_inverse_root = schedule.name == "inv_sqrt_with_warmup"
-    for name in ("t_warmup", "t_max", "t_scale", "t_cooldown") if is_inverse_root else ("t_warmup", "t_max"):
+    more = {"inv_sqrt_with_warmup": ("t_scale", "t_cooldown"), "warmup_stable_decay": ("t_decay",)}
+    for name in ("t_warmup", "t_max", *more.get(schedule.name, ())):
         key, span = f"scheduler.{name}", Duration.parse(getattr(schedule, name))
         if span.value == 0 or span.unit in ("dur", run.unit):
             continue
@@ -144,6 +142,23 @@ def _check_schedule_units(config: TrainConfig, layers: Sequence[Layer], refuse: 
         equivalent = _convert_span(span, run.unit, config)
         hint = f"that is {equivalent}" if equivalent else "a share of the run is written 0.1dur"
         refuse(key, f"{span} given, expected a span in {run.unit}, the unit of max_duration, or in dur; {hint}{epochs}")
+
+
+def _check_schedule_spans(config: TrainConfig, refuse: Refuse) -> None:
+    """Warm-up and decay are parts of the schedule, one after the other."""
+    run, schedule = Duration.parse(config.max_duration), config.scheduler
+    warmup, decay, end = (Duration.parse(span) for span in (schedule.t_warmup, schedule.t_decay, schedule.t_max))
+    if warmup.unit == end.unit and warmup.value > end.value:
+        refuse("scheduler.t_warmup", f"{warmup} is more than t_max, {end}; the warm-up is part of the schedule")
+
+    def length(span: Duration) -> float:
+        return span.value * run.value if span.unit == "dur" else span.value
+
+    if schedule.name == "warmup_stable_decay" and length(warmup) + length(decay) > length(end):
+        refuse(
+            "scheduler.t_decay",
+            f"{decay} after a warm-up of {warmup} is more than t_max, {end} (max_duration: {run}); shorten one of them",
+        )
 
 
 def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | None:

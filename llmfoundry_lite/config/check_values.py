@@ -48,8 +48,9 @@ CHOICES = {
     "optimizer.name": ("decoupled_adamw", "adamw", "lion", "decoupled_lionw", "python:"),
     "scheduler.name": (
         *("constant_with_warmup", "cosine_with_warmup"),
-        *("linear_decay_with_warmup", "inv_sqrt_with_warmup"),
+        *("linear_decay_with_warmup", "inv_sqrt_with_warmup", "warmup_stable_decay"),
     ),
+    "scheduler.decay": ("linear", "cosine", "1-sqrt"),
     "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
     "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
     "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
@@ -107,6 +108,7 @@ DURATIONS = {
     "scheduler.t_max": (*TIME_UNITS, "dur"),
     "scheduler.t_scale": (*TIME_UNITS, "dur"),
     "scheduler.t_cooldown": (*TIME_UNITS, "dur"),
+    "scheduler.t_decay": (*TIME_UNITS, "dur"),
 }
 
 MAY_BE_ZERO = ("scheduler.t_warmup", "scheduler.t_cooldown")
@@ -133,6 +135,7 @@ SYNONYMS = {
     "decoupled_lion": "decoupled_lionw",
     "mpt": "mpt_causal_lm",
     "triton": "flash",
+    "wsd": "warmup_stable_decay",
 }
 """Other libraries' words for our values."""
 

@@ -326,14 +326,18 @@ class OptimizerConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SchedulerConfig:
     name: str
-    """constant_with_warmup, cosine_with_warmup, linear_decay_with_warmup, inv_sqrt_with_warmup"""
+    """constant_with_warmup, cosine_with_warmup, linear_decay_with_warmup, inv_sqrt_with_warmup, warmup_stable_decay"""
     t_warmup: str | int = "0ba"
     """Linear warm-up from 0."""
     t_max: str | int = "1dur"
     alpha_i: float = 1.0
     """linear: the multiplier after warm-up."""
     alpha_f: float = 0.0
-    """cosine, linear: the multiplier at t_max."""
+    """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
+    t_decay: str | int = "0.1dur"
+    """warmup_stable_decay: the span of the decay, which ends at t_max. Until then the rate is lr."""
+    decay: str = "linear"
+    """warmup_stable_decay: the decay's shape, linear, cosine or 1-sqrt."""
     t_scale: str | int = "1ba"
     """inv_sqrt: the time scale of the decay."""
     t_cooldown: str | int = "0ba"

@@ -28,6 +28,9 @@ def learning_rate_multiplier(schedule: SchedulerConfig, max_duration: Duration, 
             return t / t_warmup
         return _inverse_square_root(schedule, t, t_warmup, t_max, span(schedule.t_scale), span(schedule.t_cooldown))
 
+    if schedule.name == "warmup_stable_decay" and t >= t_warmup:
+        return _stable_then_decayed(schedule, t, t_max, span(schedule.t_decay))
+
     start = schedule.alpha_i if schedule.name == "linear_decay_with_warmup" else 1.0
     if t < t_warmup:
         return start * t / t_warmup
@@ -52,6 +55,21 @@ def _inverse_square_root(
     fraction = min(1.0, (t - cooldown_start) / t_cooldown)
     peak = decayed(cooldown_start)
     return peak + fraction * (schedule.alpha_f_cooldown - peak)
+
+
+def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_decay: float) -> float:
+    """MiniCPM's schedule (Hu et al. 2024); 1-sqrt is the decay of Hägele et al. 2024.
+
+    Before t_max - t_decay nothing depends on when the run ends. So any checkpoint from before it can be carried on
+    with another end, or decay at once.
+    """
+    fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay))
+    left = {
+        "linear": 1.0 - fraction,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * fraction)),
+        "1-sqrt": 1.0 - math.sqrt(fraction),
+    }[schedule.decay]
+    return schedule.alpha_f + (1.0 - schedule.alpha_f) * left
 
 
 class LearningRate(Callback):

@@ -564,6 +564,24 @@ def test_the_schedule_is_counted_in_the_unit_of_the_run():
     assert load(*inverse_root, "scheduler.t_scale=8sp").config.scheduler.t_scale == "8sp"
 
 
+def test_a_decay_is_a_span_after_the_warm_up():
+    stable = ("scheduler.name=warmup_stable_decay", "max_duration=20ba", "scheduler.t_warmup=10ba")
+    assert load(*stable).config.scheduler.t_decay == "0.1dur"
+    load(*stable, "scheduler.t_decay=10ba")
+    assert refusal("run.yaml", *stable, "scheduler.t_decay=11ba") == (
+        "command line: scheduler.t_decay: 11ba after a warm-up of 10ba is more than t_max, 1.0dur (max_duration: "
+        "20ba); shorten one of them"
+    )
+    assert refusal("run.yaml", *stable, "scheduler.t_decay=160sp") == (
+        "command line: scheduler.t_decay: 160sp given, expected a span in ba, the unit of max_duration, or in dur; "
+        "that is 20ba"
+    )
+    assert refusal("run.yaml", *stable, "scheduler.decay=sqrt").startswith(
+        "command line: scheduler.decay: 'sqrt' is not known; "
+    )
+    assert "did you mean warmup_stable_decay?" in refusal("run.yaml", "scheduler.name=wsd")
+
+
 @pytest.mark.parametrize(
     "argument",
     [

@@ -63,6 +63,20 @@ def test_with_load_path_too_and_a_run_folder_is_enough(tmp_path, base):
 
 
 @pytest.mark.slow
+def test_a_stable_rate_decays_from_any_checkpoint(tmp_path, base):
+    folder, config = base
+    stable = {"name": "warmup_stable_decay", "t_warmup": "0ba", "t_decay": "4ba"}
+    changes = {"load_path": str(saves(folder, "base") / "ba4"), "scheduler": stable, "max_duration": "8ba"}
+    result = run(tmp_path, config, "decayed", **changes)
+    assert (
+        "scheduler.name constant_with_warmup -> warmup_stable_decay, scheduler.t_decay 0.1dur -> 4ba" in result.output
+    )
+    assert values(metrics(tmp_path, "decayed"), "lr") == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert losses(tmp_path, "decayed")[:2] == losses(folder, "base")[4:6], "the first batch has the whole rate"
+    assert segment_of(tmp_path, "decayed").changes["scheduler.t_decay"] == ["0.1dur", "4ba"]
+
+
+@pytest.mark.slow
 def test_the_same_configuration_changes_nothing(tmp_path, base):
     folder, config = base
     run(tmp_path, config, "run", stop_after="4ba")

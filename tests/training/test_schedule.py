@@ -49,6 +49,28 @@ def test_inverse_square_root_decays_and_cools_down():
     assert at(100, **options) == pytest.approx(0.0)
 
 
+def test_the_rate_is_stable_between_warm_up_and_decay():
+    options = {"name": "warmup_stable_decay", "t_warmup": "10ba", "t_decay": "20ba", "alpha_f": 0.1}
+    assert [at(t, **options) for t in (0, 5, 9, 10, 11, 79, 80)] == [0.0, 0.5, 0.9, 1.0, 1.0, 1.0, 1.0]
+    assert [at(t, **options) for t in (81, 90, 99, 100, 120)] == pytest.approx([0.955, 0.55, 0.145, 0.1, 0.1])
+    assert at(5, **{**options, "t_warmup": "0ba", "t_decay": "1dur"}) == pytest.approx(0.955)
+
+
+@pytest.mark.parametrize(
+    ("decay", "quarter", "half"), [("linear", 3 / 4, 1 / 2), ("cosine", 0.853553, 1 / 2), ("1-sqrt", 1 / 2, 0.292893)]
+)
+def test_a_stable_rate_decays_in_three_shapes(decay, quarter, half):
+    options = {"name": "warmup_stable_decay", "t_decay": "0.4dur", "decay": decay}
+    assert [at(t, **options) for t in (0, 60, 70, 80, 100)] == pytest.approx([1.0, 1.0, quarter, half, 0.0])
+
+
+def test_before_its_decay_a_stable_rate_does_not_depend_on_the_run_s_end():
+    options = {"name": "warmup_stable_decay", "t_warmup": "10ba", "t_decay": "20ba"}
+    rates = [[at(t, end, **options) for t in range(41)] for end in ("60ba", "1000ba")]
+    assert rates[0] == rates[1]
+    assert at(41, "60ba", **options) == pytest.approx(0.95)
+
+
 @pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup"])
 def test_agrees_with_composer_where_composer_has_the_schedule(name):
     from types import SimpleNamespace
