@@ -261,3 +261,14 @@ def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
     assert second.startswith("ranks 2-3: block 1, block 4, last norm, head and loss; ")
     assert ["the fullest: about" in line for line in (first, second)].count(True) == 1
     assert "4 = 2 stages of blocks (pipeline) x 2 shares of a copy (shard)" in text
+
+
+def test_blocks_given_for_each_stage_decide_which_is_the_fullest(tmp_path, data):
+    def stages_line(blocks, number):
+        stages = {"pipeline_parallel_degree": 2, "blocks": blocks}
+        config, _ = check(tmp_path, tiny_config(data, pp_config=stages, model__n_layers=5), world_size=2)
+        lines = preflight.describe(config, layout_of(config, 2), preflight.Preflight()).splitlines()
+        return lines[lines.index("stages         1f1b") + 1 + number].strip()
+
+    assert stages_line([4, 1], 0).startswith("rank 0: embeddings, blocks 0-3; the fullest: ")
+    assert stages_line([1, 4], 1).startswith("rank 1: blocks 1-4, last norm, head and loss; the fullest: ")

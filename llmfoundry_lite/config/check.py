@@ -111,21 +111,31 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
 
 def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
     """A schedule needs as many microbatches as there are stages; interleaved ones, the same number in each round."""
-    pipeline, degree = config.pipeline, layout.pipeline
-    if pipeline.num_microbatches is not None and num_samples % pipeline.num_microbatches:
-        fitting = either([str(n) for n in divisors(num_samples) if n >= degree] or ["a larger batch"])
-        raise ConfigError(
-            f"pp_config.num_microbatches: {pipeline.num_microbatches} does not divide the {num_samples} samples of a "
-            f"data rank; use {fitting}"
-        )
+    pipeline, size = config.pipeline, config.device_train_microbatch_size
+    what = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
+    fitting = [count for count in divisors(num_samples) if takes_microbatches(pipeline, count)]
     count = -(-num_samples // config.first_microbatch_size(num_samples))
-    is_auto = config.device_train_microbatch_size == "auto"
-    if not any(takes_microbatches(pipeline, n) for n in (range(1, count + 1) if is_auto else [count])):
-        key = "device_train_microbatch_size" if config.device_train_microbatch_size else "pp_config.num_microbatches"
+    if size == "auto":
+        fits = any(takes_microbatches(pipeline, n) for n in range(1, count + 1))
+    elif size is None and pipeline.num_microbatches is not None:
+        count, fits = pipeline.num_microbatches, pipeline.num_microbatches in fitting
+    else:
+        fits = takes_microbatches(pipeline, count)
+    if fits:
+        return
+    if not fitting:
         raise ConfigError(
-            f"{key}: {num_samples} samples of a data rank are {count} microbatches, and {pipeline.schedule} of "
-            f"{degree} stages takes a multiple of {degree}; change it or the batch, or use schedule: gpipe"
+            f"global_train_batch_size: {what} fit no number of microbatches; use a batch that gives a data rank a "
+            f"multiple of {layout.pipeline} samples, or schedule: gpipe"
         )
+    if size is None:
+        raise ConfigError(
+            f"pp_config.num_microbatches: {count} does not fit {what}; use {either([str(n) for n in fitting])}"
+        )
+    sizes = either([str(num_samples // n) for n in reversed(fitting)])
+    raise ConfigError(
+        f"device_train_microbatch_size: {size} makes {count} microbatch(es) of {what}, which does not fit; use {sizes}"
+    )
 
 
 def _check_schedule_units(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
@@ -226,6 +236,8 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
             f"{degree} x {num_runs} runs of blocks are more than model.n_layers, {config.model.n_layers}; "
             "use a smaller degree or fewer virtual_stages",
         )
+    if pipeline.blocks is not None:
+        _check_blocks(pipeline.blocks, degree, num_runs, config.model.n_layers, refuse)
     if pipeline.num_microbatches is not None and config.device_train_microbatch_size is not None:
         refuse("pp_config.num_microbatches", "both it and device_train_microbatch_size given; use one of them")
     if pipeline.splits_backward and config.compile_config is not None:
@@ -254,6 +266,19 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
         if getattr(fsdp, key):
             refuse(f"fsdp_config.{key}", "does not go with pp_config; remove one of them")
     _check_shared_loaders(config, "pp_config", "the devices of all stages", refuse)
+
+
+def _check_blocks(blocks: Sequence[int], degree: int, num_runs: int, n_layers: int, refuse: Refuse) -> None:
+    given = f"{list(blocks)} given"
+    if len(blocks) != degree * num_runs:
+        what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
+        refuse("pp_config.blocks", f"{given}, expected {degree * num_runs} counts, for {what}")
+    if min(blocks) < 1:
+        refuse("pp_config.blocks", f"{given}, expected 1 or more for each")
+    if sum(blocks) != n_layers:
+        refuse(
+            "pp_config.blocks", f"{given}, {sum(blocks)} in all, and model.n_layers is {n_layers}; change one of them"
+        )
 
 
 def _check_shared_loaders(config: TrainConfig, cause: str, readers: str, refuse: Refuse) -> None:

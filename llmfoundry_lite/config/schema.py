@@ -398,6 +398,8 @@ class PipelineConfig:
     schedule changes the gradient."""
     virtual_stages: int | None = None
     """Runs of blocks on each device. Default: 2 for interleaved and zbv, else 1."""
+    blocks: list[int] | None = None
+    """Blocks of each run, through the model. Default: divided evenly by parameters, embedding and head counted."""
     num_microbatches: int | None = None
     """Default: what device_train_microbatch_size makes; without that, about 4 for each stage."""
 

@@ -34,7 +34,7 @@ def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]
     """
     degree, num_stages = pipeline.pipeline_parallel_degree, pipeline.pipeline_parallel_degree * pipeline.num_runs
     end, stages = 0, []
-    for index, count in enumerate(divide_blocks(model, num_stages)):
+    for index, count in enumerate(pipeline.blocks or divide_blocks(model, num_stages)):
         stages.append(Stage(index=index, num_stages=num_stages, blocks=range(end, end := end + count)))
     if pipeline.schedule == "zbv":
         return [[stages[rank], stages[-1 - rank]] for rank in range(degree)]

@@ -36,6 +36,14 @@ def test_the_ends_get_fewer_blocks_for_their_embedding_and_head():
     assert divide_blocks(ModelConfig(n_layers=4, vocab_size=1), 2) == [2, 2]
 
 
+def test_blocks_are_divided_as_given():
+    given = PipelineConfig(pipeline_parallel_degree=2, schedule="interleaved", blocks=[1, 2, 20, 9])
+    assert [[stage.blocks for stage in stages] for stages in stages_of(MPT_7B, given)] == [
+        [range(1), range(3, 23)],
+        [range(1, 3), range(23, 32)],
+    ]
+
+
 def test_a_stage_costs_no_more_than_any_other_way_of_dividing():
     model = ModelConfig(d_model=128, n_heads=4, n_layers=9, vocab_size=3_000)
     block, end = 12 * 128**2, 3_000 * 128

@@ -106,6 +106,7 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero bubble, one run": (2, UNTIED, stages(schedule="zero_bubble")),
     "zbv, untied": (2, UNTIED, stages(schedule="zbv")),
     "four stages, llama": (4, LLAMA, stages(4)),
+    "blocks as given": (2, UNTIED | {"n_layers": 5}, stages(schedule="interleaved", blocks=[2, 1, 1, 1])),
     "learned positions, recomputed": (2, LEARNED, stages() | {"fsdp_config": {"activation_checkpointing": True}}),
     "sharded, selective": (4, {}, stages() | {"fsdp_config": {"activation_checkpointing": "selective"}}),
 }
@@ -211,6 +212,12 @@ REFUSED = {
     "pp_config.schedule=interleaved model.n_layers=3": (
         "pp_config.pipeline_parallel_degree: 2 x 2 runs of blocks are more than model.n_layers, 3; use a smaller"
     ),
+    "pp_config.blocks=[1,2,1]": "pp_config.blocks: [1, 2, 1] given, expected 2 counts, for 2 stages",
+    "pp_config.schedule=interleaved pp_config.blocks=[1,3]": (
+        "pp_config.blocks: [1, 3] given, expected 4 counts, for 2 x 2 runs of blocks"
+    ),
+    "pp_config.blocks=[0,4]": "pp_config.blocks: [0, 4] given, expected 1 or more for each",
+    "pp_config.blocks=[1,2]": ("pp_config.blocks: [1, 2] given, 3 in all, and model.n_layers is 4; change one of them"),
     "pp_config.num_microbatches=4": (
         "pp_config.num_microbatches: both it and device_train_microbatch_size given; use one of them"
     ),
@@ -252,13 +259,26 @@ def test_what_cannot_be_pipelined_is_refused_by_name(tmp_path, argument):
         (
             2,
             "device_train_microbatch_size=8",
-            "device_train_microbatch_size: 8 samples of a data rank are 1 microbatches, and 1f1b of 2 stages takes a "
-            "multiple of 2; change it or the batch, or use schedule: gpipe",
+            "device_train_microbatch_size: 8 makes 1 microbatch(es) of 8 samples of a data rank through 2 stages of "
+            "1f1b, which does not fit; use 1, 2 or 4",
         ),
         (
             2,
             "device_train_microbatch_size=null pp_config.num_microbatches=3",
-            "pp_config.num_microbatches: 3 does not divide the 8 samples of a data rank; use 2, 4 or 8",
+            "pp_config.num_microbatches: 3 does not fit 8 samples of a data rank through 2 stages of 1f1b; use 2, 4 or "
+            "8",
+        ),
+        (
+            2,
+            "device_train_microbatch_size=null pp_config.num_microbatches=1",
+            "pp_config.num_microbatches: 1 does not fit 8 samples of a data rank through 2 stages of 1f1b; use 2, 4 or "
+            "8",
+        ),
+        (
+            2,
+            "device_train_microbatch_size=1 global_train_batch_size=1",
+            "global_train_batch_size: 1 samples of a data rank through 2 stages of 1f1b fit no number of microbatches; "
+            "use a batch that gives a data rank a multiple of 2 samples, or schedule: gpipe",
         ),
     ],
 )
