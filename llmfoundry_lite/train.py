@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_here
-from llmfoundry_lite.config.load_train import DRY_RUNS, load_train_config
+from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.ranks.ending import run_and_exit
@@ -27,6 +27,8 @@ key=value   laid over all files: max_duration=1000ba model.d_model=256
 --dry-run   print the resolved configuration, its arithmetic, a memory estimate and what was not checked, and exit
 --dry-run=here   the same, and exit code 2 where data, tokenizer or memory of this machine's devices do not suffice
 
+With -n, ranks that die or freeze start again from the newest save: llmfoundry-lite train -n 8 --max-restarts 3 ...
+
 Exit codes: 0 done, 2 the configuration or the data is wrong, 75 preempted (run the same command again), 1 a bug.
 """
 
@@ -37,6 +39,28 @@ def main(arguments: Sequence[str]) -> None:
         if here.rank == 0:
             print(HELP, end="")
         return
+    invocation, layout, found = check(arguments)
+    if here.rank == 0:
+        for note in invocation.notes:
+            print(printable(note))
+    if invocation.dry_run:
+        if here.rank == 0:
+            is_for_here = invocation.dry_run == "here"
+            print(preflight.describe(invocation.config, layout, found, is_for_here=is_for_here))
+        return
+
+    for name, value in invocation.config.environment.items():
+        os.environ.setdefault(name, value)  # before torch looks
+    from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
+
+    train(invocation.config)
+
+
+def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Preflight]:
+    """Everything that can be said before anything heavy starts.
+
+    Raises UserError; the status of an earlier launch of that run then says that this one has failed.
+    """
     try:
         invocation = load_train_config(arguments)
         config = invocation.config
@@ -47,22 +71,10 @@ def main(arguments: Sequence[str]) -> None:
         if invocation.dry_run == "here":
             check_this_machine(config, layout)
     except UserError as error:
-        if here.local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
+        if this_rank().local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
             preflight.record_refusal(arguments, str(error))
         raise
-    if here.rank == 0:
-        for note in invocation.notes:
-            print(printable(note))
-    if invocation.dry_run:
-        if here.rank == 0:
-            print(preflight.describe(config, layout, found, is_for_here=invocation.dry_run == "here"))
-        return
-
-    for name, value in config.environment.items():
-        os.environ.setdefault(name, value)  # before torch looks
-    from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
-
-    train(config)
+    return invocation, layout, found
 
 
 def check_this_machine(config: TrainConfig, layout: Layout) -> None:

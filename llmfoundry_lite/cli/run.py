@@ -2,12 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from llmfoundry_lite.config.load_train import DRY_RUNS
 from llmfoundry_lite.errors import UserError
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -16,32 +17,67 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Processes on this machine.")]
 
 
-def train(context: typer.Context, num_ranks: Ranks = 1) -> None:
+Restarts = Annotated[int, typer.Option("--max-restarts", min=0, help="With -n: after ranks that died or froze.")]
+LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [logs in the run's folder].")]
+
+
+def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = 3, log_dir: LogDir = None) -> None:
     """Train a model: YAML files or names, then key=value; --help has more."""
-    from llmfoundry_lite.train import main
+    from llmfoundry_lite.train import check, main
 
-    _run("llmfoundry_lite.train", main, context.args, num_ranks)
+    if not _is_launch(context.args, num_ranks):
+        _run_here("llmfoundry_lite.train", main, context.args)
+    config = check(context.args)[0].config
+    logs = log_dir or Path(config.run_folder) / "logs"
+    _launch("train", "training.train", context.args, config.environment, num_ranks, max_restarts, logs)
 
 
-def evaluate(context: typer.Context, num_ranks: Ranks = 1) -> None:
+def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
     """Evaluate models in context: models.NAME=WHERE; --help has more."""
+    from llmfoundry_lite.config.load_eval import load_eval_config
     from llmfoundry_lite.eval import main
 
-    _run("llmfoundry_lite.eval", main, context.args, num_ranks)
+    if not _is_launch(context.args, num_ranks):
+        _run_here("llmfoundry_lite.eval", main, context.args)
+    config, _, _ = load_eval_config(context.args)
+    logs = log_dir or Path(config.results_folder) / "logs"
+    _launch("eval", "suite", context.args, config.environment, num_ranks, 0, logs)
 
 
-def _run(module: str, main: Callable[[Sequence[str]], None], arguments: list[str], num_ranks: int) -> None:
-    """One rank in this process; several by Composer's launcher, which hands their exit codes on."""
+def _is_launch(arguments: Sequence[str], num_ranks: int) -> bool:
+    """Whether there are ranks to start. One runs in this process, and so does what only tells of many."""
     if num_ranks == 1:
-        from llmfoundry_lite.ranks.ending import run_and_exit
+        return False
+    from llmfoundry_lite.launcher.launch import places, refuse_other_launchers
 
-        sys.argv = [module, *arguments]
-        run_and_exit(main)
-    from llmfoundry_lite.preflight import check_installed
+    refuse_other_launchers()
+    os.environ.update(places(num_ranks) | {"RANK": "0", "LOCAL_RANK": "0"})
+    return not {"-h", "--help", *DRY_RUNS} & set(arguments)
 
-    check_installed("composer")
-    launcher = Path(sys.executable).with_name("composer")
-    os.execv(launcher, [str(launcher), "-n", str(num_ranks), "-m", module, *arguments])
+
+def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: list[str]) -> NoReturn:
+    from llmfoundry_lite.ranks.ending import run_and_exit
+
+    sys.argv = [module, *arguments]
+    run_and_exit(main)
+
+
+def _launch(
+    program: str,
+    imports: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    num_ranks: int,
+    max_restarts: int,
+    logs: Path,
+) -> NoReturn:
+    from llmfoundry_lite.launcher.launch import Launcher, Program
+
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)  # before torch looks, in the process that imports it
+    package = "llmfoundry_lite"
+    launcher = Launcher(Program(f"{package}.{program}", f"{package}.{imports}"), num_ranks, max_restarts, logs)
+    raise typer.Exit(launcher.run(arguments))
 
 
 def generate(

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError, printable
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
@@ -43,7 +43,7 @@ ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
 
 
-def run_and_exit(main: Callable[[Sequence[str]], None]) -> None:
+def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
     _shield_resource_tracker()
     raise_when_interrupted()
@@ -200,8 +200,16 @@ def _last_line(text: str) -> str:
     return text.splitlines()[-1].removeprefix("error: ")
 
 
+RANK_LOGS = "LLMFOUNDRY_LITE_RANK_LOGS"
+"""Our launcher says where it keeps what ranks other than 0 print."""
+LAUNCHED_AT = "LLMFOUNDRY_LITE_LAUNCHED_AT"
+"""And when it began, in seconds since 1970: `max_wall_time` counts from there, over all restarts."""
+
+
 def where_outputs_are() -> str:
     """Where to read what other ranks have said, by the launcher's ways."""
+    if RANK_LOGS in os.environ:
+        return f"{os.environ[RANK_LOGS]}/rank1.txt and so on"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun shows it, or keeps it with --log-dir DIR --redirects 3"
     if "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -216,7 +224,7 @@ def _process_group_store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """Exit without waiting: exit handlers of a rank that failed may sit in a collective no one else will join."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from llmfoundry_lite.errors import EXIT_PREEMPTED
 from llmfoundry_lite.ranks.ending import (
     EXIT_INTERRUPTED,
+    LAUNCHED_AT,
     LEAVING_SIGNALS,
     announce_preemption,
     announced_preemption,
@@ -53,7 +54,8 @@ class Preemption:
     ):
         self.stop_file = run_folder / STOP
         self.grace_seconds = grace_seconds
-        age_seconds = time.time() - psutil.Process().create_time()
+        launched_at = float(os.environ.get(LAUNCHED_AT) or psutil.Process().create_time())
+        age_seconds = time.time() - launched_at
         self.deadline = time.monotonic() - age_seconds + max_wall_seconds if max_wall_seconds is not None else None
         self.on_timeout = on_timeout
         """Called with the reason just before the process is ended for being late; rank 0 writes status.json here."""

@@ -1,0 +1,155 @@
+"""`llmfoundry-lite train -n 8`: the launcher of one node.
+
+It imports nothing heavy itself. A server imports the training code once, where each rank of `composer` does so for
+itself. When a rank dies or freezes, all start again from the newest save, and training goes on within seconds.
+
+torch's own agent (`torchrun`) would be less code. But it needs torch in the launcher, which takes seconds; it makes 1
+of every exit code; it learns of a stopped process only when a collective times out. Several nodes stay its work.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printable
+from llmfoundry_lite.launcher.server import open_channel
+from llmfoundry_lite.launcher.world import Outcome, World, log_of
+from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
+
+PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Before the first restart, the second, …; the last one from then on."""
+LINES_QUOTED = 15
+END_SECONDS = 5.0
+
+
+class Program(NamedTuple):
+    """What every rank runs."""
+
+    module: str
+    """Its `main(arguments)`."""
+    imports: str
+    """The module that takes long to import, which is done once for all ranks."""
+
+
+def places(num_ranks: int) -> dict[str, str]:
+    """What all ranks of one node are told alike."""
+    return {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "NODE_RANK": "0"}
+
+
+def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError inside of another launcher, each of whose ranks would begin as many again."""
+    under_srun = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    if under_srun or "RANK" in environment:
+        other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
+        raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
+
+
+class Launcher:
+    """One launch: `num_ranks` ranks of `program`, begun again at most `max_restarts` times."""
+
+    def __init__(self, program: Program, num_ranks: int, max_restarts: int, logs: Path):
+        self.program = program
+        self.num_ranks = num_ranks
+        self.max_restarts = max_restarts
+        self.logs = logs
+        """rank1.txt, rank2.txt, …: what ranks other than 0 say, of all tries of this launch."""
+        self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._world: World | None = None
+        self._asked = threading.Event()
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Returns the exit code of the launch. Ranks that a signal asks to leave are not started again, nor are those
+        that have left with a code of ours other than EXIT_BUG."""
+        for rank in range(1, self.num_ranks):
+            log_of(self.logs, rank).unlink(missing_ok=True)
+        for number in LEAVING_SIGNALS:
+            signal.signal(number, self._hand_on)
+        launched_at = {LAUNCHED_AT: str(time.time()), RANK_LOGS: str(self.logs)}
+        environment = {**places(self.num_ranks), **launched_at, "MASTER_ADDR": "127.0.0.1"}
+        num_restarts = 0
+        try:
+            while True:
+                again = ["autoresume=true"] if num_restarts else []
+                outcome = self._try([*arguments, *again], {**environment, "MASTER_PORT": str(free_port())})
+                if outcome.code != EXIT_BUG or self._asked.is_set():
+                    return outcome.code
+                if num_restarts == self.max_restarts:
+                    say(self._give_up(outcome))
+                    return EXIT_BUG
+                pause = PAUSE_SECONDS[min(num_restarts, len(PAUSE_SECONDS) - 1)]
+                num_restarts += 1
+                when = f" in {pause:g} s" if pause else ""
+                say(f"{outcome.culprit}; restart {num_restarts} of {self.max_restarts}{when}, from the newest save")
+                if self._asked.wait(pause):
+                    return EXIT_PREEMPTED
+        finally:
+            self._stop_server()
+
+    def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Outcome:
+        server, channel = self._server = self._running_server()
+        self._world = World(channel, server.pid, self.num_ranks)
+        if self._asked.is_set():  # meanwhile
+            self._world.is_asked_to_leave = True
+        self._world.start(arguments, environment, self.logs)
+        outcome = self._world.wait()
+        if self._asked.is_set() and not self._world.processes:
+            say("asked to leave before the ranks had begun; run the same command again")
+        return outcome
+
+    def _running_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The one there is; another if that has ended."""
+        if self._server is not None and self._server[0].poll() is None:
+            return self._server
+        mine, its = open_channel()
+        names = [str(its.fileno()), str(os.getpid()), *self.program]
+        command = [sys.executable, "-m", "llmfoundry_lite.launcher.server", *names]
+        process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+        its.close()
+        return process, mine
+
+    def _stop_server(self) -> None:
+        if self._server is None:
+            return
+        process, channel = self._server
+        channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        process.kill()
+        process.wait()
+
+    def _hand_on(self, number: int, frame: Any) -> None:
+        self._asked.set()
+        if self._world is not None:
+            self._world.is_asked_to_leave = True
+            self._world.signal(number)
+
+    def _give_up(self, outcome: Outcome) -> str:
+        """The reason, and the last words of the rank whose words are in a file."""
+        text = outcome.culprit
+        if self.max_restarts:
+            text += f"; that was restart {self.max_restarts} of {self.max_restarts}"
+        if not outcome.rank:
+            return text
+        log = log_of(self.logs, outcome.rank)
+        with suppress(OSError):
+            lines = log.read_text(errors="replace").splitlines()[-LINES_QUOTED:]
+            text += f"; the end of {log}:" + "".join(f"\n  {line}" for line in lines)
+        return text
+
+
+def say(text: str) -> None:
+    print(f"launcher: {printable(text, keep=chr(10))}", file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,170 @@
+"""A process that imports the training code once. Each rank is a fork of it, and starts at once.
+
+    python -m llmfoundry_lite.launcher.server DESCRIPTOR LAUNCHER PROGRAM IMPORTS
+
+Server and ranks share one end of a socket, the launcher has the other: `Start` goes down, the rest comes up.
+No process outlives the one that began it: Linux kills the server with the launcher, and the ranks with the server.
+A fork inherits what the server has opened, so nothing here touches a device or starts a thread.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llmfoundry_lite.ranks.ending import LEAVING_SIGNALS, run_and_exit
+
+BEAT_SECONDS = 1.0
+MESSAGE_BYTES = 1 << 17
+PR_SET_PDEATHSIG = 1
+"""Of Linux's <sys/prctl.h>."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin this rank."""
+
+    rank: int
+    arguments: list[str]
+    environment: dict[str, str]
+    output: str | None
+    """The file that its words are added to; None: where the launcher's own go."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank lives. The first one comes from the server, as it forks."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rank has ended, with its exit code, or with minus the number of the signal that killed it."""
+
+    pid: int
+    code: int
+
+
+Message = Start | Beat | Left
+KINDS: dict[str, type[Start] | type[Beat] | type[Left]] = {kind.__name__: kind for kind in (Start, Beat, Left)}
+
+
+def open_channel() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(channel: socket.socket, message: Message) -> None:
+    channel.send(json.dumps([type(message).__name__, asdict(message)]).encode())
+
+
+def receive(channel: socket.socket) -> Message | None:
+    """The next message; None when nobody is left to send one."""
+    packet = channel.recv(MESSAGE_BYTES)
+    if not packet:
+        return None
+    kind, fields = json.loads(packet)
+    return KINDS[kind](**fields)
+
+
+def main() -> None:
+    descriptor, launcher, program, imports = sys.argv[1:]
+    channel = socket.socket(fileno=int(descriptor))
+    die_with_parent(int(launcher))
+    # Ctrl-C and SLURM's signals reach every process of a group. They are for the launcher and for the ranks, which get
+    # those that come before they are ready as soon as they are.
+    signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
+    # Counting devices the usual way starts CUDA's driver, which does not survive a fork. NVML counts without it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    importlib.import_module(imports)
+    entry = importlib.import_module(program).main
+
+    start = serve(channel)  # returns in each rank, never in the server
+
+    become(start, channel)
+
+    def run(arguments: Sequence[str]) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVING_SIGNALS)
+        entry(arguments)
+
+    sys.argv = [program, *start.arguments]
+    run_and_exit(run)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux kills this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we could ask
+        os._exit(1)
+
+
+def serve(channel: socket.socket) -> Start:
+    """Fork a rank for each `Start` and tell of each that ends, until the launcher closes the channel."""
+    server, (ended, note) = os.getpid(), os.pipe()
+    os.set_blocking(note, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    while True:
+        ready, _, _ = select.select([channel, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            tell_of_ended(channel)
+        if channel not in ready:
+            continue
+        message = receive(channel)
+        if message is None:
+            os._exit(0)
+        assert isinstance(message, Start)
+        if pid := os.fork():
+            send(channel, Beat(message.rank, pid))
+            continue
+        die_with_parent(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(ended)
+        os.close(note)
+        return message
+
+
+def tell_of_ended(channel: socket.socket) -> None:
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            send(channel, Left(pid, os.waitstatus_to_exitcode(status)))
+
+
+def become(start: Start, channel: socket.socket) -> None:
+    """From here on this process is rank `start.rank`: its environment, where its words go, its heart."""
+    os.environ.update(start.environment)
+    if start.output is not None:
+        Path(start.output).parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
+
+
+def beat(channel: socket.socket, rank: int) -> None:
+    with suppress(OSError):  # nobody listens any more: this process ends with the server
+        while True:
+            time.sleep(BEAT_SECONDS)
+            send(channel, Beat(rank, os.getpid()))
+
+
+if __name__ == "__main__":
+    main()

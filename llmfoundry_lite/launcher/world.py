@@ -1,0 +1,164 @@
+"""One try of a launch: N ranks from beginning to end, and what to make of how they ended.
+
+A rank that fails leaves the others in collectives that nobody will join. They get a moment to say what they know, then
+they are killed, and the last save stands. A frozen rank counts as failed.
+"""
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER
+from llmfoundry_lite.launcher.server import Beat, Left, Start, receive, send
+
+GRACE_SECONDS = {EXIT_USER: 10.0, EXIT_PREEMPTED: 60.0, EXIT_INTERRUPTED: 5.0, EXIT_BUG: 1.0}
+"""For the other ranks, once one has left with that code. The first of these codes that any rank has is the launch's: a
+mistake, which comes again with every try, then a wish to leave. A signal or any other code counts as EXIT_BUG.
+Preempted ranks save, and end themselves when that takes too long."""
+SILENCE_SECONDS = 10.0
+"""A rank is frozen that neither gives a sign of life nor uses its processor for so long."""
+LOOK_SECONDS = 0.5
+
+
+@dataclass
+class Process:
+    """A rank as the launcher sees it."""
+
+    rank: int
+    pid: int
+    heard_at: float
+    """By the monotonic clock: its last sign of life."""
+    cpu_seconds: float = 0.0
+    code: int | None = None
+    """None: it runs."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    """One of our exit codes."""
+    culprit: str = ""
+    """Of EXIT_BUG: what went wrong first."""
+    rank: int | None = None
+    """The rank that it went wrong on, if there is one."""
+
+
+class World:
+    """The ranks of one try, as forks of the server on the other side of `channel`."""
+
+    def __init__(self, channel: socket.socket, server_pid: int, num_ranks: int):
+        self.channel = channel
+        self.num_ranks = num_ranks
+        self.processes: dict[int, Process] = {}
+        """By process id, from their first sign of life."""
+        self.is_asked_to_leave = False
+        self._server_end = os.pidfd_open(server_pid)
+        self._is_server_gone = False
+        self._first: tuple[str, int | None] = ("", None)
+        self._end_by = float("inf")
+        self._looked_at = time.monotonic()
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
+        """Rank 0 speaks where the launcher does, rank R into `logs`/rankR.txt."""
+        for rank in range(self.num_ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output = str(log_of(logs, rank)) if rank else None
+            send(self.channel, Start(rank, list(arguments), {**environment, **place}, output))
+
+    def signal(self, number: int) -> None:
+        for process in self._alive():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def wait(self) -> Outcome:
+        """Until every rank has ended."""
+        try:
+            while not self._has_ended():
+                self._listen()
+                self._look_for_frozen()
+                if time.monotonic() >= self._end_by:
+                    self.signal(signal.SIGKILL)
+        finally:
+            os.close(self._server_end)
+        if self.is_asked_to_leave and len(self.processes) < self.num_ranks:
+            return Outcome(EXIT_PREEMPTED)
+        code = verdict(process.code or EXIT_DONE for process in self.processes.values())
+        return Outcome(EXIT_BUG if self._is_server_gone else code, *self._first)
+
+    def _has_ended(self) -> bool:
+        is_starting = len(self.processes) < self.num_ranks
+        return self._is_server_gone or (self.is_asked_to_leave if is_starting else not self._alive())
+
+    def _alive(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.code is None]
+
+    def _listen(self) -> None:
+        ready, _, _ = select.select([self.channel, self._server_end], [], [], LOOK_SECONDS)
+        now = time.monotonic()
+        if self.channel in ready:
+            message = receive(self.channel)
+            if isinstance(message, Beat):
+                self.processes.setdefault(message.pid, Process(message.rank, message.pid, now)).heard_at = now
+            elif isinstance(message, Left):
+                self._note_end(self.processes[message.pid], message.code, now)
+        elif ready:
+            self._is_server_gone = True
+            self._blame("the process that starts the ranks has ended", None)
+
+    def _note_end(self, process: Process, code: int, now: float) -> None:
+        process.code = code
+        if code != EXIT_DONE:
+            self._blame(describe_end(process.rank, code), process.rank)
+            self._end_by = min(self._end_by, now + GRACE_SECONDS[verdict([code])])
+
+    def _look_for_frozen(self) -> None:
+        now = time.monotonic()
+        was_stopped_myself = now - self._looked_at > SILENCE_SECONDS / 2  # Ctrl-Z, and some time later `fg`
+        self._looked_at = now
+        for process in self._alive():
+            if was_stopped_myself:
+                process.heard_at = now
+            if now - process.heard_at < SILENCE_SECONDS:
+                continue
+            used = cpu_seconds(process.pid)
+            if used > process.cpu_seconds:  # something long holds the interpreter's lock
+                process.cpu_seconds, process.heard_at = used, now
+                continue
+            self._blame(f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s", process.rank)
+            self._end_by = now
+
+    def _blame(self, what: str, rank: int | None) -> None:
+        """What comes first brings the rest about."""
+        if not self._first[0]:
+            self._first = (what, rank)
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    return logs / f"rank{rank}.txt"
+
+
+def verdict(codes: Iterable[int]) -> int:
+    """The launch's exit code, of its ranks'; negative ones are signals."""
+    known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_BUG for code in codes}
+    return next((code for code in GRACE_SECONDS if code in known), EXIT_DONE)
+
+
+def describe_end(rank: int, code: int) -> str:
+    if code >= 0:
+        return f"rank {rank} left with exit code {code}"
+    return f"rank {rank} was killed by {signal.Signals(-code).name}"
+
+
+def cpu_seconds(pid: int) -> float:
+    with suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
+    return 0.0

@@ -1,0 +1,48 @@
+"""A program for the launcher to start, and the launcher's own process.
+
+    python -m tests.launcher.program LOGS NUM_RANKS MAX_RESTARTS WORD…
+
+Each word says what a rank does on a try, `RANK.TRY=ACTION` (`1.0=exit:2`); ranks that no word names leave with 0.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+SILENCE_SECONDS = 1.5
+
+
+def main(arguments: list[str]) -> None:
+    """One rank. Its try is one more than the tries before it that have left a file."""
+    rank, folder = os.environ["RANK"], Path(os.environ["LLMFOUNDRY_LITE_RANK_LOGS"])
+    tries = len(list(folder.glob(f"began-{rank}.*")))
+    (folder / f"began-{rank}.{tries}").write_text(f"{os.getpid()} {' '.join(arguments)}")
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} speaks, try {tries}", flush=True)
+    words = dict(word.split("=", 1) for word in arguments)
+    action, _, value = words.get(f"{rank}.{tries}", "exit:0").partition(":")
+    if action == "exit":
+        os._exit(int(value))
+    if action == "kill":
+        os.kill(os.getpid(), signal.Signals[value])
+    if action == "hold":
+        sum(range(int(value)))  # with the interpreter's lock, so that the heart stands still
+    if action == "wait":
+        while True:
+            signal.pause()
+    if action == "raise":
+        raise RuntimeError(value)
+
+
+def launch() -> int:
+    from llmfoundry_lite.launcher import world
+    from llmfoundry_lite.launcher.launch import Launcher, Program
+
+    world.SILENCE_SECONDS = SILENCE_SECONDS
+    logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
+    program = Program("tests.launcher.program", imports)
+    return Launcher(program, int(num_ranks), int(max_restarts), Path(logs)).run(words)
+
+
+if __name__ == "__main__":
+    sys.exit(launch())

@@ -1,0 +1,184 @@
+"""The launcher alone: real processes of a program that imports nothing heavy."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launcher.launch import refuse_other_launchers
+from llmfoundry_lite.launcher.world import verdict
+from tests.helpers.launch import ROOT
+
+DEADLINE_SECONDS = 60
+
+
+class Launched:
+    """A launcher in a process of its own."""
+
+    def __init__(self, logs: Path, num_ranks: int, max_restarts: int, *words: str, imports="json", **environment: str):
+        logs.mkdir()
+        self.logs = logs
+        numbers = (str(num_ranks), str(max_restarts))
+        command = (sys.executable, "-m", "tests.launcher.program", str(logs), *numbers, imports, *words)
+        silent = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **silent)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        try:
+            out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            self.process.kill()
+        return self.process.returncode, out, err
+
+    def pid(self, rank: int, number: int = 0) -> int:
+        """The process of a rank, once it has begun its try."""
+        began = self.logs / f"began-{rank}.{number}"
+        wait_until(lambda: began.exists() and began.read_text())
+        return int(began.read_text().split()[0])
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Begins a launcher, and leaves nothing of it behind."""
+    all_launched = []
+
+    def begin(*arguments, **options):
+        all_launched.append(Launched(tmp_path / f"logs{len(all_launched)}", *arguments, **options))
+        return all_launched[-1]
+
+    yield begin
+    for one in all_launched:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((0, 0), 0),
+        ((0, 75), 75),
+        ((1, 75, -9), 75),
+        ((1, 2, 75), 2),
+        ((-15, 0), 1),
+        ((130, 1), 130),
+        ((1, 3), 1),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_a_launch_has_one_exit_code_of_its_ranks(codes, expected):
+    assert verdict(codes) == expected
+
+
+def test_rank_0_speaks_on_the_screen_and_the_others_into_their_files(launched):
+    run = launched(3, 0)
+    assert run.end() == (0, "rank 0 of 3 speaks, try 0\n", "")
+    assert (run.logs / "rank2.txt").read_text() == "rank 2 of 3 speaks, try 0\n"
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_what_would_come_again_is_not_tried_again(launched, code):
+    run = launched(2, 3, f"0.0=exit:{code}", f"1.0=exit:{code}")
+    assert run.end()[0] == code
+    assert not (run.logs / "began-0.1").exists()
+
+
+@pytest.mark.parametrize("end", ["kill:SIGKILL", "exit:1"])
+def test_a_rank_that_dies_takes_all_to_the_next_try_which_carries_on(launched, end):
+    run = launched(2, 2, f"1.0={end}", "0.0=wait", "0.1=kill:SIGSEGV", "1.1=wait")
+    code, _, words = run.end()
+    assert code == 0
+    first = "was killed by SIGKILL" if "KILL" in end else "left with exit code 1"
+    assert words.splitlines() == [
+        f"launcher: rank 1 {first}; restart 1 of 2, from the newest save",
+        "launcher: rank 0 was killed by SIGSEGV; restart 2 of 2 in 1 s, from the newest save",
+    ]
+    assert "autoresume" not in (run.logs / "began-0.0").read_text()
+    assert (run.logs / "began-0.2").read_text().endswith("autoresume=true")
+
+
+def test_when_no_try_is_left_it_says_what_the_culprit_said(launched):
+    code, _, words = launched(2, 0, "0.0=wait", "1.0=raise:no such lamp").end()
+    assert code == 1
+    assert words.startswith("launcher: rank 1 left with exit code 1; the end of ")
+    assert words.splitlines()[-1] == "  RuntimeError: no such lamp"
+
+
+def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
+    run = launched(2, 1, "0.0=hold:100000000", "1.0=kill:SIGSTOP", "0.1=hold:100000000")
+    code, _, words = run.end()
+    assert code == 0
+    assert words == (
+        "launcher: rank 1 is frozen: it has done nothing for 1.5 s; restart 1 of 1, from the newest save\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_is_handed_to_the_ranks_which_are_not_started_again(launched, number):
+    run = launched(2, 3, "0.0=wait", "1.0=wait")
+    run.pid(0), run.pid(1)
+    run.process.send_signal(number)
+    code, _, words = run.end()
+    assert code == 75
+    assert "restart" not in words
+    assert f"{'interrupted by Ctrl-C' if number == signal.SIGINT else 'preempted by ' + number.name}" in words
+
+
+def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    slow = "tests.launcher.imports_that_take_long"
+    run = launched(2, 3, imports=slow, TAKES_LONG=str(tmp_path / "fifo"))
+    with (tmp_path / "fifo").open("w"):  # the server is importing
+        run.process.send_signal(signal.SIGTERM)
+        code, _, words = run.end()
+    assert (code, words) == (
+        75,
+        "launcher: asked to leave before the ranks had begun; run the same command again\n",
+    )
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(launched):
+    run = launched(2, 3, "0.0=wait", "1.0=wait")
+    pids = [run.pid(0), run.pid(1)]
+    run.process.kill()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):
+    run = launched(2, 1, "0.0=wait", "1.0=wait")
+    server = psutil.Process(run.pid(0)).parent()
+    assert server is not None and server.pid != run.process.pid
+    run.pid(1)
+    server.kill()
+    code, _, words = run.end()
+    assert code == 0
+    assert words.startswith("launcher: the process that starts the ranks has ended; restart 1 of 1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"RANK": "0"}, "composer"),
+        ({"RANK": "3", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "RANK": "1"}, "srun"),
+    ],
+    ids=["composer", "torchrun", "srun"],
+)
+def test_ranks_of_ranks_are_refused(environment, name):
+    refuse_other_launchers({"SLURM_STEP_NUM_TASKS": "1"})
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_launchers(environment)
+    assert str(caught.value) == (f"-n: {name} has started this process as one of its ranks; leave out -n, or {name}")

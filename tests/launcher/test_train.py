@@ -1,0 +1,101 @@
+"""`llmfoundry-lite train -n 2` as users run it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmfoundry_lite.status import read_status
+from tests.helpers.launch import ROOT
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+
+DEADLINE_SECONDS = 240
+NUM_BATCHES = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launcher")
+    data = write_data(folder / "data")
+    changes = {"max_duration": f"{NUM_BATCHES}ba", "save_interval": "3ba", "save_num_checkpoints_to_keep": 3}
+    write_config(folder / "run.yaml", tiny_config(data, **changes))
+    return folder
+
+
+def begin(folder: Path, *arguments: str, num_ranks: int = 2) -> subprocess.Popen[str]:
+    command = (sys.executable, "-m", "llmfoundry_lite", "train", "-n", str(num_ranks), "run.yaml", *arguments)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def wait_for_batch(run: Path, number: int) -> None:
+    """Until that many batches have been logged, those trained twice too."""
+    deadline, log = time.monotonic() + DEADLINE_SECONDS, run / "metrics.jsonl"
+    while not log.exists() or len(log.read_text().splitlines()) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """In order: the server forks rank 0 first."""
+    (server,) = psutil.Process(launcher.pid).children()
+    return sorted(server.children(), key=lambda process: process.create_time())
+
+
+def test_a_mistake_is_answered_before_anything_starts(folder):
+    launcher = begin(folder, "model.d_modle=64")
+    output, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    assert launcher.returncode == 2
+    assert output.startswith("error: ") and len(output.splitlines()) == 1 and "d_model" in output
+
+
+def test_a_dry_run_is_one_of_all_ranks(folder):
+    launcher = begin(folder, "--dry-run", num_ranks=4)
+    output, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    assert launcher.returncode == 0
+    assert "4 ranks" in output
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_and_frozen_cost_seconds_and_no_digit(folder):
+    whole = begin(folder, "run_name=whole", "save_interval=20ba")
+    output, _ = whole.communicate(timeout=DEADLINE_SECONDS)
+    assert whole.returncode == 0, output
+
+    launcher, run = begin(folder, "run_name=cut"), folder / "runs/cut"
+    wait_for_batch(run, 8)
+    ranks_of(launcher)[1].kill()
+    wait_for_batch(run, 22)
+    ranks_of(launcher)[0].send_signal(signal.SIGSTOP)
+    output, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    assert launcher.returncode == 0, output
+    assert "launcher: rank 1 was killed by SIGKILL; restart 1 of 3, from the newest save" in output
+    assert "launcher: rank 0 is frozen: it has done nothing for 10 s; restart 2 of 3 in 1 s" in output
+    for key in ("loss/train/total", "data/digest", "grad_norm"):
+        assert values(read_metrics(run), key) == values(read_metrics(folder / "runs/whole"), key)
+    assert len(values(read_metrics(run), "loss/train/total")) == NUM_BATCHES
+
+
+@pytest.mark.slow
+def test_after_a_killed_launcher_the_next_launch_carries_on_and_leaves_when_asked(folder):
+    launcher, run = begin(folder, "run_name=left"), folder / "runs/left"
+    wait_for_batch(run, 8)
+    ranks = ranks_of(launcher)
+    launcher.kill()
+    psutil.wait_procs(ranks, timeout=DEADLINE_SECONDS)
+    assert not any(rank.is_running() for rank in ranks)
+    launcher.communicate()
+
+    launcher = begin(folder, "run_name=left", "autoresume=true")
+    wait_for_batch(run, 16)
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    assert launcher.returncode == 75, output
+    assert "resum" in output and "preempted by SIGTERM at batch" in output
+    assert read_status(run)["status"] == "preempted"
