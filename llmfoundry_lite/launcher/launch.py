@@ -27,7 +27,6 @@ from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before the first restart, the second, …; the last one from then on."""
 LINES_QUOTED = 15
-END_SECONDS = 5.0
 
 
 class Program(NamedTuple):
@@ -120,9 +119,7 @@ class Launcher:
             return
         process, channel = self._server
         channel.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        process.kill()
+        process.kill()  # it has no rank left, and nothing to lose
         process.wait()
 
     def _hand_on(self, number: int, frame: Any) -> None:

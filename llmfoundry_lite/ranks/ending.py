@@ -159,7 +159,7 @@ def report(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
         return
     if first is None:
-        if here.local_rank == 0:
+        if here.local_rank == 0 or text.startswith("Traceback"):
             print(text, file=sys.stderr, flush=True)
     elif here.rank in (0, first.rank) and (first.rank == here.rank or first.text == text):
         print(text, file=sys.stderr, flush=True)

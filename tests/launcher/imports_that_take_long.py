@@ -1,5 +1,6 @@
 """As long as it takes until the test has opened the other end."""
 
 import os
+from pathlib import Path
 
-open(os.environ["TAKES_LONG"]).read()
+Path(os.environ["TAKES_LONG"]).read_text()
