@@ -118,11 +118,14 @@ def _names(members: Members, optimizer: Optimizer) -> dict[int, str]:
         names.setdefault(id(parameter), name)
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            # With ZeRO-1 an optimizer has rows of a parameter, and the state of these.
+            whole = getattr(parameter, "share_of", parameter)
+            if id(whole) not in names:
                 raise CheckpointError(
                     f"the optimizer's group {i} updates a tensor of shape {tuple(parameter.shape)} that is not a "
                     "parameter of the model; build the optimizer from the model as it is trained (after sharding it)"
                 )
+            names[id(parameter)] = names[id(whole)]
     return names
 
 

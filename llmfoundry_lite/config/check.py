@@ -78,6 +78,11 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
             "fsdp_config.activation_cpu_offload",
             "offloads what activation_checkpointing keeps; add activation_checkpointing: true, or remove it",
         )
+    if fsdp and fsdp.sharding_strategy == "ZERO_1" and fsdp.offload_optimizer:
+        refuse(
+            "fsdp_config.offload_optimizer",
+            "ZERO_1 keeps the whole model on each device; use FULL_SHARD, or remove one of them",
+        )
     if config.compile_config is not None:
         _check_compilation(config.compile_config, refuse)
     if config.tensor_parallel_degree > 1:

@@ -52,7 +52,7 @@ CHOICES = {
     ),
     "scheduler.decay": ("linear", "cosine", "1-sqrt"),
     "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
-    "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+    "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO_1"),
     "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
     "pp_config.schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "precision": ("fp32", "tf32", "amp_bf16", "amp_fp16"),
@@ -135,6 +135,9 @@ SYNONYMS = {
     "decoupled_lion": "decoupled_lionw",
     "mpt": "mpt_causal_lm",
     "triton": "flash",
+    **{f"zero{dash}1": "ZERO_1" for dash in ("", "-")},
+    **{f"zero{dash}2": "SHARD_GRAD_OP" for dash in ("", "-", "_")},
+    **{f"zero{dash}3": "FULL_SHARD" for dash in ("", "-", "_")},
     "wsd": "warmup_stable_decay",
 }
 """Other libraries' words for our values."""

@@ -116,8 +116,8 @@ def divide_devices(
 ) -> Layout:
     """The layout of `world_size` devices, `node_size` of them (default: all) in each node.
 
-    NO_SHARD: every data rank holds a copy of the model. HYBRID_SHARD: data_parallel_shard_degree of them, or those of
-    a node, share one. Otherwise all share one. Raises ConfigError for degrees that do not divide the devices.
+    NO_SHARD, ZERO_1: every data rank holds a copy of the model. HYBRID_SHARD: data_parallel_shard_degree of them, or
+    those of a node, share one. Otherwise all share one. Raises ConfigError for degrees that do not divide the devices.
     """
     node_size = min(node_size or world_size, world_size)
     if world_size % tensor:
@@ -134,6 +134,7 @@ def divide_devices(
     num_data_ranks = world_size // (tensor * pipeline)
     shard = {
         "NO_SHARD": 1,
+        "ZERO_1": 1,
         "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, min(num_data_ranks, node_size // tensor)),
     }.get(fsdp.sharding_strategy, num_data_ranks)
     if num_data_ranks % shard:

@@ -363,7 +363,7 @@ class AlgorithmsConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FSDPConfig:
     sharding_strategy: str = "FULL_SHARD"
-    """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD"""
+    """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD, ZERO_1 (the optimizer's state sharded, all else whole)"""
     mixed_precision: str = "DEFAULT"
     """PURE: parameters, residual stream and gradient reduction in the compute precision. DEFAULT: gradients are
     reduced in fp32. FULL: parameters and residual stream in fp32, matrix products in the compute precision."""

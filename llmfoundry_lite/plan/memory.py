@@ -24,6 +24,8 @@ ROUNDING = 1 / 300
 """By how much more torch's allocator gives, which rounds up; by rehearsals."""
 LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
+GATHER_BYTES = 1 << 27
+"""Of parameters that ZeRO-1 gathers at a time after a step."""
 OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
 """Numbers an optimizer keeps for each parameter; one of a user's own is taken to keep two."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
@@ -117,11 +119,15 @@ def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
         activation_cpu_offload=fsdp.activation_cpu_offload,
         num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
     )
-    share_bytes = estimate.parameters_bytes
+    share_bytes, num_owners = estimate.parameters_bytes, 1
+    if fsdp.sharding_strategy == "ZERO_1":
+        num_owners = layout.replicate
+    estimate = dataclasses.replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
+    scratch_bytes = share_bytes * OPTIMIZER_SCRATCH.get(config.optimizer.name, 0) // num_owners
     in_step = dataclasses.replace(
         estimate,
-        gradients_bytes=share_bytes * (1 + OPTIMIZER_SCRATCH.get(config.optimizer.name, 0)),
-        unsharded_bytes=0,
+        gradients_bytes=share_bytes + scratch_bytes,
+        unsharded_bytes=min(share_bytes, GATHER_BYTES) * (1 + num_owners) // num_owners if num_owners > 1 else 0,
         activations_bytes=0,
         logits_bytes=0,
     )

@@ -207,7 +207,8 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
         reduction_bytes=2 if is_pure else FP32_BYTES,
         activation_checkpointing=checkpointing,
         reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD"),
-        is_sharded=strategy != "NO_SHARD",
+        is_sharded=strategy not in ("NO_SHARD", "ZERO_1"),
+        shares_optimizer=strategy == "ZERO_1",
         num_workers=config.train_loader.num_workers,
     )
 

@@ -77,6 +77,8 @@ class Work:
     reshard_after_forward: bool = True
     is_sharded: bool = True
     """False: data ranks keep whole copies and add up gradients once a step (NO_SHARD)."""
+    shares_optimizer: bool = False
+    """Copies of the model divide the optimizer's step, and gather what it has changed (ZERO_1)."""
     schedule: str = "1f1b"
     virtual_stages: int = 1
     num_workers: int = 0
@@ -201,7 +203,7 @@ def step_time(
         forward_seconds=block_seconds / passes,
         backward_seconds=block_seconds * (passes - 1) / passes,
     )
-    share = layout.shard if work.is_sharded else 1
+    share = layout.shard if work.is_sharded else layout.replicate if work.shares_optimizer else 1
     optimizer = OPTIMIZER_BYTES * (num_blocks * num_local + num_outside) / share / memory_rate
     per_microbatch = {
         "products": num_blocks * block_products + head_products,
@@ -273,6 +275,8 @@ def _sharding_seconds(
         part = layout.shard if work.is_sharded else 1
         whole = (num_blocks * num_block + num_outside) / part * work.reduction_bytes
         seconds += _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
+        if work.shares_optimizer:
+            seconds += replicate.gather_seconds((num_blocks * num_block + num_outside) * FP32_BYTES)
     return seconds
 
 

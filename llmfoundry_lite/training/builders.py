@@ -1,7 +1,7 @@
 """One `build_<thing>(config)` for each block of the YAML."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel.fsdp import build_parallel_model, build_pipeline
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.parallel.zero import rows_of, step_together
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
@@ -70,8 +71,16 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     return language_model
 
 
-def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
+def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.sharding.sharding_strategy != "ZERO_1":
+        return build_optimizer_of(config.optimizer, parameters)
+    optimizer = build_optimizer_of(config.optimizer, rows_of(parameters))
+    step_together(optimizer)
+    return optimizer
+
+
+def build_optimizer_of(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
     if config.name in ("decoupled_adamw", "adamw"):
         return build_adamw(parameters, config)
     if config.name in ("lion", "decoupled_lionw"):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.optimizers import local
+from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 LOSS = "loss/train/total"
 
@@ -90,7 +90,7 @@ class GradientStep(Callback):
         # Only the gradient is scaled: a loss that is not finite is no overflow, and a lower scale does not cure it.
         overflowed = self.scaler is not None and num_bad_losses == 0 and self.scaler.update(finite)
         if not finite:
-            state.optimizers[0].zero_grad(set_to_none=True)  # without gradients the optimizer's step does nothing
+            clear_gradients(state.optimizers[0])  # without gradients the optimizer's step does nothing
             self.num_skipped_batches += not overflowed
             metrics["skipped_batches"] = self.num_skipped_batches
         logger.log_metrics(metrics)

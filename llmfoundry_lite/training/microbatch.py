@@ -7,7 +7,7 @@ two measurements tell the rest. The gradient does not depend on the choice; its 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import psutil
@@ -23,7 +23,7 @@ from llmfoundry_lite.ranks.memory import return_freed_memory
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.memory import is_out_of_memory
-from llmfoundry_lite.training.optimizers import local
+from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 MARGIN = 0.95
 """Of the limit may be planned for: allocators fragment, and other ranks' buffers come and go."""
@@ -83,13 +83,14 @@ def choose_microbatch_size(
             ) from None
 
     # Optimizer state and parameters may be kept in the host's memory, which is not what is measured here.
-    parameters = 0 if _is_offloaded(model) else _parameter_bytes(model)
-    reserved = 0 if optimizer.state else num_optimizer_slots * parameters
+    parameters = 0 if _is_offloaded(model) else _bytes(model.parameters())
+    updated = 0 if _is_offloaded(model) else _bytes(p for group in optimizer.param_groups for p in group["params"])
+    reserved = 0 if optimizer.state else num_optimizer_slots * updated
     limit = int(had * MARGIN) - reserved
     size = sizes[0]
     measure(size)  # the first step also allocates what stays: gradients, communication buffers
     # Without a sample there would be parameters, gradients and optimizer state at least.
-    held = (2 + num_optimizer_slots * bool(optimizer.state)) * parameters
+    held = 2 * parameters + num_optimizer_slots * bool(optimizer.state) * updated
     peaks = {0: held, size: measure(size)}
     while size < sizes[-1]:
         larger = [following for following in sizes if following > size]
@@ -99,7 +100,7 @@ def choose_microbatch_size(
         size = following
         peaks[size] = measure(size)
     most = _all_agree(_most_that_fits(peaks, limit, sizes))
-    optimizer.zero_grad(set_to_none=True)
+    clear_gradients(optimizer)
     if most < 1:
         raise ConfigError(
             _does_not_fit(seq_len, f"{(peaks[sizes[0]] + reserved) / GIB:.2f} GiB", int(had * MARGIN), advise)
@@ -154,8 +155,9 @@ def _all_agree(size: int) -> int:
     return -max_of([-size])[0]
 
 
-def _parameter_bytes(model: LanguageModel) -> int:
-    return sum(local(p).numel() * p.element_size() for p in model.parameters())
+def _bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Of this rank's parts."""
+    return sum(local(p).numel() * p.element_size() for p in parameters)
 
 
 def _is_offloaded(model: LanguageModel) -> bool:

@@ -64,6 +64,15 @@ class Lion(Optimizer):
         return loss
 
 
+def clear_gradients(optimizer: Optimizer) -> None:
+    """Also those of whole parameters of which the optimizer has rows (ZeRO-1). The model cannot be asked: after a
+    forward pass without a gradient FSDP shows other parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            getattr(parameter, "share_of", parameter).grad = None
+            parameter.grad = None
+
+
 def local(tensor: torch.Tensor | None) -> torch.Tensor:
     """This rank's share of a sharded tensor, as memory that can be written."""
     assert tensor is not None

@@ -164,7 +164,7 @@ def build_trainer(
         eval_dataloader=eval_data,
         eval_interval=build_eval_interval(config, preemption) if eval_data is not None else 0,
         eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
-        optimizers=build_optimizer(config.optimizer, model),
+        optimizers=build_optimizer(config, model),
         max_duration=str(Duration.parse(config.max_duration)),
         callbacks=[*callbacks, run],
         loggers=[run.log] if run.is_main else [],

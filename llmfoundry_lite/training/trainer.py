@@ -21,6 +21,7 @@ from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.training.adapter import PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import LOSS
+from llmfoundry_lite.training.optimizers import clear_gradients
 
 # What the Trainer is given is parallel already; without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
 composer_trainer.prepare_ddp_module = lambda model, find_unused_parameters: model
@@ -74,7 +75,7 @@ class GroupedTrainer(Trainer):
         share = total / self.ranks.size
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in ensure_tuple(state.optimizers):
-            optimizer.zero_grad(set_to_none=True)
+            clear_gradients(optimizer)
         if isinstance(self._original_model, PipelinedLanguageModel):
             loss_sum = self._run_pipeline(self._original_model, batch, share)
         else:

@@ -1,0 +1,120 @@
+"""ZeRO-1: every rank has the whole model and gradient, and the optimizer's state of some rows of each parameter.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. The optimizer
+is built over each rank's rows, which are the parameters' own memory. Its step sees the gradient's rows, and ranks then
+gather each other's rows. Any optimizer that takes DTensors serves. A checkpoint sees a sharded state under the
+parameters' names.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+
+REPLICATE = "replicate"
+GATHER_BYTES = 1 << 27
+"""Of parameters that are gathered at a time."""
+
+
+def rows_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Of each parameter the rows that this rank updates, for an optimizer; replicas have them all, as torch.chunk cuts.
+
+    What has no replicas, as on one device, is given back as it is.
+    """
+    return [_rows_of(parameter) if _replicas(parameter) > 1 else parameter for parameter in parameters]
+
+
+def step_together(optimizer: Optimizer) -> None:
+    """Make an optimizer over `rows_of` parameters take the gradients' rows, and gather the parameters, in each step."""
+    rows = [row for group in optimizer.param_groups for row in group["params"] if hasattr(row, "share_of")]
+
+    def before(*_: Any) -> None:
+        for row in rows:
+            gradient = row.share_of.grad
+            row.grad = None if gradient is None else _cut(gradient)
+
+    def after(*_: Any) -> None:
+        trained = [row.share_of for row in rows if row.grad is not None]
+        for row in rows:
+            row.grad = None
+        for bucket in _buckets(trained):
+            _gather(bucket)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _replicas(parameter: torch.Tensor) -> int:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return cast(DTensor, parameter).device_mesh.size(names.index(REPLICATE)) if names and REPLICATE in names else 1
+
+
+def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
+    rows = nn.Parameter(_cut(parameter.detach()))
+    rows.share_of = parameter  # type: ignore[attr-defined]
+    return rows
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, in the same memory."""
+    tensor = cast(DTensor, tensor)
+    mesh = tensor.device_mesh
+    assert mesh.mesh_dim_names is not None
+    dim = mesh.mesh_dim_names.index(REPLICATE)
+    local = tensor.to_local()
+    chunk = math.ceil(local.size(0) / mesh.size(dim))
+    begin = min(mesh.get_local_rank(dim) * chunk, local.size(0))
+    # Replicas cut what other dimensions of the mesh have left of the rows.
+    cuts = [mesh.size(i) for i, kind in enumerate(tensor.placements) if not kind.is_replicate() and _cuts_rows(kind)]
+    placements = list(tensor.placements)
+    placements[dim] = _StridedShard(0, split_factor=math.prod(cuts)) if math.prod(cuts) > 1 else Shard(0)
+    return DTensor.from_local(
+        local[begin : begin + chunk], mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _cuts_rows(placement: Any) -> bool:
+    return placement.dim == 0
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[DTensor]]:
+    """Alike in group and dtype, up to GATHER_BYTES; a larger parameter is one of its own."""
+    bucket: list[DTensor] = []
+    for parameter in cast(Sequence[DTensor], parameters):
+        together = [*bucket, parameter]
+        num_bytes = sum(one.to_local().numel() * one.element_size() for one in together)
+        if bucket and (num_bytes > GATHER_BYTES or _kind(bucket[0]) != _kind(parameter)):
+            yield bucket
+            together = [parameter]
+        bucket = together
+    if bucket:
+        yield bucket
+
+
+def _kind(parameter: DTensor) -> tuple[Any, ...]:
+    return id(parameter.device_mesh), parameter.dtype, parameter.device
+
+
+@torch.no_grad()
+def _gather(parameters: Sequence[DTensor]) -> None:
+    """Each replica's rows, on all replicas, in one collective; the last replicas' are filled up."""
+    mesh = parameters[0].device_mesh
+    assert mesh.mesh_dim_names is not None
+    dim = mesh.mesh_dim_names.index(REPLICATE)
+    num_replicas, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    wholes = [parameter.to_local() for parameter in parameters]
+    sizes = [math.ceil(whole.size(0) / num_replicas) * whole[:1].numel() for whole in wholes]
+    mine = torch.zeros(sum(sizes), dtype=wholes[0].dtype, device=wholes[0].device)
+    for whole, place, size in zip(wholes, mine.split(sizes), sizes, strict=True):
+        rows = whole.flatten()[rank * size : (rank + 1) * size]
+        place[: rows.numel()] = rows
+    everything = mine.new_empty(num_replicas, mine.numel())
+    dist.all_gather_into_tensor(everything.view(-1), mine, group=mesh.get_group(dim))
+    for whole, part in zip(wholes, everything.split(sizes, dim=1), strict=True):
+        whole.copy_(part.flatten()[: whole.numel()].view_as(whole))

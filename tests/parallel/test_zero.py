@@ -1,0 +1,185 @@
+"""ZeRO-1: each rank has the optimizer's state of its rows; steps and checkpoints are those of any other sharding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmfoundry_lite.checkpoint.state import parameter_names
+from llmfoundry_lite.config.layout import divide_devices, layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.parallel import zero
+from llmfoundry_lite.parallel.fsdp import build_parallel_model
+from llmfoundry_lite.parallel.mesh import build_mesh
+from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.parallel.zero import rows_of, step_together
+from llmfoundry_lite.plan import memory
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.training.builders import build_optimizer_of
+from llmfoundry_lite.training.optimizers import clear_gradients, local
+from tests.helpers.launch import launch
+from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.tiny import tiny_config, values, write_config, write_data
+from tests.training.runs import metrics, run, saves
+
+SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=95)
+ZERO = {"fsdp_config": {"sharding_strategy": "ZERO_1"}}
+NAMES = ("adamw", "lion")
+
+
+def steps_on_ranks(gather_bytes: int) -> None:
+    """Two steps with every optimizer, the state shared out and not, from the same gradients."""
+    dist.init_process_group("gloo")
+    zero.GATHER_BYTES = gather_bytes
+    told: dict[str, Any] = {}
+    for name in NAMES:
+        options = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
+        models, optimizers = [], []
+        for strategy in ("NO_SHARD", "ZERO_1"):
+            layout = divide_devices(FSDPConfig(sharding_strategy=strategy), dist.get_world_size())
+            fsdp = FSDPConfig(sharding_strategy=strategy)
+            model = build_parallel_model(SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(layout, "cpu"), 1)
+            parameters = list(model.parameters())
+            models.append(model)
+            optimizers.append(
+                build_optimizer_of(options, parameters if strategy == "NO_SHARD" else rows_of(parameters))
+            )
+        step_together(optimizers[1])
+        for step in range(2):
+            for model in models:
+                tokens_bt = (torch.arange(64) * 7 + step + 13 * dist.get_rank()).view(2, 32) % 95
+                model(tokens_bt).logsumexp(-1).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                clear_gradients(optimizer)
+        pairs = list(zip(models[0].parameters(), models[1].parameters(), strict=True))
+        assert all(torch.equal(local(a), local(b)) for a, b in pairs), name
+        assert all(b.grad is None for _, b in pairs)
+        assert set(parameter_names(models[1], optimizers[1]).values()) >= {n for n, _ in models[1].named_parameters()}
+        sizes = [
+            sum(local(slot).numel() for slots in o.state.values() for slot in slots.values() if slot.ndim)
+            for o in optimizers
+        ]
+        share = torch.tensor([float(sizes[1])])
+        dist.all_reduce(share)
+        told[name] = [sizes[0], share.item(), sizes[1]]
+    if dist.get_rank() == 0:
+        print(json.dumps(told))
+
+
+@pytest.mark.multiprocess
+def test_a_step_is_the_whole_one_s_to_the_bit_and_each_rank_has_its_share_of_the_state(tmp_path):
+    result = launch(steps_on_ranks, (1 << 13,), tmp_path, 2).check()
+    for name, (whole, together, share) in json.loads(result.output.splitlines()[-1]).items():
+        assert together == whole, name
+        assert share == pytest.approx(whole / 2, rel=0.02), name
+
+
+# --------------------------------------------------------------------------------------------------- the same run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    options = {"model__attn_config__fused_qkv": False, "model__n_layers": 4, "autoresume": True, "eval_interval": "2ba"}
+    return tiny_config(data, **{**options, "max_duration": "4ba", "global_train_batch_size": 12, **changes})
+
+
+def assert_same_run(tmp_path: Path, one: str, other: str) -> None:
+    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
+    for key in ("batch", "data/digest", "lr"):
+        assert values(ours, key) == values(theirs, key), key
+    for key in ("loss/train/total", "grad_norm", "eval/loss"):
+        assert values(ours, key) == pytest.approx(values(theirs, key), rel=1e-5), key
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_changes_between_zero_and_every_other_sharding_at_any_checkpoint(tmp_path, data):
+    config = config_of(data)
+    run(tmp_path, config, "whole")
+    full = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
+    legs = [(3, ZERO), (2, full), (2, ZERO), (1, ZERO)]
+    for number, (num_ranks, changes) in enumerate(legs):
+        found = tmp_path / f"begun/{number}"
+        said = run(tmp_path, config, "legs", num_ranks, stop_after="1ba", callbacks=resave_into(found), **changes)
+        if number:
+            assert_same_state(saves(tmp_path, "legs") / f"ba{number}", found / f"ba{number}")
+        if number == 1:
+            assert "sharding ZERO_1 -> FULL_SHARD" in said.output
+    assert_same_run(tmp_path, "legs", "whole")
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stages": (4, {"pp_config": {"pipeline_parallel_degree": 2}, "device_train_microbatch_size": 2}),
+    "divided layers": (4, {"tp_config": {"tensor_parallel_degree": 2}}),
+    "microbatches, clipped by value": (
+        2,
+        {
+            "device_train_microbatch_size": 2,
+            "algorithms": {"gradient_clipping": {"clipping_type": "value", "clipping_threshold": 1e-3}},
+        },
+    ),
+    "lion": (3, {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3, "weight_decay": 0.1}}),
+    "as much as fits": (2, {"device_train_microbatch_size": "auto"}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", WAYS)
+def test_zero_goes_with_every_other_way_to_compute(tmp_path, data, name):
+    num_ranks, changes = WAYS[name]
+    config = config_of(data, max_duration="3ba")
+    run(tmp_path, config, "whole", **{key: changes[key] for key in changes if key in ("optimizer", "algorithms")})
+    run(tmp_path, config, "zero", num_ranks, stop_after="2ba", **ZERO, **changes)
+    run(tmp_path, config, "zero", num_ranks, **ZERO, **changes)
+    assert_same_run(tmp_path, "zero", "whole")
+
+
+# ---------------------------------------------------------------------------------------------------- what is asked
+
+
+def load(tmp_path: Path, *arguments: str) -> Any:
+    return load_train_config([write_config(tmp_path / "run.yaml", tiny_config(tmp_path, **ZERO)), *arguments]).config
+
+
+def test_the_estimate_divides_the_state_alone(tmp_path):
+    wide = ("model.d_model=512", "model.n_layers=8", "fsdp_config.sharding_strategy=NO_SHARD")
+    whole = estimate_training_memory(load(tmp_path, *wide), layout_of(load(tmp_path, *wide), 4))
+    config = load(tmp_path, *wide[:2])
+    shared = estimate_training_memory(config, layout_of(config, 4))
+    assert shared.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 4)
+    assert (shared.parameters_bytes, shared.gradients_bytes) == (whole.parameters_bytes, whole.gradients_bytes)
+    assert memory.GATHER_BYTES == zero.GATHER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("fsdp_config.sharding_strategy=ZeRO-2", "'ZeRO-2' is not known; did you mean SHARD_GRAD_OP?"),
+        ("fsdp_config.sharding_strategy=ZERO_3", "'ZERO_3' is not known; did you mean FULL_SHARD?"),
+        ("fsdp_config.sharding_strategy=zero1", "'zero1' is not known; did you mean ZERO_1?"),
+        (
+            "fsdp_config.offload_optimizer=true",
+            "fsdp_config.offload_optimizer: ZERO_1 keeps the whole model on each device; use FULL_SHARD, or remove one",
+        ),
+        (
+            "fsdp_config.data_parallel_shard_degree=2",
+            "only HYBRID_SHARD uses it, and sharding_strategy is ZERO_1; change that or remove this",
+        ),
+    ],
+)
+def test_other_libraries_words_are_answered_and_what_does_not_go_together_is_refused(tmp_path, argument, message):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, argument)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
