@@ -24,6 +24,7 @@ from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
@@ -324,21 +325,17 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
     fullest."""
     if layout.pipeline == 1:
         return []
-    size, parts = layout.world_size // layout.pipeline, estimate_stages(config, layout)
+    num_devices, parts = layout.world_size // layout.pipeline, estimate_stages(config, layout)
     fullest = max(range(len(parts)), key=lambda rank: parts[rank][1].total_bytes)
     lines = []
     for rank, (stages, estimate) in enumerate(parts):
         if len(parts) > MOST_STAGES and rank not in (0, fullest, len(parts) - 1):
             continue
-        ranks = f"ranks {rank * size}-{(rank + 1) * size - 1}" if size > 1 else f"rank {rank}"
-        held = ["embeddings"] if stages[0].is_first else []
-        held += [
-            f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
-            for blocks in (stage.blocks for stage in stages)
-        ]
-        held += ["last norm, head and loss"] if stages[-1].is_last else []
+        first, last = rank * num_devices, (rank + 1) * num_devices - 1
+        ranks = f"ranks {first}-{last}" if num_devices > 1 else f"rank {rank}"
         word = "the fullest: " if rank == fullest else ""
-        lines.append(f"{ranks}: {', '.join(held)}; {word}about {in_bytes(estimate.total_bytes)} per device")
+        size = in_bytes(estimate.total_bytes)
+        lines.append(f"{ranks}: {describe_stages(stages)}; {word}about {size} per device")
     return [f"{'' if i else 'stages':<15}{line}" for i, line in enumerate([config.pipeline.schedule, *lines])]
 
 

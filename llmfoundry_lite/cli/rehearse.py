@@ -9,8 +9,12 @@ def rehearse_command(
     arguments: Annotated[list[str], typer.Argument(help="RUN.yaml HARDWARE.yaml [key=value ...]")],
     devices: Annotated[int, typer.Option(min=1, help="Devices of the run, in all nodes.")],
     per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
-    rank: Annotated[int, typer.Option(help="Which of them is rehearsed.")] = 0,
-    all_kinds: Annotated[bool, typer.Option("--all-kinds", help="The first and the last rank, in turn.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(help="Which of them is rehearsed. By default the first one of each stage.")
+    ] = None,
+    all_kinds: Annotated[
+        bool, typer.Option("--all-kinds", help="The first and the last rank of each stage, in turn.")
+    ] = False,
     batches: Annotated[int, typer.Option(min=1, help="Whose memory is measured; one more is counted.")] = 2,
     searches: Annotated[
         bool, typer.Option("--search", help="Instead: find the largest microbatch that fits, by rehearsing.")
@@ -23,12 +27,12 @@ def rehearse_command(
     """
     from llmfoundry_lite.rehearse.rehearse import rehearse
 
-    ranks = sorted({0, devices - 1}) if all_kinds else [rank]
     code = rehearse(
         arguments,
         num_devices=devices,
         per_node=per_node,
-        ranks=ranks,
+        rank=rank,
+        all_kinds=all_kinds,
         num_batches=batches,
         hardware=hardware,
         searches=searches,

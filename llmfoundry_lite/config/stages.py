@@ -41,6 +41,16 @@ def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]
     return [stages[rank::degree] for rank in range(degree)]
 
 
+def describe_stages(stages: list[Stage]) -> str:
+    """What a rank holds, in words."""
+    held = ["embeddings"] if stages[0].is_first else []
+    held += [
+        f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
+        for blocks in (stage.blocks for stage in stages)
+    ]
+    return ", ".join([*held, "last norm, head and loss"] if stages[-1].is_last else held)
+
+
 def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
     """Whether the schedule can be played with so many: one for each stage or more, and in rounds that are alike."""
     degree = pipeline.pipeline_parallel_degree

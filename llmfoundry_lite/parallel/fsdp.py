@@ -113,7 +113,9 @@ def shard_model(
         fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
     )
     # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
-    reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    # So do pipelines: their parameters stay whole from the first backward pass on, whatever is done after a forward
+    # pass, and schedules that compute the weights' gradients apart find only whole parameters in autograd's graph.
+    reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and "pipeline" not in names_of(mesh)
     for block in model.transformer.blocks:
         if compile_config is not None and is_divided:
             # torch 2.13 cannot compile the recomputation of a divided layer; but a compiled one can be recomputed.

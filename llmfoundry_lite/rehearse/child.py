@@ -159,15 +159,34 @@ def replace_the_world() -> None:
     # cuDNN's library asks the device for more than a device that is not there can say.
     torch.backends.cuda.enable_cudnn_sdp(False)
     replace_numbers()
+    replace_votes()
+
+
+def replace_votes() -> None:
+    """The stages of a pipeline ask each other whether all know the shapes that they send: all of ours do."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+
+    def agreeing(vote: Any) -> Any:
+        def ask(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.ones_like(vote(self, *args, **kwargs), device="cpu").to(self.device)
+
+        return ask
+
+    for name in ("_warmup_forward_vote", "_warmup_backward_result"):
+        if hasattr(PipelineStage, name):  # torch before 2.13 does not ask
+            setattr(PipelineStage, name, agreeing(getattr(PipelineStage, name)))
 
 
 def replace_numbers() -> None:
     """Nothing is computed, so the host would read whatever lies in memory. Each read is still made."""
     from llmfoundry_lite.training import builders, gradients
+    from llmfoundry_lite.training.agreement import Agreement
     from llmfoundry_lite.training.trainer import GroupedTrainer
 
     real_measure, real_count = gradients.measure, builders.DataSpec.get_num_tokens_in_batch
     real_load, real_iterate = builders.load_tokenizer, GroupedTrainer._iter_dataloader
+    real_agree = Agreement._agree
 
     def measure(*args: Any) -> tuple[float, float, int]:
         real_measure(*args)
@@ -176,6 +195,13 @@ def replace_numbers() -> None:
     def count(self: Any, batch: Any, token_type: str = "total") -> int:
         real_count(self, batch, token_type)
         return batch["input_ids"].numel()
+
+    def agree(self: Agreement, counted: Any, *args: Any) -> int:
+        """Every data rank has counted as much as this one."""
+        answer, size = real_agree(self, counted, *args), self.ranks.size
+        here, samples, tokens, losses, digest = counted
+        self.upcoming = type(counted)(here, samples * size, tokens * size, losses * size, digest)
+        return answer
 
     def load_tokenizer(name: str) -> Any:
         """Documents end with the same token, made up, where the tokenizer is on another machine."""
@@ -187,6 +213,7 @@ def replace_numbers() -> None:
         return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
 
     GroupedTrainer._iter_dataloader = iterate
+    Agreement._agree = agree
     builders.load_tokenizer = load_tokenizer
     gradients.measure = measure
     builders.DataSpec.get_num_tokens_in_batch = count

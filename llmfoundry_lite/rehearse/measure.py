@@ -26,6 +26,8 @@ NUM_LARGEST = 5
 PACKAGE = Path(__file__).parent.parent
 
 FSDP = "/fsdp/_fully_shard/"
+PIPELINING = "/distributed/pipelining/"
+"""Its buffers for what stages send each other."""
 BACKWARD = "the backward pass"
 ATTENTION = {
     "_scaled_dot_product_flash_attention": "flash, of scaled_dot_product_attention",
@@ -153,7 +155,7 @@ def categorise(frames: list[dict[str, Any]]) -> str:
             return "unsharded"
         if file.endswith("training/gradients.py"):
             return "gradients"
-        if "llmfoundry_lite/models/" in file:
+        if "llmfoundry_lite/models/" in file or PIPELINING in file:
             return "activations"
     return "rest"
 

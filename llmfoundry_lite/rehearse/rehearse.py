@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmfoundry_lite import preflight
-from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, ConfigError
 from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.plan.memory import estimate_stages
 from llmfoundry_lite.rehearse.device import find_device
 from llmfoundry_lite.rehearse.report import Rehearsal, describe
 from llmfoundry_lite.rehearse.search import search
@@ -39,24 +40,30 @@ def rehearse(
     *,
     num_devices: int,
     per_node: int = 8,
-    ranks: Sequence[int] = (0,),
+    rank: int | None = None,
+    all_kinds: bool = False,
     num_batches: int = 2,
     hardware: str | None = None,
     searches: bool = False,
 ) -> int:
-    """Rehearse `ranks` in turn and print what was measured, or search for the largest microbatch of the first of them.
+    """Rehearse ranks in turn and print what was measured, or search for the largest microbatch of one.
 
-    Returns the exit code: 0, or that of the first rehearsal that fails. Raises ConfigError for what can be refused
-    before anything starts.
+    `rank`: that one alone. By default the first rank, and in a pipeline that of each stage; with `all_kinds` also the
+    last one of each. A search takes the first rank of the fullest stage. Returns the exit code: 0, or that of the first
+    rehearsal that fails. Raises ConfigError for what can be refused before anything starts.
     """
     device = find_device(arguments, hardware)
     config = load_train_config(arguments).config
-    if config.pipeline.pipeline_parallel_degree > 1:
-        raise ConfigError("pp_config: a rehearsal is one rank alone, and a stage waits for others; rehearse without it")
     check_count(config, num_devices, per_node)
-    for rank in ranks:
-        if not 0 <= rank < num_devices:
-            raise ConfigError(f"--rank: {rank} given, expected 0 to {num_devices - 1}")
+    if rank is not None and not 0 <= rank < num_devices:
+        raise ConfigError(f"--rank: {rank} given, expected 0 to {num_devices - 1}")
+    layout = layout_of(config, num_devices, per_node)
+    if rank is not None:
+        ranks = [rank]
+    elif searches:
+        ranks = [rank_of_fullest(config, layout)]
+    else:
+        ranks = find_kinds(layout, all_kinds)
     job = Job(list(arguments), config, device, num_devices, min(per_node, num_devices))
     with Stage() as stage:
         if searches:
@@ -75,6 +82,21 @@ def rehearse(
                 return outcome.exit_code
             print(describe(as_rehearsal(outcome, job, rank)), flush=True)
     return EXIT_DONE
+
+
+def find_kinds(layout: Layout, all_kinds: bool) -> list[int]:
+    """The first rank of each stage; with `all_kinds` also the last one, which has the smallest share."""
+    stage_size = layout.world_size // layout.pipeline
+    firsts = range(0, layout.world_size, stage_size)
+    return sorted({*firsts, *(first + stage_size - 1 for first in firsts)}) if all_kinds else list(firsts)
+
+
+def rank_of_fullest(config: TrainConfig, layout: Layout) -> int:
+    """The first rank of the stage that needs the most."""
+    if layout.pipeline == 1:
+        return 0
+    sizes = [estimate.total_bytes for _, estimate in estimate_stages(config, layout)]
+    return layout.group(0, "pipeline")[sizes.index(max(sizes))]
 
 
 def as_rehearsal(outcome: Outcome, job: Job, rank: int) -> Rehearsal:

@@ -1,13 +1,15 @@
 """A rehearsal as lines for people. No torch."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.stages import Stage, describe_stages, stages_of
 from llmfoundry_lite.hardware import FREE_SHARE, GIB, Accelerator, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_stages, estimate_training_memory
 
 CANNOT_PROMISE = (
     "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "
@@ -54,11 +56,12 @@ class Rehearsal:
 def describe(rehearsal: Rehearsal) -> str:
     config, device = rehearsal.config, rehearsal.device
     layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
-    num_ranks, estimate = layout.num_data_ranks, estimate_training_memory(config, layout)
+    num_ranks, estimate = layout.num_data_ranks, estimate_rank(config, layout, rehearsal.rank)
     expected_bytes = estimate.total_bytes
     lines = [
         f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
         f"as rank {rehearsal.rank}, in {rehearsal.wall_seconds:.0f} s",
+        *describe_stage(config, layout, rehearsal.rank),
         f"batch          {config.global_train_batch_size // num_ranks} samples on this rank, "
         f"{rehearsal.microbatch_size} at a time",
         f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
@@ -80,7 +83,7 @@ def describe(rehearsal: Rehearsal) -> str:
     for place, size in rehearsal.largest_bytes.items():
         lines.append(f"               held by {place}: {in_bytes(size)}")
     tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
-    formula = count_flops_per_token(config.model, config.max_seq_len) * tokens / layout.tensor
+    formula = count_rank_flops(config, layout, rehearsal.rank) * tokens
     total_flops = sum(rehearsal.flops.values())
     lines.append(
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
@@ -95,6 +98,35 @@ def describe(rehearsal: Rehearsal) -> str:
     if device.vendor == "amd":
         lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
     return "\n".join(lines)
+
+
+def stages_of_rank(config: TrainConfig, layout: Layout, rank: int) -> list[Stage]:
+    return stages_of(config.model, config.pipeline)[layout.coordinates(rank).pipeline]
+
+
+def describe_stage(config: TrainConfig, layout: Layout, rank: int) -> list[str]:
+    """Of a pipeline's rank, what it holds."""
+    if layout.pipeline == 1:
+        return []
+    place = f"{layout.coordinates(rank).pipeline + 1} of {layout.pipeline}, {config.pipeline.schedule}"
+    return [f"stage          {place}: {describe_stages(stages_of_rank(config, layout, rank))}"]
+
+
+def estimate_rank(config: TrainConfig, layout: Layout, rank: int) -> MemoryEstimate:
+    if layout.pipeline == 1:
+        return estimate_training_memory(config, layout)
+    return estimate_stages(config, layout)[layout.coordinates(rank).pipeline][1]
+
+
+def count_rank_flops(config: TrainConfig, layout: Layout, rank: int) -> float:
+    """Model FLOPs of one token on this rank, which computes its stages' share of the layers."""
+    stages = stages_of_rank(config, layout, rank)
+    part = dataclasses.replace(
+        config.model,
+        n_layers=sum(len(stage.blocks) for stage in stages),
+        vocab_size=config.model.vocab_size if stages[-1].is_last else 0,
+    )
+    return count_flops_per_token(part, config.max_seq_len) / (layout.context * layout.tensor)
 
 
 def describe_kernels(rehearsal: Rehearsal) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from llmfoundry_lite.config.layout import divisors, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.memory import estimate_training_memory
@@ -32,7 +33,7 @@ def search(
     sample fits."""
     num_ranks = layout_of(config, num_devices, per_node).num_data_ranks
     device_batch_size = config.global_train_batch_size // num_ranks
-    sizes = divisors(device_batch_size)
+    sizes = find_sizes(config, device_batch_size)
     limit = device.free_bytes - UNREHEARSED_BYTES
     estimates = {size: estimate(config, size, num_devices, per_node) for size in sizes}
     first = max((size for size in sizes if estimates[size] <= limit), default=1)
@@ -50,7 +51,7 @@ def search(
     def attempt(size: int) -> bool | None:
         """None: it fails in another way."""
         outcome = stage.rehearse(
-            [*arguments, *short_batch(size, device_batch_size, num_ranks)],
+            [*arguments, *sized_batch(config, size, device_batch_size, num_ranks)],
             device,
             num_devices=num_devices,
             per_node=per_node,
@@ -93,6 +94,21 @@ def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) 
         index = (low + 1 if fits else high - 1) if is_near else (low + high) // 2
         is_near = False
     return sizes[low] if low >= 0 else 0
+
+
+def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
+    """Those that a device's batch can be cut into, ascending, and that a pipeline's schedule can play."""
+    sizes = divisors(device_batch_size)
+    if config.pipeline.pipeline_parallel_degree == 1:
+        return sizes
+    return [size for size in sizes if takes_microbatches(config.pipeline, device_batch_size // size)]
+
+
+def sized_batch(config: TrainConfig, size: int, device_batch_size: int, num_ranks: int) -> list[str]:
+    """A short batch; a pipeline's whole one, since it keeps several microbatches at the same time."""
+    if config.pipeline.pipeline_parallel_degree > 1:
+        return [f"device_train_microbatch_size={size}"]
+    return short_batch(size, device_batch_size, num_ranks)
 
 
 def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:

@@ -17,6 +17,8 @@ from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.rehearse.rehearse import Job, as_rehearsal
+from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import search
 from llmfoundry_lite.rehearse.stage import Stage
 from tests.helpers.launch import ROOT
@@ -127,6 +129,45 @@ def test_graph_breaks_and_recompilations_are_counted(stage):
     shortened = rehearse(stage, *overrides, with_mistake("ShortensBatch"), counts_operations=True)
     assert shortened.exit_code == EXIT_DONE, shortened.said
     assert any("2048" in reason or "size" in reason for reason in shortened.found["compiled"]["again"])
+
+
+STAGES = {
+    "1f1b": (),
+    "gpipe": (),
+    "interleaved": (),
+    "zero_bubble": (),
+    "zbv": ("model.tie_word_embeddings=false",),
+}
+
+
+@pytest.mark.parametrize(
+    "schedule", [name if name == "zero_bubble" else pytest.param(name, marks=pytest.mark.long) for name in STAGES]
+)
+def test_each_stage_of_a_pipeline_computes_and_sends_its_part(stage, schedule):
+    """Two stages of eight layers on four devices each, eight microbatches: nothing is left out, FLOPs say."""
+    overrides = (
+        *("model.n_layers=8", "global_train_batch_size=256", "pp_config.pipeline_parallel_degree=2"),
+        *(f"pp_config.schedule={schedule}", *STAGES[schedule]),
+    )
+    num_links = 3 if schedule == "interleaved" else 1  # a microbatch's hidden states go from rank to rank so often
+    for rank in (0, 4):
+        outcome = rehearse(stage, *overrides, rank=rank, counts_operations=True)
+        assert outcome.exit_code == EXIT_DONE, outcome.said
+        config = load_train_config([*RUN, *overrides]).config
+        text = describe(as_rehearsal(outcome, Job([*RUN], config, H100, 8, 8), rank))
+        held = "embeddings" if rank == 0 else "blocks"
+        assert re.search(rf"stage +{1 + rank // 4} of 2, {schedule}: {held}", text), text
+        share = re.search(r"this rank, ([\d.]+) of the formula", text)
+        assert share and 0.98 < float(share[1]) < 1.06, text
+        sent = {
+            row[0]: row[3:]
+            for row in outcome.found["collectives"]
+            if row[0] in ("send", "recv") and row[2] == "bfloat16"
+        }
+        hidden_bytes = 8 * 2048 * 768 * 2
+        assert sent["send"] == sent["recv"] == [8 * num_links, 8 * num_links * hidden_bytes]
+        kinds = {row[0]: row[1] for row in outcome.found["collectives"]}
+        assert kinds["reduce_scatter"] == "4 ranks within a node" and kinds["send"] == "2 ranks within a node"
 
 
 @pytest.mark.parametrize(
