@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.schema import EvalConfig
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 
@@ -28,12 +29,16 @@ def main(arguments: Sequence[str]) -> None:
             print(HELP, end="")
         return
     config, tasks, notes = load_eval_config(arguments)
-    for name, value in config.environment.items():
-        os.environ.setdefault(name, value)  # before torch looks
-
+    prepare_environment(config)
     from llmfoundry_lite.suite import run_suite  # imports torch
 
     run_suite(config, tasks, notes)
+
+
+def prepare_environment(config: EvalConfig) -> None:
+    """What torch looks for when it is imported."""
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

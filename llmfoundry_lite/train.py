@@ -15,8 +15,12 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
+from llmfoundry_lite.lean_imports import FULL_IMPORTS, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
+
+HEAVY = ("composer", "streaming")
+"""Packages that take seconds to import."""
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here]]
@@ -49,9 +53,9 @@ def main(arguments: Sequence[str]) -> None:
             print(preflight.describe(invocation.config, layout, found, is_for_here=is_for_here))
         return
 
-    for name, value in invocation.config.environment.items():
-        os.environ.setdefault(name, value)  # before torch looks
-    from llmfoundry_lite.training.train import train  # imports Composer, which takes seconds
+    prepare_environment(invocation.config)
+    import_lean(*HEAVY)
+    from llmfoundry_lite.training.train import train
 
     train(invocation.config)
 
@@ -75,6 +79,14 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
             preflight.record_refusal(arguments, str(error))
         raise
     return invocation, layout, found
+
+
+def prepare_environment(config: TrainConfig) -> None:
+    """What torch looks for when it is imported, and whether everything must be."""
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)
+    if config.has_own_components:
+        os.environ.setdefault(FULL_IMPORTS, "1")
 
 
 def check_this_machine(config: TrainConfig, layout: Layout) -> None:

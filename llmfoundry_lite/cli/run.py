@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -23,25 +23,33 @@ LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = 3, log_dir: LogDir = None) -> None:
     """Train a model: YAML files or names, then key=value; --help has more."""
-    from llmfoundry_lite.train import check, main
+    from llmfoundry_lite.train import HEAVY, check, main, prepare_environment
 
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.train", main, context.args)
+    from llmfoundry_lite.launcher.launch import Launcher, Program
+
     config = check(context.args)[0].config
+    prepare_environment(config)
+    program = Program("llmfoundry_lite.train", "llmfoundry_lite.training.train", HEAVY)
     logs = log_dir or Path(config.run_folder) / "logs"
-    _launch("train", "training.train", context.args, config.environment, num_ranks, max_restarts, logs)
+    raise typer.Exit(Launcher(program, num_ranks, max_restarts, logs).run(context.args))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
     """Evaluate models in context: models.NAME=WHERE; --help has more."""
-    from llmfoundry_lite.config.load_eval import load_eval_config
-    from llmfoundry_lite.eval import main
+    from llmfoundry_lite.eval import main, prepare_environment
 
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.eval", main, context.args)
+    from llmfoundry_lite.config.load_eval import load_eval_config
+    from llmfoundry_lite.launcher.launch import Launcher, Program
+
     config, _, _ = load_eval_config(context.args)
+    prepare_environment(config)
     logs = log_dir or Path(config.results_folder) / "logs"
-    _launch("eval", "suite", context.args, config.environment, num_ranks, 0, logs)
+    program = Program("llmfoundry_lite.eval", "llmfoundry_lite.suite")
+    raise typer.Exit(Launcher(program, num_ranks, 0, logs).run(context.args))
 
 
 def _is_launch(arguments: Sequence[str], num_ranks: int) -> bool:
@@ -60,24 +68,6 @@ def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: lis
 
     sys.argv = [module, *arguments]
     run_and_exit(main)
-
-
-def _launch(
-    program: str,
-    imports: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    num_ranks: int,
-    max_restarts: int,
-    logs: Path,
-) -> NoReturn:
-    from llmfoundry_lite.launcher.launch import Launcher, Program
-
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)  # before torch looks, in the process that imports it
-    package = "llmfoundry_lite"
-    launcher = Launcher(Program(f"{package}.{program}", f"{package}.{imports}"), num_ranks, max_restarts, logs)
-    raise typer.Exit(launcher.run(arguments))
 
 
 def generate(

@@ -631,6 +631,12 @@ class TrainConfig:
         return max(1, DEFAULT_EVAL_TOKENS // self.max_seq_len)
 
     @property
+    def has_own_components(self) -> bool:
+        """Whether the YAML names code of the user's, by its import path."""
+        loaders = [loader.name for loader in (self.train_loader, self.eval_loader) if loader is not None]
+        return bool(self.callbacks.extra) or any(n.startswith("python:") for n in (*loaders, self.optimizer.name))
+
+    @property
     def checkpoint_folder(self) -> str:
         return self.save_folder or f"{self.run_folder}/checkpoints"
 

@@ -36,6 +36,8 @@ class Program(NamedTuple):
     """Its `main(arguments)`."""
     imports: str
     """The module that takes long to import, which is done once for all ranks."""
+    packages: tuple[str, ...] = ()
+    """To be imported before it, lean."""
 
 
 def places(num_ranks: int) -> dict[str, str]:
@@ -108,7 +110,8 @@ class Launcher:
         if self._server is not None and self._server[0].poll() is None:
             return self._server
         mine, its = open_channel()
-        names = [str(its.fileno()), str(os.getpid()), *self.program]
+        module, imports, packages = self.program
+        names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
         command = [sys.executable, "-m", "llmfoundry_lite.launcher.server", *names]
         process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
         its.close()

@@ -1,6 +1,6 @@
 """A process that imports the training code once. Each rank is a fork of it, and starts at once.
 
-    python -m llmfoundry_lite.launcher.server DESCRIPTOR LAUNCHER PROGRAM IMPORTS
+    python -m llmfoundry_lite.launcher.server DESCRIPTOR LAUNCHER MODULE IMPORTS PACKAGES
 
 Server and ranks share one end of a socket, the launcher has the other: `Start` goes down, the rest comes up.
 No process outlives the one that began it: Linux kills the server with the launcher, and the ranks with the server.
@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmfoundry_lite.lean_imports import import_lean
 from llmfoundry_lite.ranks.ending import LEAVING_SIGNALS, run_and_exit
 
 BEAT_SECONDS = 1.0
@@ -79,7 +80,7 @@ def receive(channel: socket.socket) -> Message | None:
 
 
 def main() -> None:
-    descriptor, launcher, program, imports = sys.argv[1:]
+    descriptor, launcher, module, imports, *packages = sys.argv[1:]
     channel = socket.socket(fileno=int(descriptor))
     die_with_parent(int(launcher))
     # Ctrl-C and SLURM's signals reach every process of a group. They are for the launcher and for the ranks, which get
@@ -87,8 +88,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
     # Counting devices the usual way starts CUDA's driver, which does not survive a fork. NVML counts without it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import_lean(*packages)
     importlib.import_module(imports)
-    entry = importlib.import_module(program).main
+    entry = importlib.import_module(module).main
 
     start = serve(channel)  # returns in each rank, never in the server
 
@@ -98,7 +100,7 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVING_SIGNALS)
         entry(arguments)
 
-    sys.argv = [program, *start.arguments]
+    sys.argv = [module, *start.arguments]
     run_and_exit(run)
 
 

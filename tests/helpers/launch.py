@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["llmfoundry_lite.training.train", "tests.helpers.launch"])
+_server.set_forkserver_preload(["tests.helpers.lean", "llmfoundry_lite.training.train", "tests.helpers.launch"])
 
 
 @dataclass

@@ -1,0 +1,6 @@
+"""For the fork server of `launch.py`: the imports of a launch without components of the user's own."""
+
+from llmfoundry_lite.lean_imports import import_lean
+from llmfoundry_lite.train import HEAVY
+
+import_lean(*HEAVY)
