@@ -144,7 +144,7 @@ WRONG = {
     "precision=amp_fp8": "'amp_fp8' is not known; expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
     "fsdp_config.sharding_strategy=full_shard": (
         "'full_shard' is not known; did you mean FULL_SHARD? (expected FULL_SHARD, SHARD_GRAD_OP, "
-        "HYBRID_SHARD or NO_SHARD)"
+        "HYBRID_SHARD, NO_SHARD or ZERO_1)"
     ),
     "optimizer.name=sgd": (
         "'sgd' is not known; expected decoupled_adamw, adamw, lion, decoupled_lionw or python:package.module:Thing"
