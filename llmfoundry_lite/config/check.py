@@ -196,7 +196,8 @@ def _check_compilation(options: dict[str, typing.Any], refuse: Refuse) -> None:
 
 
 def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
-    """Layers are divided by heads, and by the feed-forward layer's width; each device gets as many as the others."""
+    """Layers are divided by heads, and by the feed-forward layer's width; each device gets as many as the others. Of
+    the vocabulary the last one may get less."""
     model, degree = config.model, config.tensor_parallel_degree
     sizes = {"model.n_heads": model.n_heads, "the heads of keys and values": model.num_kv_heads}
     for name, size in (*sizes.items(), ("the width of the feed-forward layer", model.ffn_dim)):
@@ -204,6 +205,10 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             most = math.gcd(model.n_heads, model.num_kv_heads, model.ffn_dim)
             divisors = either([str(n) for n in range(1, most + 1) if most % n == 0])
             refuse("tp_config.tensor_parallel_degree", f"{degree} does not divide {name}, {size}; use {divisors}")
+    if (degree - 1) * -(-model.vocab_size // degree) >= model.vocab_size:
+        refuse(
+            "tp_config.tensor_parallel_degree", f"{degree} devices cannot share model.vocab_size, {model.vocab_size}"
+        )
     if model.attn_config.fused_qkv:
         refuse(
             "model.attn_config.fused_qkv",

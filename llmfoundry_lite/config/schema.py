@@ -384,8 +384,8 @@ class FSDPConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorParallelConfig:
     tensor_parallel_degree: int = 1
-    """Neighbouring devices that divide the heads and the feed-forward width of each layer among them and see the same
-    samples; fsdp_config says how the model is shared by such groups."""
+    """Neighbouring devices that divide the heads and the feed-forward width of each layer and the vocabulary among them
+    and see the same samples; fsdp_config says how the model is shared by such groups."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

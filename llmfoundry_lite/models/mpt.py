@@ -21,7 +21,7 @@ from torch import nn
 from llmfoundry_lite.config.schema import FFNActivation, ModelConfig
 from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, attend, build_mask, build_rotation, rotate
-from llmfoundry_lite.models.products import Linear, linear
+from llmfoundry_lite.models.products import Linear, logits
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
 """(hidden_btd, unembedding_vd) -> whatever is wanted of them: logits, a loss, log-probabilities."""
@@ -69,7 +69,7 @@ class MPT(nn.Module):
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
         output = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
-        return (head or linear)(hidden_btd, output.weight)
+        return (head or logits)(hidden_btd, output.weight)
 
 
 class Transformer(nn.Module):
@@ -185,7 +185,7 @@ class Attention(nn.Module):
         if options.fused_qkv:
             q, k, v = self.clamp(self.Wqkv(x_btd)).split([x_btd.size(-1), self.kv_dim, self.kv_dim], dim=-1)
         else:
-            q, k, v = (self.clamp(linear(x_btd)) for linear in (self.Wq, self.Wk, self.Wv))
+            q, k, v = (self.clamp(project(x_btd)) for project in (self.Wq, self.Wk, self.Wv))
         if options.qk_ln:
             q, k = self.q_ln(q), self.k_ln(k)
         q_bthk, k_btgk, v_btgk = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
@@ -249,7 +249,10 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width]"""
-        dtype, weight, bias = x.dtype, self.weight, self.bias
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        dtype = x.dtype
         if self.in_fp32:
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         if self.is_rms:
@@ -262,19 +265,16 @@ class KeyValueCache:
 
     def __init__(self, model: MPT, batch_size: int, num_tokens: int):
         """Room for `num_tokens` tokens of `batch_size` rows."""
-        config = model.config
         self.length = 0
-        self._shape_lbsgk = (config.n_layers, batch_size, num_tokens, config.num_kv_heads, config.head_dim)
+        self._shape_lbs = (model.config.n_layers, batch_size, num_tokens)
         self._keys_lbsgk: torch.Tensor | None = None
 
     def extend(self, layer: int, k_btgk: torch.Tensor, v_btgk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep these behind the others; the model moves `length` on when all layers have done so. Returns all."""
-        # The dtype is known only now: a policy or autocast may change it.
+        # Dtype and heads are known only now: a policy or autocast may change the one, tensor parallelism the others.
         if self._keys_lbsgk is None or (layer == 0 and self.length == 0):
-            self._keys_lbsgk, self._values_lbsgk = (
-                k_btgk.new_empty(self._shape_lbsgk),
-                v_btgk.new_empty(self._shape_lbsgk),
-            )
+            shape_lbsgk = (*self._shape_lbs, *k_btgk.shape[2:])
+            self._keys_lbsgk, self._values_lbsgk = k_btgk.new_empty(shape_lbsgk), v_btgk.new_empty(shape_lbsgk)
         end = self.length + k_btgk.size(1)
         self._keys_lbsgk[layer, :, self.length : end] = k_btgk
         self._values_lbsgk[layer, :, self.length : end] = v_btgk

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
 """Of fp32 logits at a time: on a CPU, what stays in its cache."""
@@ -39,8 +39,23 @@ def multiply(a_ni: torch.Tensor, b_oi: torch.Tensor) -> torch.Tensor:
     return product(a_ni, b_oi) if _gains(a_ni, b_oi) else a_ni @ b_oi.T
 
 
+def logits(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
+    """[b, t, v], whole also where ranks have divided the vocabulary."""
+    if not isinstance(unembedding_vd, DTensor):
+        return linear(hidden_btd, unembedding_vd)
+    part = linear(hidden_btd, unembedding_vd.to_local())
+    shape = torch.Size((*hidden_btd.shape[:-1], unembedding_vd.size(0)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, unembedding_vd.device_mesh, [Shard(len(shape) - 1)], shape=shape, stride=stride
+    ).full_tensor()
+
+
 def logits_in_parts(hidden_nd: torch.Tensor, unembedding_vd: torch.Tensor) -> Iterator[torch.Tensor]:
-    """fp32 logits of fp32 hidden states, [n, w], a part w of the vocabulary v at a time."""
+    """fp32 logits of fp32 hidden states, [n, w], a part w of the vocabulary v at a time. All ranks that have divided
+    the vocabulary compute the same."""
+    if isinstance(unembedding_vd, DTensor):
+        unembedding_vd = unembedding_vd.full_tensor()
     room_bytes = CPU_LOGITS_BYTES if hidden_nd.device.type == "cpu" else LOGITS_BYTES
     for part_wd in unembedding_vd.split(max(256, room_bytes // (4 * hidden_nd.size(0)))):
         yield multiply(hidden_nd, part_wd.float())

@@ -18,7 +18,7 @@ from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.mesh import names_of, with_tensor_as_shard, within_stage
+from llmfoundry_lite.parallel.mesh import names_of, within_stage
 from llmfoundry_lite.parallel.pipeline import Loss, Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
@@ -99,13 +99,13 @@ def shard_model(
     compile_config: dict[str, Any] | None = None,
 ) -> None:
     """Divide, checkpoint, compile and shard each block, then shard the rest (embeddings and last norm), in place."""
-    data_mesh = whole_mesh = within_stage(mesh)
+    data_mesh = within_stage(mesh)
     if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
         prepare_for_one_device(model, fsdp, precision)
         return
     is_divided = "tensor" in names_of(mesh)
     if is_divided:
-        data_mesh, whole_mesh = within_stage(mesh, without=("tensor",)), with_tensor_as_shard(mesh)
+        data_mesh = within_stage(mesh, without=("tensor",))
         divide_layers(model, mesh["tensor"])
     policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
     is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
@@ -125,7 +125,7 @@ def shard_model(
         if compile_config is not None and not is_divided:
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
-    shard(model, mesh=whole_mesh, reshard_after_forward=False)
+    shard(model, mesh=data_mesh, reshard_after_forward=False)
 
 
 def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:

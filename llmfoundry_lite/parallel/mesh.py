@@ -21,7 +21,13 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
             "use fsdp_config, tp_config and pp_config"
         )
     names = [name for name in DIMENSIONS if name == "shard" or getattr(layout, name) > 1]
-    return _make_mesh(device_type, tuple(getattr(layout, name) for name in names), tuple(names))
+    mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in names), mesh_dim_names=tuple(names))
+    # Its groups wait as long as the world's does (`dist_timeout`); torch would give them its own default.
+    options = getattr(_backend(dist.distributed_c10d._get_default_group(), device_type), "options", None)
+    if options is not None:
+        for name in names:
+            _backend(mesh.get_group(name), device_type)._set_default_timeout(options._timeout)
+    return mesh
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -32,24 +38,6 @@ def within_stage(mesh: DeviceMesh, *, without: tuple[str, ...] = ()) -> DeviceMe
     """The ranks that have the same blocks; of the dimensions that are left."""
     names = tuple(name for name in names_of(mesh) if name not in ("pipeline", *without))
     return mesh if names == names_of(mesh) else mesh[names]
-
-
-def with_tensor_as_shard(mesh: DeviceMesh) -> DeviceMesh:
-    """Within a stage, for what is not divided by layer: a tensor group's ranks compute the same gradient of it, and the
-    mean of equal numbers is that number; so they may share it out, and each keeps that much less."""
-    *data_sizes, tensor_size = mesh.shape
-    names = names_of(mesh)[:-1]
-    return within_stage(_make_mesh(mesh.device_type, (*data_sizes[:-1], data_sizes[-1] * tensor_size), names))
-
-
-def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Its groups wait as long as the world's does (`dist_timeout`); torch would give them its own default."""
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    options = getattr(_backend(dist.distributed_c10d._get_default_group(), device_type), "options", None)
-    if options is not None:
-        for name in names:
-            _backend(mesh.get_group(name), device_type)._set_default_timeout(options._timeout)
-    return mesh
 
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> Any:

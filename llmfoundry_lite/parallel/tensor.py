@@ -1,56 +1,174 @@
-"""Tensor parallelism: each layer's heads and feed-forward width, divided among neighbouring ranks."""
+"""Tensor parallelism: each layer's heads and feed-forward width, and the vocabulary, divided among neighbouring ranks.
+
+Parameters are DTensors, so that FSDP and checkpoints know their places; what is computed with them are local tensors.
+
+Legend: b batch, t time, d model width, v vocabulary.
+"""
 
 import logging
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
-from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.mpt import MPT, Norm
+from llmfoundry_lite.models.products import linear
 
 
 def divide_layers(model: MPT, tensor_mesh: DeviceMesh) -> None:
-    """Shoeybi et al. 2019, "Megatron-LM": each rank has some heads and some of the feed-forward layer's width.
+    """Shoeybi et al. 2019, "Megatron-LM": each rank has some heads, some of the feed-forward layer's width and some of
+    the vocabulary.
 
     One sum over ranks for each attention and feed-forward layer, in the forward pass of its last matrix and in the
-    backward pass of its input. Norms, embeddings and the loss are computed by every rank.
+    backward pass of its input; one for the embeddings, forward, and one for the hidden states at the head, backward.
+    Norms and learned positions are computed by every rank. A head gets the output embedding as a DTensor.
     """
     # Whole matrices are gathered for an export alone; that it takes two steps, torch would warn of on every rank.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    rank, degree = tensor_mesh.get_local_rank(), tensor_mesh.size()
-    transformer = model.transformer
+    group = TensorGroup(tensor_mesh)
+    transformer: Any = model.transformer
     if transformer.slopes is not None:
-        num_heads = len(transformer.slopes) // degree
-        transformer.slopes = transformer.slopes[rank * num_heads : (rank + 1) * num_heads]
+        num_heads = len(transformer.slopes) // group.degree
+        transformer.slopes = transformer.slopes[group.rank * num_heads : (group.rank + 1) * num_heads]
+    if hasattr(transformer, "wte"):
+        group.divide(transformer.wte, Shard(0))
+        transformer.wte.forward = partial(_look_up, transformer.wte, group)
+    if hasattr(model, "lm_head"):
+        group.divide(model.lm_head, Shard(0))
+    if model.stage.is_last:
+        last_norm = transformer.norm_f.forward
+        transformer.norm_f.forward = lambda x_btd: group.enter(last_norm(x_btd))
     for block in transformer.blocks:
-        # The input is made a tensor of all ranks before the first matrices, or each of them would sum its gradient.
-        whole = Replicate()
-        plan: dict[str, ParallelStyle] = {
-            "attn": PrepareModuleInput(
-                input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
-            ),
-            "ffn": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
-            **{f"attn.{name}": ColwiseParallel() for name in ("Wq", "Wk", "Wv")},
-            **{f"ffn.{name}": ColwiseParallel() for name in ("up_proj", "gate_proj") if hasattr(block.ffn, name)},
-            "attn.out_proj": RowwiseParallel(),
-            "ffn.down_proj": RowwiseParallel(),
-        }
-        if hasattr(block.attn, "q_ln"):  # one norm for all heads, which are the third dimension
-            over_heads = {"sequence_dim": 2, "use_local_output": True}
-            plan |= {f"attn.{name}": SequenceParallel(**over_heads) for name in ("q_ln", "k_ln")}
-        parallelize_module(block, tensor_mesh, plan)
+        _divide_attention(block.attn, group)
+        _divide_feed_forward(block.ffn, group)
         if model.config.attn_config.attn_pdrop:
-            _drop_apart(cast(nn.Module, block.attn), rank)
+            _drop_apart(block.attn, group.rank)
+
+
+class TensorGroup:
+    """The ranks that divide layers: how the residual stream goes into what is divided, and comes out of it."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.rank, self.degree = mesh.get_local_rank(), mesh.size()
+
+    def divide(self, module: nn.Module, weight: Placement, bias: Placement | None = None) -> None:
+        """Make DTensors of a module's parameters. One that is not divided every rank has."""
+        for name, placement in (("weight", weight), ("bias", bias)):
+            parameter = getattr(module, name, None)
+            if parameter is not None:
+                assert placement is not None
+                divided = distribute_tensor(parameter.data, self.mesh, [placement])
+                setattr(module, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+    def enter(self, x_btd: torch.Tensor) -> torch.Tensor:
+        """What goes to a divided matrix. Each rank knows a part of its gradient; their sum is the gradient."""
+        return cast(torch.Tensor, _SumGradient.apply(x_btd, self.mesh))
+
+    def leave(self, x_btd: torch.Tensor) -> torch.Tensor:
+        """The sum of what ranks have each made with their part of a matrix."""
+        return cast(torch.Tensor, _Sum.apply(x_btd, self.mesh))
+
+
+def _divide_attention(attention: Any, group: TensorGroup) -> None:
+    for name in ("Wq", "Wk", "Wv"):
+        _divide_columns(getattr(attention, name), group)
+    _divide_rows(attention.out_proj, group)
+    if hasattr(attention, "q_ln"):  # one norm for all heads, of which each rank has some
+        for norm in (attention.q_ln, attention.k_ln):
+            _share_norm(norm, group)
+    _enter_first(attention, group)
+
+
+def _divide_feed_forward(ffn: Any, group: TensorGroup) -> None:
+    for name in ("up_proj", "gate_proj"):
+        if hasattr(ffn, name):
+            _divide_columns(getattr(ffn, name), group)
+    _divide_rows(ffn.down_proj, group)
+    _enter_first(ffn, group)
+
+
+def _enter_first(layer: Any, group: TensorGroup) -> None:
+    forward = layer.forward
+    layer.forward = lambda x_btd, *rest: forward(group.enter(x_btd), *rest)
+
+
+def _divide_columns(layer: Any, group: TensorGroup) -> None:
+    """Each rank computes some of the outputs. (Columns are Megatron's word: those of the transposed weight.)"""
+    group.divide(layer, Shard(0), Shard(0))
+    layer.forward = lambda x: linear(x, _local(layer.weight), _local(layer.bias))
+
+
+def _divide_rows(layer: Any, group: TensorGroup) -> None:
+    """Each rank has some of the inputs."""
+    group.divide(layer, Shard(1), Replicate())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y_btd = group.leave(linear(x, _local(layer.weight)))
+        return y_btd if layer.bias is None else y_btd + _local(layer.bias)
+
+    layer.forward = forward
+
+
+def _share_norm(norm: Norm, group: TensorGroup) -> None:
+    """A norm of which each rank sees other inputs: its gradient is the sum of the ranks'."""
+    group.divide(norm, Replicate(), Replicate())
+    module: Any = norm
+    module.forward = lambda x: norm.normalise(x, _local(norm.weight, Partial()), _local(norm.bias, Partial()))
+
+
+def _local(parameter: Any, gradient: Placement | None = None) -> Any:
+    """This rank's part. `gradient`: how that of the part is placed, if otherwise than the parameter."""
+    if parameter is None:
+        return None
+    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: torch.Tensor) -> torch.Tensor:
+    """Each rank has some rows; other ranks' rows are zeros."""
+    rows_vd, start = divided_rows(embedding.weight)
+    places_bt = tokens_bt - start
+    is_here_bt = (places_bt >= 0) & (places_bt < rows_vd.size(0))
+    x_btd = F.embedding(places_bt.where(is_here_bt, 0), rows_vd) * is_here_bt[..., None]
+    return group.leave(x_btd)
+
+
+def divided_rows(weight_vd: Any) -> tuple[torch.Tensor, int]:
+    """(this rank's rows of a matrix that a tensor group has divided, the first one's number)"""
+    _, offset = compute_local_shape_and_global_offset(weight_vd.shape, weight_vd.device_mesh, weight_vd.placements)
+    return weight_vd.to_local(), offset[0]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh):
+        return all_reduce(x, mesh)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh):
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return all_reduce(grad, ctx.mesh), None
+
+
+def all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", mesh))
 
 
 def _drop_apart(attention: nn.Module, tensor_rank: int) -> None:

@@ -162,9 +162,9 @@ def estimate_memory(
     the embeddings.
 
     `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
-    of them stands for a group whose devices divide each layer, and share what is not divided. `microbatch_size`:
-    samples. `has_one_microbatch`: no gradients of earlier ones are there when the forward pass begins. Without FSDP, as
-    on one device, parameters are used and gradients summed where they lie.
+    of them stands for a group whose devices divide each layer and the vocabulary, and each have the norms.
+    `microbatch_size`: samples. `has_one_microbatch`: no gradients of earlier ones are there when the forward pass
+    begins. Without FSDP, as on one device, parameters are used and gradients summed where they lie.
     """
     is_whole = precision in ("fp32", "tf32")
     has_autocast = not is_whole and mixed_precision == "FULL"
@@ -172,13 +172,13 @@ def estimate_memory(
     stream_bytes = FP32_BYTES if has_autocast else compute_bytes
     reduction_bytes = compute_bytes if mixed_precision == "PURE" else FP32_BYTES
 
-    outside, block = _shapes_outside(model), _shapes_of_block(model, tensor_parallel_degree)
-    outside_degree = shard_degree * tensor_parallel_degree
-    share_bytes = FP32_BYTES * (_share(outside, outside_degree) + model.n_layers * _share(block, shard_degree))
+    num_rows = -(-model.vocab_size // tensor_parallel_degree)
+    outside, block = _shapes_outside(model, num_rows), _shapes_of_block(model, tensor_parallel_degree)
+    share_bytes = FP32_BYTES * (_share(outside, shard_degree) + model.n_layers * _share(block, shard_degree))
     num_outside, num_block = _share(outside, 1), _share(block, 1)
     num_parameters = num_outside + model.n_layers * num_block
     # FSDP divides rows, and gathers as many from each device.
-    padded_outside = outside_degree * _share(outside, outside_degree)
+    padded_outside = shard_degree * _share(outside, shard_degree)
     padded_block = shard_degree * _share(block, shard_degree)
     padded = padded_outside + model.n_layers * padded_block
 
@@ -206,7 +206,7 @@ def estimate_memory(
         is_offloaded=activation_cpu_offload and activation_checkpointing is True,
     )
     hidden_bytes = num_tokens * model.d_model * compute_bytes
-    logits_bytes = _logits_bytes(model, num_tokens, compute_bytes, logits_chunk_bytes)
+    logits_bytes = _logits_bytes(num_rows, model.d_model, num_tokens, compute_bytes, logits_chunk_bytes)
     # Of a block in its backward pass: early its activations, the gradient of the widest and of one matrix; late the
     # gradients of all its matrices. Its input is among what was kept.
     is_kept = not activation_checkpointing
@@ -228,7 +228,7 @@ def estimate_memory(
             activations_bytes=kept_bytes,
             logits_bytes=logits_bytes + hidden_bytes,
         )
-        embedding = model.vocab_size * model.d_model
+        embedding = num_rows * model.d_model
         at_first_block = dataclasses.replace(
             in_loss,
             gradients_bytes=embedding * FP32_BYTES if has_one_microbatch else share_bytes,
@@ -253,7 +253,7 @@ def estimate_memory(
     )
     early_bytes += model.d_model * model.ffn_dim // tensor_parallel_degree * stream_bytes
     late_bytes = num_block * stream_bytes + 4 * hidden_bytes
-    embedding_bytes = model.vocab_size * model.d_model * compute_bytes
+    embedding_bytes = num_rows * model.d_model * compute_bytes
     at_first_block = dataclasses.replace(
         in_loss,
         unsharded_bytes=num_in_backward * stream_bytes + padded_block * reduction_bytes + copies_bytes,
@@ -335,9 +335,10 @@ def _rounding_bytes(model: ModelConfig, shard_degree: int, tensor_parallel_degre
     return model.n_layers * sum(share // 20 for share in shares if MIB < share < 10 * MIB)
 
 
-def _shapes_outside(model: ModelConfig) -> Shapes:
+def _shapes_outside(model: ModelConfig, num_rows: int) -> Shapes:
+    """`num_rows`: of the vocabulary, on this device."""
     d = model.d_model
-    shapes = [(model.vocab_size, d)] * (1 if model.tie_word_embeddings else 2)
+    shapes = [(num_rows, d)] * (1 if model.tie_word_embeddings else 2)
     if model.uses_learned_positions:
         shapes.append((model.max_seq_len, d))
     return shapes + _shapes_of_norm(model, d)
@@ -398,13 +399,14 @@ def _product_bytes_per_token(model: ModelConfig, compute_bytes: int, tensor_para
     return divided // tensor_parallel_degree + 2 * d * compute_bytes
 
 
-def _logits_bytes(model: ModelConfig, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:
-    """One chunk of logits and of what the loss makes of it, and the embedding's gradient so far."""
-    most = max(128, chunk_bytes // (FP32_BYTES * model.vocab_size))
+def _logits_bytes(num_rows: int, d_model: int, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:
+    """One chunk of logits and of what the loss makes of it, and the embedding's gradient so far; of this device's rows
+    of the vocabulary."""
+    most = max(128, chunk_bytes // (FP32_BYTES * num_rows))
     chunk_tokens = min(num_tokens, math.ceil(num_tokens / math.ceil(num_tokens / most) / 128) * 128)
-    embedding = model.vocab_size * model.d_model
+    embedding = num_rows * d_model
     # log_softmax has its input, a copy in fp32 of one that is not, and its output.
     logits_bytes = compute_bytes + FP32_BYTES + (FP32_BYTES if compute_bytes < FP32_BYTES else 0)
-    in_softmax = chunk_tokens * model.vocab_size * logits_bytes + embedding * FP32_BYTES
-    in_product = chunk_tokens * model.vocab_size * compute_bytes + embedding * (FP32_BYTES + compute_bytes)
+    in_softmax = chunk_tokens * num_rows * logits_bytes + embedding * FP32_BYTES
+    in_product = chunk_tokens * num_rows * compute_bytes + embedding * (FP32_BYTES + compute_bytes)
     return max(in_softmax, in_product)

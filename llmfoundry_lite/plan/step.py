@@ -168,7 +168,8 @@ def step_time(
 
     # One microbatch on one device.
     block_products = 2 * num_tokens * num_block / layout.tensor * passes / (shares.products * peak)
-    head_products = 3 * 2 * num_tokens * model.vocab_size * model.d_model / (shares.products * peak) / layout.pipeline
+    num_logits = num_tokens * model.vocab_size / (layout.tensor * layout.pipeline)
+    head_products = 3 * 2 * num_logits * model.d_model / (shares.products * peak)
     window = model.attn_config.sliding_window_size
     num_keys = work.seq_len if window < 0 else min(work.seq_len, 2 * (window + 1))
     # A causal kernel computes half of the square; its backward pass has five products where the forward pass has two.
@@ -177,20 +178,22 @@ def step_time(
     stream = STREAM_BYTES * num_bytes / 2 * num_tokens * model.d_model * (passes / 3)
     # Tensor parallelism divides the feed-forward layer's half of it; the norms' half is computed by all.
     block_memory = stream * (1 + 1 / layout.tensor) / 2 / memory_rate
-    head_memory = LOGIT_BYTES * num_tokens * model.vocab_size / memory_rate / layout.pipeline
+    head_memory = LOGIT_BYTES * num_logits / memory_rate
     block_seconds = block_products + block_attention + block_memory
 
     tensor = group_of(layout, "tensor", node)
-    # Two all-reduces a block forward, two backward, two more where the block is computed again.
+    # Two all-reduces a block forward, two backward, two more where the block is computed again; and one each of the
+    # embeddings and of their gradient at the head. The logits, which stay divided, take two numbers a token.
     stream_bytes = num_tokens * model.d_model * num_bytes
-    tensor_seconds = num_blocks * 2 * (3 if is_recomputed else 2) * tensor.reduce_seconds(stream_bytes)
+    num_reductions = num_blocks * 2 * (3 if is_recomputed else 2) + 2 / layout.pipeline
+    tensor_seconds = num_reductions * tensor.reduce_seconds(stream_bytes)
     context = group_of(layout, "context", node)
     qkvo = 2 * stream_bytes + 2 * stream_bytes * model.num_kv_heads / model.n_heads
     context_seconds = num_blocks * passes * context.exchange_seconds(qkvo / layout.tensor)
     send = send_seconds(layout, "pipeline", node, stream_bytes)
     pipeline_seconds = 2 * send * work.virtual_stages
 
-    num_local = num_block / layout.tensor
+    num_local, num_outside = num_block / layout.tensor, num_outside / layout.tensor
     sharding_seconds = _sharding_seconds(
         work,
         layout,

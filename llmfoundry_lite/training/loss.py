@@ -5,14 +5,21 @@ the backward pass. Here the forward pass walks over chunks of tokens, computes e
 gradient, and keeps only the gradients of hidden states and embedding. Exact in value and gradient, and no
 product is computed twice.
 
-Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v vocabulary.
+Where tensor parallelism divides the vocabulary, the logits stay divided: ranks tell each other two numbers a token.
+
+Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v vocabulary or this rank's part of it.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.parallel.tensor import divided_rows
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -36,20 +43,41 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum over tokens of -log p(label), in nats, fp32, whatever the dtype of its arguments.
 
+    With an embedding whose rows ranks have divided (a DTensor) all of them get the sum, and each its part of the
+    hidden states' gradient, which the model adds up.
+
     A backward pass that runs once may scale the embedding's gradient where it lies. Zero-bubble schedules run it for
     the hidden states, and again for the embedding.
     """
+    part = None
+    if isinstance(unembedding_vd, DTensor):
+        mesh = unembedding_vd.device_mesh
+        num_rows = -(-unembedding_vd.size(0) // mesh.size())
+        unembedding_vd, start = divided_rows(unembedding_vd)
+        part = _Part(mesh, start, num_rows)
     return _ChunkedCrossEntropy.apply(  # type: ignore
-        hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten(), backward_runs_once
+        hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten(), backward_runs_once, part
     )
+
+
+class _Part(NamedTuple):
+    """What a rank has of the vocabulary."""
+
+    mesh: DeviceMesh
+    """Of the ranks that share it."""
+    start: int
+    """Its first token."""
+    num_rows: int
+    """Tokens that a rank has; the last one may have fewer."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_nd, unembedding_vd, labels_n, backward_runs_once):
+    def forward(ctx, hidden_nd, unembedding_vd, labels_n, backward_runs_once, vocabulary):
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
-        most = max(128, CHUNK_BYTES // (4 * unembedding_vd.size(0)))
+        # All ranks that share a vocabulary need as many chunks as the others.
+        most = max(128, CHUNK_BYTES // (4 * (vocabulary.num_rows if vocabulary else unembedding_vd.size(0))))
         # Alike, so that none is small; and whole blocks of the products, which others take a half longer for on a CPU.
         chunk = math.ceil(num_tokens / math.ceil(num_tokens / most) / 128) * 128
         rows = CPU_ROWS if hidden_nd.device.type == "cpu" else unembedding_vd.size(0)
@@ -61,8 +89,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden_cd, labels_c = hidden_nd[part], labels_n[part]
             counted_c1 = (labels_c != IGNORED)[:, None]
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
-            log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
-            total -= (log_p_cv[rows_c, columns_c] * counted_c1[:, 0]).sum()
+            if vocabulary is None:
+                log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
+                log_p_c, is_here_c = log_p_cv[rows_c, columns_c], 1.0
+            else:
+                log_p_cv = multiply(hidden_cd, unembedding_vd).float()
+                columns_c = columns_c - vocabulary.start
+                is_here_c = ((columns_c >= 0) & (columns_c < log_p_cv.size(1))).float()
+                columns_c = columns_c * is_here_c.long()
+                log_p_c = _normalise(log_p_cv, log_p_cv[rows_c, columns_c] * is_here_c, vocabulary.mesh)
+            total -= (log_p_c * counted_c1[:, 0]).sum()
             if grad_hidden_nd is None:
                 del log_p_cv  # not while the next chunk's are computed
                 continue
@@ -70,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # masked in what is made of it, which is much smaller.
             grad_cv = log_p_cv.exp_()
             del log_p_cv
-            grad_cv[rows_c, columns_c] -= 1.0
+            grad_cv[rows_c, columns_c] -= is_here_c
             grad_cv = grad_cv.to(hidden_nd.dtype)
             grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
             hidden_cd = hidden_cd * counted_c1
@@ -89,6 +125,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
             ctx.scale(grad_unembedding_vd, grad_total).to(grad_hidden_nd.dtype),
-            None,
-            None,
+            *(None, None, None),
         )
+
+
+def _normalise(logits_cv: torch.Tensor, label_logits_c: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A rank's part of the logits becomes, in its place, that of the log-probabilities. Returns the labels', given the
+    logits of those that the rank has and zeros for the others."""
+    known_2c = torch.stack([logits_cv.logsumexp(dim=-1), label_logits_c])
+    known_r2c = collectives.wait_tensor(collectives.all_gather_tensor(known_2c[None], 0, mesh))
+    total_c = known_r2c[:, 0].logsumexp(dim=0)
+    logits_cv -= total_c[:, None]
+    return known_r2c[:, 1].sum(dim=0) - total_c

@@ -105,6 +105,8 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero bubble": (2, {}, stages(schedule="zero_bubble", virtual_stages=2)),
     "zero bubble, sharded": (4, {}, stages(schedule="zero_bubble")),
     "zbv, sharded": (4, UNTIED, stages(schedule="zbv")),
+    "zero bubble, tensor": (4, {}, stages(schedule="zero_bubble") | TENSOR),
+    "interleaved, tensor, untied": (4, UNTIED, stages(schedule="interleaved") | TENSOR),
     "four stages, llama": (4, LLAMA, stages(4)),
     "blocks as given": (2, UNTIED | {"n_layers": 5}, stages(schedule="interleaved", blocks=[2, 1, 1, 1])),
     "learned positions, recomputed": (2, LEARNED, stages() | {"fsdp_config": {"activation_checkpointing": True}}),

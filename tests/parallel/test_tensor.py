@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.memory import estimate_memory
 from llmfoundry_lite.ranks.exchange import gather_json
+from llmfoundry_lite.training import loss
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.launch import launch
 from tests.helpers.resave import assert_same_state, resave_into
@@ -47,13 +50,12 @@ def divisible(data: Path, **changes: Any) -> dict[str, Any]:
     return tiny_config(data, **{**options, **changes})
 
 
-def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = 1e-4) -> None:
+def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = 1e-5) -> None:
     ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
     for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
         assert values(ours, key) == values(theirs, key), key
-    for key in ("loss/train/total", "eval/loss"):
-        assert values(ours, key) == pytest.approx(values(theirs, key), abs=tolerance), key
-    assert values(ours, "grad_norm") == pytest.approx(values(theirs, "grad_norm"), rel=10 * tolerance)
+    for key in ("loss/train/total", "grad_norm", "eval/loss"):
+        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
 
 
 # --------------------------------------------------------------------------------------------------- the same run
@@ -73,7 +75,7 @@ def test_one_device_carries_on_what_two_began_together(tmp_path, data):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_is_the_same_divided_or_not_and_changes_over_at_any_checkpoint(tmp_path, data):
-    config = divisible(data, max_duration="6ba", eval_interval="3ba")
+    config = divisible(data, max_duration="6ba", eval_interval="3ba", model__vocab_size=97)
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
     for number, changes in enumerate((OVER_TWO, {}, OVER_FOUR)):
         found = tmp_path / f"begun/{number}"
@@ -200,6 +202,42 @@ def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_p
     assert not [line for output in said.outputs for line in output.splitlines() if "redistribut" in line]
 
 
+# ----------------------------------------------------------------------------------------------------- vocabulary
+
+
+def compare_vocabularies() -> None:
+    """Of a model whose vocabulary two ranks divide, and of one that both have: loss, gradient, logits, text."""
+    dist.init_process_group("gloo")
+    loss.CHUNK_BYTES = 128 * 4 * 97  # several chunks of tokens
+    tokens_bt = torch.randint(97, (9, 32), generator=torch.Generator().manual_seed(3))
+    labels_bt = loss.next_token_labels(tokens_bt)
+    labels_bt[0, :20] = loss.IGNORED
+    for is_tied in (True, False):
+        config = replace(SMALL, vocab_size=97, tie_word_embeddings=is_tied)
+        whole, divided = (build_divided(degree, config) for degree in (1, 2))
+        for model in (whole, divided):
+            total = model(tokens_bt, head=partial(loss.cross_entropy_sum, labels_bt=labels_bt))
+            (0.01 * total).backward()
+            model.total = total.detach()
+        torch.testing.assert_close(divided.total, whole.total, rtol=1e-6, atol=0)
+        pairs = zip(divided.named_parameters(), whole.parameters(), strict=True)
+        for (name, ours), theirs in pairs:
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-4, atol=1e-5, msg=name
+            )
+        with torch.no_grad():
+            torch.testing.assert_close(divided(tokens_bt), whole(tokens_bt), rtol=1e-5, atol=1e-5)
+        texts = [list(generate(model, tokens_bt[0, :9], 12, temperature=0)) for model in (whole, divided)]
+        assert texts[0] == texts[1]
+    assert [local(p).shape[0] for p in divided.lm_head.parameters()] == [49 - dist.get_rank()]
+    dist.barrier()
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_divide_any_vocabulary(tmp_path):
+    launch(compare_vocabularies, (), tmp_path, 2).check()
+
+
 # -------------------------------------------------------------------------------------------------------- dropout
 
 
@@ -230,7 +268,7 @@ def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data)
 def compare_heads() -> None:
     """On each rank of one group, with all heads alike: what its heads say."""
     dist.init_process_group("gloo")
-    model = build_divided(attn_pdrop=0.5, degree=2)
+    model = build_divided(2, replace(SMALL, attn_config=replace(SMALL.attn_config, attn_pdrop=0.5)))
     heads: list[torch.Tensor] = []
     attention: Any = model.transformer.blocks[0].attn
     for linear in (attention.Wq, attention.Wk, attention.Wv):
@@ -247,8 +285,7 @@ def compare_heads() -> None:
     assert following[0] == following[1]  # the stream's dropout, which comes after, is the same again
 
 
-def build_divided(degree: int, **attention: Any) -> Any:
-    config = replace(SMALL, attn_config=replace(SMALL.attn_config, **attention))
+def build_divided(degree: int, config: ModelConfig = SMALL) -> Any:
     mesh = build_mesh(divide_devices(FSDPConfig(), dist.get_world_size(), tensor=degree), "cpu")
     return build_parallel_model(config, FSDPConfig(), PRECISIONS["fp32", "DEFAULT"], mesh, seed=1)
 
@@ -276,6 +313,9 @@ REFUSED = {
     "tp_config.tensor_parallel_degree=0": ("tp_config.tensor_parallel_degree: 0 given, expected a number above 0"),
     "model.attn_config.attn_type=multiquery_attention": (
         "tp_config.tensor_parallel_degree: 2 does not divide the heads of keys and values, 1; use 1"
+    ),
+    "model.vocab_size=2 tp_config.tensor_parallel_degree=4": (
+        "tp_config.tensor_parallel_degree: 4 devices cannot share model.vocab_size, 2"
     ),
     "model.ffn_config.ffn_hidden_size=81": (
         "tp_config.tensor_parallel_degree: 2 does not divide the width of the feed-forward layer, 81; use 1"
@@ -363,4 +403,4 @@ def test_layers_divided_take_less_on_each_device():
     )
     assert half.parameters_bytes < 0.6 * whole.parameters_bytes
     assert half.activations_bytes < 0.75 * whole.activations_bytes
-    assert half.logits_bytes == whole.logits_bytes
+    assert half.logits_bytes < 0.7 * whole.logits_bytes
