@@ -209,6 +209,12 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
         refuse(
             "tp_config.tensor_parallel_degree", f"{degree} devices cannot share model.vocab_size, {model.vocab_size}"
         )
+    if config.sequence_parallel and config.max_seq_len % degree:
+        refuse(
+            "tp_config.sequence_parallel",
+            f"sequences of max_seq_len, {config.max_seq_len}, cannot be divided by {degree}; change the length or the "
+            "degree, or remove it",
+        )
     if model.attn_config.fused_qkv:
         refuse(
             "model.attn_config.fused_qkv",

@@ -386,6 +386,8 @@ class TensorParallelConfig:
     tensor_parallel_degree: int = 1
     """Neighbouring devices that divide the heads and the feed-forward width of each layer and the vocabulary among them
     and see the same samples; fsdp_config says how the model is shared by such groups."""
+    sequence_parallel: bool = False
+    """Between layers each device has its run of every sequence: less memory, the same exchange."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -598,6 +600,10 @@ class TrainConfig:
     @property
     def tensor_parallel_degree(self) -> int:
         return self.tp_config.tensor_parallel_degree if self.tp_config else 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.tensor_parallel_degree > 1 and self.tp_config is not None and self.tp_config.sequence_parallel
 
     @property
     def pipeline(self) -> PipelineConfig:

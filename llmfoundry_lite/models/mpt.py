@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         cache: "KeyValueCache | None" = None,
     ) -> torch.Tensor:
         config, num_past = self.config, 0 if cache is None else cache.length
-        num_keys = num_past + tokens_bt.size(1)
+        num_keys = num_past + (tokens_bt if positions_bt is None else positions_bt).size(1)
         if positions_bt is None:
             positions_bt = torch.arange(num_past, num_keys, device=tokens_bt.device)[None]
         x_btd = self.embed(tokens_bt, positions_bt) if self.stage.is_first else tokens_bt

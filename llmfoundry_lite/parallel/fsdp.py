@@ -35,6 +35,8 @@ def build_parallel_model(
     seed: int,
     compile_config: dict[str, Any] | None = None,
     attn_impl: str = "sdpa",
+    *,
+    sequence_parallel: bool = False,
 ) -> MPT:
     """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share.
 
@@ -43,7 +45,7 @@ def build_parallel_model(
     check_compiler(compile_config)
     with torch.device("meta"):
         model = MPT(config, attn_impl)
-    return materialise(model, fsdp, precision, mesh, seed, compile_config)
+    return materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel)
 
 
 def build_pipeline(
@@ -56,6 +58,8 @@ def build_pipeline(
     loss: Loss,
     compile_config: dict[str, Any] | None = None,
     attn_impl: str = "sdpa",
+    *,
+    sequence_parallel: bool = False,
 ) -> Pipeline:
     """The same for this rank's stages of a pipeline, of which the last computes `loss`."""
     check_compiler(compile_config)
@@ -63,8 +67,9 @@ def build_pipeline(
     for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
         with torch.device("meta"):
             model = StageModel(config, attn_impl, stage, loss, precision)
-        models.append(materialise(model, fsdp, precision, mesh, seed, compile_config))
-    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"))
+        models.append(materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel))
+    runs = mesh["tensor"].size() if sequence_parallel else 1
+    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), runs)
 
 
 def check_compiler(compile_config: dict[str, Any] | None) -> None:
@@ -81,9 +86,10 @@ def materialise(
     mesh: DeviceMesh,
     seed: int,
     compile_config: dict[str, Any] | None,
+    sequence_parallel: bool = False,
 ) -> Model:
     """A model on no device -> its shares on theirs, initialised."""
-    shard_model(model, fsdp, precision, mesh, compile_config)
+    shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel)
     on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     model.to_empty(device=device)
@@ -97,6 +103,7 @@ def shard_model(
     precision: Precision,
     mesh: DeviceMesh,
     compile_config: dict[str, Any] | None = None,
+    sequence_parallel: bool = False,
 ) -> None:
     """Divide, checkpoint, compile and shard each block, then shard the rest (embeddings and last norm), in place."""
     data_mesh = within_stage(mesh)
@@ -106,7 +113,7 @@ def shard_model(
     is_divided = "tensor" in names_of(mesh)
     if is_divided:
         data_mesh = within_stage(mesh, without=("tensor",))
-        divide_layers(model, mesh["tensor"])
+        divide_layers(model, mesh["tensor"], sequence_parallel)
     policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
     is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
     shard = partial(

@@ -58,9 +58,16 @@ class Pipeline(nn.Module):
     """
 
     def __init__(
-        self, stages: Sequence[StageModel], pipeline: PipelineConfig, precision: Precision, group: dist.ProcessGroup
+        self,
+        stages: Sequence[StageModel],
+        pipeline: PipelineConfig,
+        precision: Precision,
+        group: dist.ProcessGroup,
+        num_runs: int = 1,
     ):
+        """`num_runs`: into which a tensor group divides each sequence while it trains."""
         super().__init__()
+        self.num_runs = num_runs
         self.stages = nn.ModuleList(stages)
         self.config = stages[0].config
         self.pipeline = pipeline
@@ -203,7 +210,7 @@ class Pipeline(nn.Module):
         def like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
-        hidden = like((*shape, self.config.d_model), self.hidden_dtype)
+        hidden = like((num_samples, seq_len // self.num_runs, self.config.d_model), self.hidden_dtype)
         return PipelineStage(
             model,
             stage.index,

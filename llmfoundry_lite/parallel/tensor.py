@@ -1,6 +1,7 @@
 """Tensor parallelism: each layer's heads and feed-forward width, and the vocabulary, divided among neighbouring ranks.
 
 Parameters are DTensors, so that FSDP and checkpoints know their places; what is computed with them are local tensors.
+Between layers ranks have the same residual stream or, with sequence parallelism, each its run of every sequence.
 
 Legend: b batch, t time, d model width, v vocabulary.
 """
@@ -12,7 +13,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -22,17 +22,21 @@ from llmfoundry_lite.models.mpt import MPT, Norm
 from llmfoundry_lite.models.products import linear
 
 
-def divide_layers(model: MPT, tensor_mesh: DeviceMesh) -> None:
+def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool = False) -> None:
     """Shoeybi et al. 2019, "Megatron-LM": each rank has some heads, some of the feed-forward layer's width and some of
     the vocabulary.
 
     One sum over ranks for each attention and feed-forward layer, in the forward pass of its last matrix and in the
     backward pass of its input; one for the embeddings, forward, and one for the hidden states at the head, backward.
     Norms and learned positions are computed by every rank. A head gets the output embedding as a DTensor.
+
+    Korthikanti et al. 2022, "Reducing Activation Recomputation": with sequence parallelism each sum becomes a
+    reduce-scatter, and an all-gather before the next matrix. Ranks compute norms and dropout of their tokens alone, and
+    gradients of what they all have there are parts of a sum. Without a gradient the stream stays whole, for any length.
     """
     # Whole matrices are gathered for an export alone; that it takes two steps, torch would warn of on every rank.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    group = TensorGroup(tensor_mesh)
+    group = TensorGroup(tensor_mesh, sequence_parallel)
     transformer: Any = model.transformer
     if transformer.slopes is not None:
         num_heads = len(transformer.slopes) // group.degree
@@ -42,22 +46,37 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh) -> None:
         transformer.wte.forward = partial(_look_up, transformer.wte, group)
     if hasattr(model, "lm_head"):
         group.divide(model.lm_head, Shard(0))
+    norms = [norm for block in transformer.blocks for norm in (block.norm_1, block.norm_2)]
+    norms += [transformer.norm_f] if model.stage.is_last else []
+    if sequence_parallel:
+        _divide_stream(transformer, group)
+        for norm in norms:
+            _share_norm(norm, group)
     if model.stage.is_last:
         last_norm = transformer.norm_f.forward
         transformer.norm_f.forward = lambda x_btd: group.enter(last_norm(x_btd))
     for block in transformer.blocks:
         _divide_attention(block.attn, group)
         _divide_feed_forward(block.ffn, group)
-        if model.config.attn_config.attn_pdrop:
+        if model.config.attn_config.attn_pdrop and not sequence_parallel:
             _drop_apart(block.attn, group.rank)
 
 
 class TensorGroup:
     """The ranks that divide layers: how the residual stream goes into what is divided, and comes out of it."""
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool):
         self.mesh = mesh
         self.rank, self.degree = mesh.get_local_rank(), mesh.size()
+        self.name = mesh.get_group().group_name
+        self.sequence_parallel = sequence_parallel
+        self.divides_stream = False
+        """In the forward pass in hand."""
+
+    @property
+    def of_shared(self) -> Placement | None:
+        """How the gradient of what all ranks have is placed, beside the stream."""
+        return Partial() if self.sequence_parallel else None
 
     def divide(self, module: nn.Module, weight: Placement, bias: Placement | None = None) -> None:
         """Make DTensors of a module's parameters. One that is not divided every rank has."""
@@ -70,11 +89,36 @@ class TensorGroup:
 
     def enter(self, x_btd: torch.Tensor) -> torch.Tensor:
         """What goes to a divided matrix. Each rank knows a part of its gradient; their sum is the gradient."""
-        return cast(torch.Tensor, _SumGradient.apply(x_btd, self.mesh))
+        function = _Gather if self.divides_stream else _SumGradient
+        return cast(torch.Tensor, function.apply(x_btd, self.name, self.degree))
 
     def leave(self, x_btd: torch.Tensor) -> torch.Tensor:
-        """The sum of what ranks have each made with their part of a matrix."""
-        return cast(torch.Tensor, _Sum.apply(x_btd, self.mesh))
+        """The sum of what ranks have each made with their part of a matrix; of a divided stream, this rank's run."""
+        function = _Scatter if self.divides_stream else _Sum
+        return cast(torch.Tensor, function.apply(x_btd, self.name, self.degree))
+
+    def run_of(self, x_bt: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a sequence."""
+        return x_bt.chunk(self.degree, dim=1)[self.rank] if self.divides_stream else x_bt
+
+
+def _divide_stream(transformer: Any, group: TensorGroup) -> None:
+    """Each rank has its run of every sequence, while gradients are computed."""
+    forward, embed = transformer.forward, transformer.embed
+
+    def divided(inputs: torch.Tensor, positions_bt: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:
+        """`inputs`: tokens_bt, or of a later stage this rank's run of hidden_btd."""
+        group.divides_stream = torch.is_grad_enabled()
+        if group.divides_stream and positions_bt is None and not transformer.stage.is_first:
+            positions_bt = torch.arange(inputs.size(1) * group.degree, device=inputs.device)[None]
+        return forward(inputs, positions_bt, *rest)
+
+    transformer.forward = divided
+    transformer.embed = lambda tokens_bt, positions_bt: embed(tokens_bt, group.run_of(positions_bt))
+    if hasattr(transformer, "wpe"):
+        positions = transformer.wpe
+        group.divide(positions, Replicate())
+        positions.forward = lambda positions_bt: F.embedding(positions_bt, _local(positions.weight, Partial()))
 
 
 def _divide_attention(attention: Any, group: TensorGroup) -> None:
@@ -112,7 +156,7 @@ def _divide_rows(layer: Any, group: TensorGroup) -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y_btd = group.leave(linear(x, _local(layer.weight)))
-        return y_btd if layer.bias is None else y_btd + _local(layer.bias)
+        return y_btd if layer.bias is None else y_btd + _local(layer.bias, group.of_shared)
 
     layer.forward = forward
 
@@ -148,27 +192,70 @@ def divided_rows(weight_vd: Any) -> tuple[torch.Tensor, int]:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh):
-        return all_reduce(x, mesh)
+    def forward(ctx, x, group, degree):
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        return grad, None
+        return grad, None, None
 
 
 class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh):
-        ctx.mesh = mesh
+    def forward(ctx, x, group, degree):
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        return all_reduce(grad, ctx.mesh), None
+        return _all_reduce(grad, ctx.group), None, None
 
 
-def all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", mesh))
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, degree):
+        ctx.group, ctx.degree = group, degree
+        return _join(x, group, degree)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return _sum_runs(grad, ctx.group, ctx.degree), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, degree):
+        ctx.group, ctx.degree = group, degree
+        return _sum_runs(x, group, degree)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return _join(grad, ctx.group, ctx.degree), None, None
+
+
+# Those operations that DTensor and the compiler know, and that wait for nobody until their result is needed.
+exchange = torch.ops._c10d_functional
+
+
+def all_gather(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
+    """[rank, ...] of a group of so many ranks, by its name."""
+    gathered = exchange.all_gather_into_tensor(x.contiguous(), degree, group)
+    return exchange.wait_tensor(gathered).view(degree, *x.shape)
+
+
+def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    return exchange.wait_tensor(exchange.all_reduce(x.contiguous(), "sum", group))
+
+
+def _join(x_btd: torch.Tensor, group: str, degree: int) -> torch.Tensor:
+    """The ranks' runs of each sequence, one after the other."""
+    return all_gather(x_btd, group, degree).transpose(0, 1).flatten(1, 2)
+
+
+def _sum_runs(x_btd: torch.Tensor, group: str, degree: int) -> torch.Tensor:
+    """This rank's run of each sequence, added up over ranks."""
+    runs = x_btd.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return exchange.wait_tensor(exchange.reduce_scatter_tensor(runs, "sum", degree, group))
 
 
 def _drop_apart(attention: nn.Module, tensor_rank: int) -> None:

@@ -80,7 +80,8 @@ def estimate_stages(config: TrainConfig, layout: Layout) -> list[tuple[list[Stag
     microbatch_size = config.first_microbatch_size(device_batch_size)
     num_microbatches = -(-device_batch_size // microbatch_size)
     stream_bytes = FP32_BYTES if config.precision in ("fp32", "tf32") else 2
-    hidden_bytes = microbatch_size * config.max_seq_len * config.model.d_model * stream_bytes
+    num_runs = layout.tensor if config.sequence_parallel else 1
+    hidden_bytes = microbatch_size * config.max_seq_len // num_runs * config.model.d_model * stream_bytes
     for rank, stages in enumerate(stages_of(config.model, pipeline)):
         num_ends = sum(stage.is_first + stage.is_last for stage in stages)
         model = dataclasses.replace(
@@ -112,6 +113,7 @@ def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
         shard_degree=layout.shard,
         has_fsdp=stage_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
         tensor_parallel_degree=layout.tensor,
+        sequence_parallel=config.sequence_parallel,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
         reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and layout.pipeline == 1,
@@ -148,6 +150,7 @@ def estimate_memory(
     shard_degree: int = 1,
     has_fsdp: bool = True,
     tensor_parallel_degree: int = 1,
+    sequence_parallel: bool = False,
     precision: str = "amp_bf16",
     mixed_precision: str = "DEFAULT",
     reshard_after_forward: bool = True,
@@ -194,7 +197,10 @@ def estimate_memory(
     if not reduces_every_microbatch:
         waiting_bytes = num_parameters * FP32_BYTES
     num_tokens = microbatch_size * seq_len
-    block_bytes = num_tokens * _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree)
+    num_runs = tensor_parallel_degree if sequence_parallel else 1
+    block_bytes = num_tokens * _block_bytes_per_token(
+        model, compute_bytes, stream_bytes, tensor_parallel_degree, num_runs
+    )
     kept_bytes = _activations_bytes(
         model,
         num_tokens,
@@ -202,6 +208,7 @@ def estimate_memory(
         compute_bytes,
         stream_bytes,
         tensor_parallel_degree=tensor_parallel_degree,
+        num_runs=num_runs,
         checkpointing=activation_checkpointing,
         is_offloaded=activation_cpu_offload and activation_checkpointing is True,
     )
@@ -211,10 +218,11 @@ def estimate_memory(
     # gradients of all its matrices. Its input is among what was kept.
     is_kept = not activation_checkpointing
     widest_bytes = num_tokens * model.ffn_dim // tensor_parallel_degree * compute_bytes
-    input_bytes = 0 if is_kept else num_tokens * model.d_model * stream_bytes
+    input_bytes = 0 if is_kept else num_tokens // num_runs * model.d_model * stream_bytes
     early_bytes = block_bytes + widest_bytes - input_bytes
     # The last norm's input and output are gone by then.
-    before_bytes = kept_bytes - is_kept * block_bytes - 2 * num_tokens * model.d_model * stream_bytes
+    last_norm_bytes = (num_tokens // num_runs + num_tokens) * model.d_model * stream_bytes
+    before_bytes = kept_bytes - is_kept * block_bytes - last_norm_bytes
     if not has_fsdp:
         # Copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix.
         num_copied = num_outside + num_block if activation_checkpointing else num_parameters
@@ -284,27 +292,28 @@ def _activations_bytes(
     stream_bytes: int,
     *,
     tensor_parallel_degree: int,
+    num_runs: int,
     checkpointing: bool | str,
     is_offloaded: bool,
 ) -> int:
-    """What the forward pass keeps.
+    """What the forward pass keeps; of the stream, a run of each of the `num_runs` into which it is divided.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks.
     Their 34*n*d bytes of a block are 32*n*d here, without dropout's masks; their 5*h*s*n for the attention
     probabilities are gone, since scaled_dot_product_attention recomputes them and keeps one number per query.
     """
     d = model.d_model
-    input_bytes = num_tokens * d * stream_bytes
+    input_bytes = num_tokens // num_runs * d * stream_bytes
     if checkpointing == "selective":
         kept_bytes = num_tokens * _product_bytes_per_token(model, compute_bytes, tensor_parallel_degree)
         blocks_bytes = model.n_layers * (input_bytes + kept_bytes)
     elif checkpointing:
         blocks_bytes = 0 if is_offloaded else model.n_layers * input_bytes
     else:
-        block_bytes = _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree)
+        block_bytes = _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree, num_runs)
         blocks_bytes = model.n_layers * num_tokens * block_bytes
     # The last norm keeps its input and its output is the loss's.
-    last_norm_bytes = 2 * input_bytes
+    last_norm_bytes = input_bytes + num_tokens * d * stream_bytes
     bias_bytes = 0
     options = model.attn_config
     if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id:
@@ -314,7 +323,7 @@ def _activations_bytes(
         num_heads = model.n_heads // tensor_parallel_degree if options.alibi else 1
         rows = num_heads * (num_tokens if options.attn_uses_sequence_id else seq_len)
         bias_bytes = rows * seq_len * (stream_bytes + num_copies * compute_bytes)
-    dropout_bytes = num_tokens * d if model.emb_pdrop else 0
+    dropout_bytes = num_tokens // num_runs * d if model.emb_pdrop else 0
     return blocks_bytes + last_norm_bytes + bias_bytes + dropout_bytes
 
 
@@ -367,8 +376,9 @@ def _shapes_of_norm(model: ModelConfig, width: int) -> Shapes:
 
 
 def _block_bytes_per_token(
-    model: ModelConfig, compute_bytes: int, stream_bytes: int, tensor_parallel_degree: int
+    model: ModelConfig, compute_bytes: int, stream_bytes: int, tensor_parallel_degree: int, num_runs: int
 ) -> int:
+    """Matrices keep their input whole, also where a norm has computed a run of it alone."""
     d, f = model.d_model, model.ffn_dim
     # A norm in fp32 keeps an fp32 copy of an input that is not.
     norm_input = d * (
@@ -377,7 +387,7 @@ def _block_bytes_per_token(
     # RMSNorm as accelerators' fused kernel keeps it; torch's CPU computes it in steps that keep more.
     norm_statistics = (1 if model.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES
     kv_dim = model.num_kv_heads * model.head_dim
-    norms = 2 * (norm_input + norm_statistics + d * compute_bytes)
+    norms = 2 * ((norm_input + norm_statistics) // num_runs + d * compute_bytes)
     attention = (2 * d + 2 * kv_dim) * compute_bytes + model.n_heads * FP32_BYTES
     if model.attn_config.clip_qkv is not None:
         attention += (d + 2 * kv_dim) * compute_bytes
@@ -387,7 +397,7 @@ def _block_bytes_per_token(
         attention += (d + kv_dim) * compute_bytes
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).
     feed_forward = (4 if model.ffn_config.ffn_type == "mptglu" else 2) * f * compute_bytes
-    dropout = 2 * d if model.resid_pdrop else 0
+    dropout = 2 * d // num_runs if model.resid_pdrop else 0
     return norms + (attention + feed_forward) // tensor_parallel_degree + dropout
 
 

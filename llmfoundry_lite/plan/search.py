@@ -8,7 +8,7 @@ from typing import Any
 
 from llmfoundry_lite.checkpoint.intervals import choose_save_interval
 from llmfoundry_lite.config.layout import Layout, divisors
-from llmfoundry_lite.config.schema import PipelineConfig, SaveInterval, TrainConfig
+from llmfoundry_lite.config.schema import PipelineConfig, SaveInterval, TensorParallelConfig, TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.cost import save_seconds
@@ -46,7 +46,8 @@ class Candidate:
             "fsdp_config": fsdp,
         }
         if self.layout.tensor > 1:
-            keys["tp_config"] = {"tensor_parallel_degree": self.layout.tensor}
+            tensor = {"tensor_parallel_degree": self.layout.tensor}
+            keys["tp_config"] = tensor | ({"sequence_parallel": True} if self.work.sequence_parallel else {})
         if self.layout.pipeline > 1:
             pipeline = {"pipeline_parallel_degree": self.layout.pipeline, "schedule": self.work.schedule}
             keys["pp_config"] = pipeline | {"virtual_stages": self.work.virtual_stages}
@@ -139,7 +140,11 @@ def _best(
     reason = _refuse(config, layout, pipeline)
     if reason:
         return reason
-    config = dataclasses.replace(config, pp_config=pipeline)
+    # Divided streams take less memory and no more time.
+    tensor = TensorParallelConfig(
+        tensor_parallel_degree=layout.tensor, sequence_parallel=config.max_seq_len % layout.tensor == 0
+    )
+    config = dataclasses.replace(config, pp_config=pipeline, tp_config=tensor)
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
     limit = usable_bytes(accelerator)
     fitting: list[Candidate] = []
@@ -209,6 +214,7 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
         reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD"),
         is_sharded=strategy not in ("NO_SHARD", "ZERO_1"),
         shares_optimizer=strategy == "ZERO_1",
+        sequence_parallel=config.sequence_parallel,
         num_workers=config.train_loader.num_workers,
     )
 

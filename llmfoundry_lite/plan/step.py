@@ -53,7 +53,7 @@ SHARES: Mapping[str, Shares] = {
     "A100": Shares(products=0.74, attention=0.3, source=_FITTED),
     "H100": Shares(products=0.56, attention=0.2, source=_FITTED),
     "MI250": Shares(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
-    "MI250X": Shares(products=0.58, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
+    "MI250X": Shares(products=0.57, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
 }
 """By the beginning of an accelerator's name, the longest that fits."""
 GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
@@ -79,6 +79,8 @@ class Work:
     """False: data ranks keep whole copies and add up gradients once a step (NO_SHARD)."""
     shares_optimizer: bool = False
     """Copies of the model divide the optimizer's step, and gather what it has changed (ZERO_1)."""
+    sequence_parallel: bool = False
+    """Where layers are divided, the stream between them is too."""
     schedule: str = "1f1b"
     virtual_stages: int = 1
     num_workers: int = 0
@@ -176,17 +178,17 @@ def step_time(
     square = 2 * num_tokens * num_keys * model.d_model / layout.tensor
     block_attention = square * (2.5 + (2 if work.activation_checkpointing else 1)) / (shares.attention * peak)
     stream = STREAM_BYTES * num_bytes / 2 * num_tokens * model.d_model * (passes / 3)
-    # Tensor parallelism divides the feed-forward layer's half of it; the norms' half is computed by all.
-    block_memory = stream * (1 + 1 / layout.tensor) / 2 / memory_rate
+    # Tensor parallelism divides the feed-forward layer's half of it; the norms' half is computed by all, unless the
+    # stream is divided too.
+    norms_degree = layout.tensor if work.sequence_parallel else 1
+    block_memory = stream * (1 / norms_degree + 1 / layout.tensor) / 2 / memory_rate
     head_memory = LOGIT_BYTES * num_logits / memory_rate
     block_seconds = block_products + block_attention + block_memory
 
     tensor = group_of(layout, "tensor", node)
-    # Two all-reduces a block forward, two backward, two more where the block is computed again; and one each of the
-    # embeddings and of their gradient at the head. The logits, which stay divided, take two numbers a token.
     stream_bytes = num_tokens * model.d_model * num_bytes
-    num_reductions = num_blocks * 2 * (3 if is_recomputed else 2) + 2 / layout.pipeline
-    tensor_seconds = num_reductions * tensor.reduce_seconds(stream_bytes)
+    reductions = stream_reductions(num_blocks, is_recomputed, layout.pipeline)
+    tensor_seconds = reductions * tensor.reduce_seconds(stream_bytes)
     context = group_of(layout, "context", node)
     qkvo = 2 * stream_bytes + 2 * stream_bytes * model.num_kv_heads / model.n_heads
     context_seconds = num_blocks * passes * context.exchange_seconds(qkvo / layout.tensor)
@@ -227,6 +229,16 @@ def step_time(
         num_tokens=work.global_batch_size * work.seq_len,
     )
     return dataclasses.replace(time, data=_data_seconds(work, layout, time.seconds))
+
+
+def stream_reductions(num_blocks: float, is_recomputed: bool, num_stages: int = 1) -> float:
+    """How often a tensor group adds up a microbatch's stream: an all-reduce, or a reduce-scatter and an all-gather.
+
+    Twice a block forward, twice backward, and once more where the block is computed again, for nobody needs the last
+    sum then; and once each for the embeddings and the gradient at the head. The logits, which stay divided, take two
+    numbers a token.
+    """
+    return num_blocks * (5 if is_recomputed else 4) + 2 / num_stages
 
 
 def _data_seconds(work: Work, layout: Layout, beside: float) -> float:

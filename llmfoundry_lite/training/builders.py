@@ -62,9 +62,13 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
             *(config.model, fsdp, precision, mesh, config.seed, config.pipeline, loss),
             compile_config=config.compile_config,
             attn_impl=attn_impl,
+            sequence_parallel=config.sequence_parallel,
         )
         return PipelinedLanguageModel(pipeline, precision, separator)
-    model = build_parallel_model(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl)
+    model = build_parallel_model(
+        *(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl),
+        sequence_parallel=config.sequence_parallel,
+    )
     language_model: Any = LanguageModel(model, precision, separator)
     if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
@@ -184,7 +188,10 @@ def build_callbacks(
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
     callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
-        callbacks.append(DropoutSeed(config.seed, ranks, layout_here(config).coordinates(this_rank().rank).pipeline))
+        place = layout_here(config).coordinates(this_rank().rank)
+        callbacks.append(
+            DropoutSeed(config.seed, ranks, place.pipeline, place.tensor if config.sequence_parallel else 0)
+        )
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:

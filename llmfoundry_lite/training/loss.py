@@ -14,12 +14,11 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.models.products import multiply
-from llmfoundry_lite.parallel.tensor import divided_rows
+from llmfoundry_lite.parallel.tensor import all_gather, divided_rows
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -133,7 +132,7 @@ def _normalise(logits_cv: torch.Tensor, label_logits_c: torch.Tensor, mesh: Devi
     """A rank's part of the logits becomes, in its place, that of the log-probabilities. Returns the labels', given the
     logits of those that the rank has and zeros for the others."""
     known_2c = torch.stack([logits_cv.logsumexp(dim=-1), label_logits_c])
-    known_r2c = collectives.wait_tensor(collectives.all_gather_tensor(known_2c[None], 0, mesh))
+    known_r2c = all_gather(known_2c, mesh.get_group().group_name, mesh.size())
     total_c = known_r2c[:, 0].logsumexp(dim=0)
     logits_cv -= total_c[:, None]
     return known_r2c[:, 1].sum(dim=0) - total_c

@@ -35,16 +35,17 @@ class DropoutSeed(Callback):
     """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved.
 
     Ranks that divide layers among them drop the same of what each of them has whole (`parallel` tells their heads
-    apart). Stages have other blocks, and drop something else.
+    apart). Stages have other blocks, and drop something else; so do ranks that have other tokens of a sequence.
     """
 
-    def __init__(self, seed: int, ranks: DataRanks, stage: int):
+    def __init__(self, seed: int, ranks: DataRanks, stage: int, run: int):
+        """`run`: which tokens of each sequence this rank has, where sequence parallelism divides them."""
         self.seed = seed
         self.ranks = ranks
-        self.stage = stage
+        self.part = (f"/{stage}" if stage else "") + (f"/run {run}" if run else "")
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}" + (f"/{self.stage}" if self.stage else "")
+        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}{self.part}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big"))
 
 

@@ -1,6 +1,7 @@
 """Layers divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from composer.core import Callback
 from safetensors.torch import load_file
+from torch.distributed.tensor import Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check import check_batch
@@ -24,6 +27,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.memory import estimate_memory
+from llmfoundry_lite.plan.step import stream_reductions
 from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.training import loss
 from llmfoundry_lite.training.optimizers import local
@@ -205,26 +209,37 @@ def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_p
 # ----------------------------------------------------------------------------------------------------- vocabulary
 
 
+def sum_loss(model: Any, tokens_bt: torch.Tensor) -> torch.Tensor:
+    """Its gradient is added up."""
+    labels_bt = loss.next_token_labels(tokens_bt)
+    labels_bt[0, :20] = loss.IGNORED
+    total = model(tokens_bt, head=partial(loss.cross_entropy_sum, labels_bt=labels_bt))
+    (0.01 * total).backward()
+    return total.detach()
+
+
+def assert_same_gradient(divided: Any, whole: Any) -> None:
+    for (name, ours), theirs in zip(divided.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.grad.full_tensor(),
+            theirs.grad.full_tensor(),
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
 def compare_vocabularies() -> None:
     """Of a model whose vocabulary two ranks divide, and of one that both have: loss, gradient, logits, text."""
     dist.init_process_group("gloo")
     loss.CHUNK_BYTES = 128 * 4 * 97  # several chunks of tokens
     tokens_bt = torch.randint(97, (9, 32), generator=torch.Generator().manual_seed(3))
-    labels_bt = loss.next_token_labels(tokens_bt)
-    labels_bt[0, :20] = loss.IGNORED
     for is_tied in (True, False):
         config = replace(SMALL, vocab_size=97, tie_word_embeddings=is_tied)
         whole, divided = (build_divided(degree, config) for degree in (1, 2))
-        for model in (whole, divided):
-            total = model(tokens_bt, head=partial(loss.cross_entropy_sum, labels_bt=labels_bt))
-            (0.01 * total).backward()
-            model.total = total.detach()
-        torch.testing.assert_close(divided.total, whole.total, rtol=1e-6, atol=0)
-        pairs = zip(divided.named_parameters(), whole.parameters(), strict=True)
-        for (name, ours), theirs in pairs:
-            torch.testing.assert_close(
-                ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-4, atol=1e-5, msg=name
-            )
+        totals = [sum_loss(model, tokens_bt) for model in (whole, divided)]
+        torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
+        assert_same_gradient(divided, whole)
         with torch.no_grad():
             torch.testing.assert_close(divided(tokens_bt), whole(tokens_bt), rtol=1e-5, atol=1e-5)
         texts = [list(generate(model, tokens_bt[0, :9], 12, temperature=0)) for model in (whole, divided)]
@@ -236,6 +251,59 @@ def compare_vocabularies() -> None:
 @pytest.mark.multiprocess
 def test_two_ranks_divide_any_vocabulary(tmp_path):
     launch(compare_vocabularies, (), tmp_path, 2).check()
+
+
+# ------------------------------------------------------------------------------------------------ divided sequences
+
+
+class CountBytes(TorchDispatchMode):
+    """What a tensor group exchanges, by operation; FSDP's collectives are of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.__name__.split(".")[0]
+        if function.namespace == "_c10d_functional" and name != "wait_tensor":
+            largest = max(args[0].numel(), result.numel())
+            self.num_bytes[name] += largest * result.element_size()
+        return result
+
+
+def compare_streams() -> None:
+    """Of a whole stream and a divided one: loss, gradient, and the bytes that are exchanged beside the formula."""
+    dist.init_process_group("gloo")
+    tokens_bt = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(3))
+    stream_bytes, logit_bytes = 4 * 32 * SMALL.d_model * 4, 2 * 2 * 4 * 32 * 4
+    found: dict[Any, Any] = {}
+    for recomputes in (False, True):
+        for sequence_parallel in (False, True):
+            fsdp = FSDPConfig(activation_checkpointing=recomputes)
+            model = build_divided(2, fsdp=fsdp, sequence_parallel=sequence_parallel)
+            with CountBytes() as count:
+                found[sequence_parallel] = sum_loss(model, tokens_bt), model
+            reductions = stream_reductions(SMALL.n_layers, recomputes) * stream_bytes
+            if not sequence_parallel:
+                assert count.num_bytes == {"all_reduce": reductions, "all_gather_into_tensor": logit_bytes}
+                continue
+            # The gradients of what both ranks have: norms, biases after sums, learned positions.
+            shared = [p for p in model.parameters() if any(isinstance(x, Replicate) for x in p.placements)]
+            assert count.num_bytes.pop("all_reduce") == 4 * sum(p.numel() for p in shared)
+            halves = count.num_bytes["all_gather_into_tensor"] - logit_bytes, count.num_bytes["reduce_scatter_tensor"]
+            assert sum(halves) == 2 * reductions + recomputes * SMALL.n_layers * stream_bytes
+        totals = [total for total, _ in found.values()]
+        torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
+        assert_same_gradient(found[True][1], found[False][1])
+    with torch.no_grad():  # of any length
+        torch.testing.assert_close(*(model(tokens_bt[:, :7]) for _, model in found.values()), rtol=1e-5, atol=1e-5)
+    dist.barrier()
+
+
+@pytest.mark.multiprocess
+def test_a_divided_stream_gives_the_same_gradient_for_the_bytes_of_the_formula(tmp_path):
+    launch(compare_streams, (), tmp_path, 2).check()
 
 
 # -------------------------------------------------------------------------------------------------------- dropout
@@ -285,9 +353,10 @@ def compare_heads() -> None:
     assert following[0] == following[1]  # the stream's dropout, which comes after, is the same again
 
 
-def build_divided(degree: int, config: ModelConfig = SMALL) -> Any:
-    mesh = build_mesh(divide_devices(FSDPConfig(), dist.get_world_size(), tensor=degree), "cpu")
-    return build_parallel_model(config, FSDPConfig(), PRECISIONS["fp32", "DEFAULT"], mesh, seed=1)
+def build_divided(degree: int, config: ModelConfig = SMALL, fsdp: FSDPConfig | None = None, **options: Any) -> Any:
+    fsdp = fsdp or FSDPConfig()
+    mesh = build_mesh(divide_devices(fsdp, dist.get_world_size(), tensor=degree), "cpu")
+    return build_parallel_model(config, fsdp, PRECISIONS["fp32", "DEFAULT"], mesh, seed=1, **options)
 
 
 @pytest.mark.slow
@@ -313,6 +382,10 @@ REFUSED = {
     "tp_config.tensor_parallel_degree=0": ("tp_config.tensor_parallel_degree: 0 given, expected a number above 0"),
     "model.attn_config.attn_type=multiquery_attention": (
         "tp_config.tensor_parallel_degree: 2 does not divide the heads of keys and values, 1; use 1"
+    ),
+    "tp_config.sequence_parallel=true max_seq_len=31": (
+        "tp_config.sequence_parallel: sequences of max_seq_len, 31, cannot be divided by 2; change the length or the "
+        "degree, or remove it"
     ),
     "model.vocab_size=2 tp_config.tensor_parallel_degree=4": (
         "tp_config.tensor_parallel_degree: 4 devices cannot share model.vocab_size, 2"
