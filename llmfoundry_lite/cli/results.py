@@ -26,6 +26,13 @@ class FigureAxis(StrEnum):
     flops = "flops"
 
 
+class Spending(StrEnum):
+    """How a sequential comparison's error is spent: late, or evenly."""
+
+    obrien_fleming = "obrien_fleming"
+    pocock = "pocock"
+
+
 def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
     """Show a run live, until it ends: batch, loss, rate, remaining time, last checkpoint. Ctrl-C leaves it alone."""
     from llmfoundry_lite.report.watch import watch
@@ -73,6 +80,15 @@ def compare_results(
     all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
     skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Stop a task when it is decided: what fewer items would have said.")
+    ] = False,
+    spending: Annotated[Spending, typer.Option(help="Of --sequential: when its error is spent.")] = (
+        Spending.obrien_fleming
+    ),
+    margin: Annotated[
+        float | None, typer.Option(min=0, help="Of --sequential: stop also when no difference is as large as this.")
+    ] = None,
 ) -> None:
     """Are models equally good? Item by item: differences, intervals, tests; or that nothing can be told."""
     from rich.console import Console
@@ -80,12 +96,18 @@ def compare_results(
     from llmfoundry_lite.evaluation.compare import compare
     from llmfoundry_lite.evaluation.published import print_published, published_markdown
     from llmfoundry_lite.evaluation.reading import load_results
+    from llmfoundry_lite.evaluation.sequential import Rule
     from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
 
     if len(results) < 2 and not published:
         raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")
+    if sequential and all_metrics:
+        raise UserError("--all-metrics: a --sequential comparison stops by the main metric alone; remove one of them")
+    if not sequential and margin is not None:
+        raise UserError("--margin: it is for a comparison that is --sequential; add that")
     loaded = load_results(results)
-    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
+    rule = Rule(spending=spending.value, margin=margin) if sequential else None
+    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, sequential=rule)
     console = Console()
     if published:
         print_published(loaded, console)

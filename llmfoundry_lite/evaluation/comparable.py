@@ -17,6 +17,7 @@ from llmfoundry_lite.evaluation.reading import (
     by_document,
     cut_at,
     has_categories,
+    num_unasked,
     text_row,
     weights_of,
 )
@@ -61,6 +62,25 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
                 f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
                 f"evaluate both on a text file, or leave the task out: --skip {task}"
             )
+
+
+def refuse_partial(task: str, first: Loaded, other: Loaded) -> None:
+    """Raises DataError where a result has only the items that decided its difference to another than `first`."""
+    for result in (first, other):
+        record = result.facts["tasks"][task]
+        if num_unasked(record) and not (result is other and is_reference(task, first, other)):
+            told = record["sequential"]
+            raise DataError(
+                f"{task}: {result.name} was asked {record['n']:,} of {told['num_items']:,} items, until its difference "
+                f"to {told['against']} was decided; give that result first, evaluate {result.name} without against, "
+                f"or leave the task out: --skip {task}"
+            )
+
+
+def is_reference(task: str, first: Loaded, other: Loaded) -> bool:
+    """Whether `other` was asked look by look, against these very items of `first`."""
+    told = other.facts["tasks"][task].get("sequential")
+    return bool(told) and told["against_items"] == first.facts["tasks"][task].get("items_hash")
 
 
 def _setting(key: str, ours: Any, theirs: Any, first: Loaded, other: Loaded, task: str) -> str:

@@ -7,6 +7,9 @@ excludes 0 exactly where a difference is called one.
 What is independent are items, or clusters of them. An item that several tasks ask (with other examples, prompts or
 labels, but of the same data) is one item: in the mean, what all of them say of it is added up first.
 
+A comparison may be sequential (`sequential.py`): then a task's p and interval are of its look, and hold at all looks
+together. Its Holm's correction stays: of p-values that any stopping leaves valid it needs no more.
+
 Accuracies of models with different tokenizers: `acc_per_token` divides an answer's log-probability by its number of
 tokens, so two tokenizers can make one distribution over texts choose differently. `acc_norm` (per character) is
 compared in its place; the sum, exact answers and bits per byte are of texts as well.
@@ -15,7 +18,7 @@ compared in its place; the sum, exact answers and bits per byte are of texts as 
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
@@ -25,11 +28,25 @@ from llmfoundry_lite.evaluation import paired as statistics
 from llmfoundry_lite.evaluation.comparable import (
     answers_of,
     has_other_tokenizer,
+    is_reference,
     notes_on,
     refuse_if_different,
+    refuse_partial,
     text_units,
 )
-from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte
+from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte, num_unasked
+from llmfoundry_lite.evaluation.sequential import (
+    Plan,
+    Rule,
+    Stage,
+    cut_to,
+    from_record,
+    in_order,
+    noun_of,
+    plan_task,
+    shows_all_categories,
+    unit_of_record,
+)
 
 SIGNIFICANT = 0.05
 SEED = 17
@@ -64,6 +81,8 @@ class Paired:
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)
     """At a level, such as 0.05 for 95 %."""
     is_detected: bool = False
+    stage: Stage | None = None
+    """Where a sequential comparison stopped."""
 
     @property
     def detectable(self) -> float | None:
@@ -97,6 +116,8 @@ class Paired:
     def verdict(self) -> str:
         if self.is_detected:
             return f"{'better' if self.is_better else 'worse'} by {self.margin}"
+        if self.stage is not None and is_within(self.stage.plan.margin, self.low, self.high):
+            return f"no difference larger than {self.stage.plan.margin:g}"
         return "the same on every item" if self.ties == self.n else "no detectable difference"
 
 
@@ -128,13 +149,27 @@ class Pair:
         return f"{self.other} is {direction} than {self.first} by {self.mean.margin} {where}"
 
 
-def compare(results: Sequence[Loaded], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Pair]:
-    """Each result against the first. Raises DataError for results that cannot be compared, naming task and reason."""
+def is_within(margin: float | None, low: float | None, high: float | None) -> bool:
+    return margin is not None and low is not None and high is not None and -margin < low and high < margin
+
+
+def compare(
+    results: Sequence[Loaded], *, skip: Sequence[str] = (), all_metrics: bool = False, sequential: Rule | None = None
+) -> list[Pair]:
+    """Each result against the first; with a `sequential` rule, by the items that it would have asked.
+
+    Raises DataError for results that cannot be compared, naming task and reason.
+    """
     known = {task for result in results for task in result.items}
     for task in skip:
         if task not in known:
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known))}")
-    pairs = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
+    commons = [[task for task in results[0].items if task in other.items and task not in skip] for other in results[1:]]
+    rule = sequential and sequential.among(sum(map(len, commons)))
+    pairs = [
+        _compare_two(results[0], other, common, skip, all_metrics, rule)
+        for other, common in zip(results[1:], commons, strict=True)
+    ]
     # Whoever looks at all of these will look at the best of them.
     for family in (
         [paired for pair in pairs for paired in pair.tasks],
@@ -147,8 +182,9 @@ def compare(results: Sequence[Loaded], *, skip: Sequence[str] = (), all_metrics:
     return pairs
 
 
-def _compare_two(first: Loaded, other: Loaded, skip: Sequence[str], all_metrics: bool) -> Pair:
-    common = [task for task in first.items if task in other.items and task not in skip]
+def _compare_two(
+    first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence[str], all_metrics: bool, rule: Rule | None
+) -> Pair:
     if not common:
         raise DataError(
             f"{first.name} and {other.name} have no task in common: {', '.join(first.items)} against "
@@ -157,12 +193,24 @@ def _compare_two(first: Loaded, other: Loaded, skip: Sequence[str], all_metrics:
     texts_alone = has_other_tokenizer(first, other)
     for task in common:
         refuse_if_different(task, first, other)
-    tasks = [_pair_task(task, first, other, main_metric(first, task, texts_alone)) for task in common]
+        refuse_partial(task, first, other)
+    tasks, seen = [], [dict(first.items), dict(other.items)]
+    for task in common:
+        metric = main_metric(first, task, texts_alone)
+        stage = _find_stage(task, first, other, metric, rule)
+        if stage is None:
+            tasks.append(_pair_task(task, first, other, metric))
+            continue
+        asked = _asked_by(stage.plan, stage.look, task, first, other)
+        tasks.append(at_stage(_pair_task(task, *asked, metric), stage))
+        for items, result in zip(seen, asked, strict=True):
+            items |= result.items
+    is_sequential = any(task.stage for task in tasks)
     more = [
         _pair_task(task.task, first, other, metric)
         for task in tasks
         for metric in ACCURACIES
-        if all_metrics and metric != task.metric and metric in first.facts["tasks"][task.task]
+        if all_metrics and not task.stage and metric != task.metric and metric in first.facts["tasks"][task.task]
         if not (texts_alone and metric == "acc_per_token")
     ]
     accuracies = [task for task in tasks if task.metric != BITS]
@@ -170,15 +218,75 @@ def _compare_two(first: Loaded, other: Loaded, skip: Sequence[str], all_metrics:
         first=first.name,
         other=other.name,
         tasks=tasks,
-        mean=_pair_mean(accuracies, first, other) if len(accuracies) > 1 else None,
+        mean=_pair_mean(accuracies, first, other) if len(accuracies) > 1 and not is_sequential else None,
         more=more,
-        notes=notes_on(first, other, common, skip),
+        notes=[
+            *notes_on(replace(first, items=seen[0]), replace(other, items=seen[1]), common, skip),
+            *(f"{task.task}: {task.stage.words}" for task in tasks if task.stage),
+        ],
     )
 
 
 def main_metric(result: Loaded, task: str, texts_alone: bool) -> str:
     metric: str = result.facts["tasks"][task]["metric"]
     return "acc_norm" if texts_alone and metric == "acc_per_token" else metric
+
+
+# ------------------------------------------------------------------------------------------------------- sequential
+
+
+def _find_stage(task: str, first: Loaded, other: Loaded, metric: str, rule: Rule | None) -> Stage | None:
+    """Where `other` stopped when it was asked against `first`; of whole results where `rule` would have stopped."""
+    if is_reference(task, first, other):
+        return from_record(other.facts["tasks"][task])
+    if rule is None:
+        return None
+    theirs = {item["index"] for item in other.items[task]}
+    ours = [item for item in first.items[task] if item["index"] in theirs]
+    plan = plan_task(task, noun_of(ours, metric), [unit_of_record(item) for item in ours], rule)
+    for look in range(1, len(plan.looks) + 1):
+        asked = _asked_by(plan, look, task, first, other)
+        if look == len(plan.looks) or decide(plan, look, task, *asked, metric, first):
+            return Stage(plan=plan, look=look, num_asked=len(asked[1].items[task]))
+    return None
+
+
+def _asked_by(plan: Plan, look: int, task: str, first: Loaded, other: Loaded) -> tuple[Loaded, Loaded]:
+    """Both results with the items that were asked by then. One that stopped there has no others."""
+    common = {unit_of_record(item) for item in first.items[task]}
+    if not num_unasked(other.facts["tasks"][task]):
+        common &= {unit_of_record(item) for item in other.items[task]}
+    units = in_order(list(common))[: plan.looks[look - 1]]
+    return cut_to(first, task, units), cut_to(other, task, units)
+
+
+def decide(plan: Plan, look: int, task: str, first: Loaded, other: Loaded, metric: str, whole: Loaded) -> str:
+    """What the items asked so far say: better, worse, no difference larger than the margin; empty: ask more."""
+    if not shows_all_categories(whole.facts["tasks"][task], first.items[task], whole.items[task]):
+        return ""
+    level = plan.nominal(look, plan.level)
+    if level < (1 / statistics.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
+        return ""
+    paired = _pair_task(task, first, other, metric)
+    if paired.p < level:
+        return "better" if paired.is_better else "worse"
+    interval = paired.interval(level) if plan.margin is not None and level > 0 else None
+    if interval is not None and is_within(plan.margin, *interval):
+        return f"no difference larger than {plan.margin:g}"
+    return ""
+
+
+def at_stage(paired: Paired, stage: Stage) -> Paired:
+    """The same numbers, with p and interval of that look."""
+    interval, plan, look = paired.interval, stage.plan, stage.look
+
+    def repeated(level: float) -> tuple[float, float] | None:
+        nominal = plan.nominal(look, level)
+        return interval(nominal) if nominal > 0 else None
+
+    return replace(
+        paired, p=plan.adjusted(paired.p, look), test=f"{paired.test}, sequential", interval=repeated, stage=stage
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers

@@ -44,6 +44,11 @@ def cut_at(record: Record) -> int | None:
     return None if limit is None or (num_seen < limit and not is_text) else limit
 
 
+def num_unasked(record: Record) -> int:
+    """Items left when the difference to another result was decided: what the others give is no whole result."""
+    return max(0, (record.get("sequential") or {}).get("num_items", 0) - record["n"])
+
+
 def data_of(record: Record, name: str) -> str:
     """What tasks on the same data share, as of other examples, prompts or labels."""
     return record.get("data_fingerprint") or name.rpartition("/")[0]
@@ -99,6 +104,8 @@ def read_facts(path: Path) -> Record:
         numbers = {record["metric"], *(key for key in record if key.endswith("_stderr"))}
         _check_kinds(record, dict.fromkeys(numbers, (int, float)), f"{path}: {task}")
         _check_kinds(record.get("settings") or {}, {"limit": (int, NONE)}, f"{path}: {task}")
+        if record.get("sequential") is not None:
+            _check_kinds(record["sequential"], SEQUENTIAL, f"{path}: {task}")
     if not facts["tasks"]:
         raise DataError(f"{path} has no finished task")
     return facts
@@ -115,7 +122,14 @@ RECORD: Kinds = {
     **dict.fromkeys(("metric", "fingerprint"), (str,)),
     **dict.fromkeys(("data_fingerprint", "type", "code"), (str, NONE)),
     **dict.fromkeys(("num_clusters", "num_documents"), (int, NONE)),
-    **dict.fromkeys(("settings", "skipped"), (dict, NONE)),
+    **dict.fromkeys(("settings", "skipped", "sequential"), (dict, NONE)),
+}
+SEQUENTIAL: Kinds = {
+    **dict.fromkeys(("against", "against_items", "spending"), (str,)),
+    **dict.fromkeys(("num_items", "look", "seed"), (int,)),
+    **dict.fromkeys(("level",), (float,)),
+    **dict.fromkeys(("looks",), (list,)),
+    **dict.fromkeys(("margin",), (float, NONE)),
 }
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -48,13 +48,17 @@ def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired
         under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
         table.add_row(
             Text(printable("\n".join((name or paired.task, *under)), keep="\n")),
-            f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
+            _items(paired, "\n") + (f"\n({paired.needed:,})" if paired.needed else ""),
             f"{paired.first:.{paired.digits}f}",
             f"{paired.other:.{paired.digits}f}",
             Text(f" {difference_text(paired)}\n {paired.verdict}", style="bold" if paired.is_detected else ""),
             f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
         )
     console.print(table)
+
+
+def _items(paired: Paired, space: str) -> str:
+    return f"{paired.n:,}" if paired.stage is None else f"{paired.n:,}{space}of {paired.stage.plan.num_items:,}"
 
 
 def _short(name: str) -> str:
@@ -69,6 +73,12 @@ def difference_text(paired: Paired) -> str:
     return f"{text} [{paired.low:+.{paired.digits}f}, {paired.high:+.{paired.digits}f}]"
 
 
+SEQUENTIAL = (
+    " Sequential: p and intervals hold at all looks together (repeated confidence intervals). A difference that was "
+    "found early is on average smaller than it looks. There is no mean of tasks that stopped at different looks."
+)
+
+
 def legend(pairs: Sequence[Pair]) -> str:
     num, num_more = (sum(map(len, tables)) for tables in zip(*((p.tasks, p.more) for p in pairs), strict=True))
     more = f", and for {num_more} by the other metrics" if num_more else ""
@@ -78,6 +88,7 @@ def legend(pairs: Sequence[Pair]) -> str:
         "level that decides, 0.05 over the number of tests left, so that they exclude 0 exactly where a difference "
         "is found. needed: items to find a difference of 0.01, one point, with 80 % power in a test of its own, "
         "where the two models part as often as here."
+        + (SEQUENTIAL if any(paired.stage for pair in pairs for paired in pair.tasks) else "")
     )
 
 
@@ -93,7 +104,7 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
                 [
                     paired.task,
                     "" if paired.metric == "mean" else paired.metric,
-                    f"{paired.n:,}",
+                    _items(paired, " "),
                     f"{paired.needed:,}" if paired.needed else "",
                     f"{paired.first:.{paired.digits}f}",
                     f"{paired.other:.{paired.digits}f}",
@@ -118,7 +129,8 @@ def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: P
 def as_json(results: Sequence[Loaded], pairs: Sequence[Pair]) -> Record:
     def told(paired: Paired) -> Record:
         known = {field.name: getattr(paired, field.name) for field in fields(paired) if field.name != "interval"}
-        return {**known, "detectable": paired.detectable, "verdict": paired.verdict}
+        stage = paired.stage and asdict(paired.stage)
+        return {**known, "stage": stage, "detectable": paired.detectable, "verdict": paired.verdict}
 
     keys = ("model", "source", "save_id", "num_tokens_trained", "num_parameters", "tokenizer", "precision")
     return {

@@ -1,0 +1,152 @@
+"""Items asked in a random order until the difference to a stored result is decided.
+
+Owns the order, the looks and the rule; how two models differ over some items is `compare`'s. The order is a function of
+seed and item, so that whoever asks goes through the same items. Items of a cluster, and windows of a document, come
+together.
+
+At each look the p of `compare` is held against a group-sequential boundary (`boundaries`). The interval is the repeated
+confidence interval (Jennison and Turnbull, Journal of the Royal Statistical Society B 51, 1989): what the boundary of
+that look would not reject. It holds at all looks together, whatever made the asking stop. With a `margin`, asking also
+stops when that interval lies within it: then the difference is no larger.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Self
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.boundaries import OBRIEN_FLEMING, adjusted_p, nominal_level
+from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS
+from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record, has_categories
+
+LOOKS = tuple(number / 10 for number in range(1, 11))
+"""Shares of the items after which it is seen whether enough are asked."""
+SEED = 17
+"""Of the order. There is no other: who may choose may choose until the answer suits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """When a task has been asked enough."""
+
+    level: float = 0.05
+    """The chance that equal models are called different, at whichever look."""
+    spending: str = OBRIEN_FLEMING
+    margin: float | None = None
+    """A difference that does not matter, in accuracy or bits per byte."""
+
+    def among(self, num_tests: int) -> Self:
+        """With the error shared by so many tests (Bonferroni's)."""
+        return replace(self, level=self.level / max(num_tests, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A rule for one task: after how many units it is looked."""
+
+    looks: tuple[int, ...]
+    """Units, ascending up to all."""
+    num_items: int
+    level: float
+    spending: str
+    margin: float | None
+    seed: int = SEED
+
+    def shares(self, look: int) -> tuple[float, ...]:
+        return tuple(num / self.looks[-1] for num in self.looks[:look])
+
+    def nominal(self, look: int, level: float) -> float:
+        """What a single test's p must be below at this look, counted from 1, where all looks together have `level`."""
+        return nominal_level(self.shares(look), level, self.spending)
+
+    def adjusted(self, p: float, look: int) -> float:
+        return adjusted_p(p, self.shares(look), self.spending)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where the asking stopped."""
+
+    plan: Plan
+    look: int
+    """Counted from 1."""
+    num_asked: int
+    """Items."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_asked == self.plan.num_items
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.num_asked:,} of {self.plan.num_items:,} items asked, look {self.look} of {len(self.plan.looks)} "
+            f"({self.plan.spending.replace('_', ' ')}, level {self.plan.level:.2g})"
+        )
+
+
+def unit_of(index: int, cluster: str | None) -> str:
+    """What is asked as a whole."""
+    return f"item {index}" if cluster is None else f"cluster {cluster}"
+
+
+def in_order(units: Sequence[str]) -> list[str]:
+    """The different ones among them, as they are asked."""
+    return sorted(set(units), key=lambda unit: hashlib.blake2b(f"{SEED} {unit}".encode(), digest_size=16).digest())
+
+
+def unit_of_record(item: Record) -> str:
+    return unit_of(item["index"], item.get("cluster"))
+
+
+def noun_of(items: Sequence[Record], metric: str) -> str:
+    return "document" if metric == BITS else "cluster" if "cluster" in items[0] else "item"
+
+
+def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
+    """For a task whose items belong to these units, each a `noun`: an item, a cluster or a document. Raises DataError
+    where they are too few for any verdict."""
+    num_units, least = len(set(units)), MIN_DOCUMENTS if noun == "document" else MIN_UNITS
+    if num_units < least:
+        raise DataError(
+            f"{name}: {num_units} {noun}{'' if num_units == 1 else 's'}, too few to be asked until a difference is "
+            f"decided, which takes {least}; leave the task out"
+        )
+    numbers = sorted({math.ceil(share * num_units - 1e-9) for share in LOOKS})
+    return Plan(
+        looks=tuple(number for number in numbers if number >= least),
+        num_items=len(units),
+        level=rule.level,
+        spending=rule.spending,
+        margin=rule.margin,
+    )
+
+
+def cut_to(result: Loaded, task: str, units: Sequence[str]) -> Loaded:
+    """The result with this task alone, and of it the items of these units."""
+    wanted = set(units)
+    return replace(result, items={task: [item for item in result.items[task] if unit_of_record(item) in wanted]})
+
+
+def shows_all_categories(record: Record, asked: Sequence[Record], all_items: Sequence[Record]) -> bool:
+    """A mean of categories is another number while one of them has no item yet."""
+    if not has_categories(record):
+        return True
+    return {item["category"] for item in asked} == {item["category"] for item in all_items}
+
+
+# ------------------------------------------------------------------------------------------------------ in results
+
+
+def to_record(stage: Stage, reference: Loaded, task: str, decision: str) -> Record:
+    """What a task's record says under `sequential`."""
+    against = {"against": reference.name, "against_items": reference.facts["tasks"][task]["items_hash"]}
+    return {**against, **asdict(stage.plan), "look": stage.look, "decision": decision}
+
+
+def from_record(record: Record) -> Stage:
+    found = record["sequential"]
+    plan = Plan(**{key: found[key] for key in Plan.__dataclass_fields__ if key != "looks"}, looks=tuple(found["looks"]))
+    return Stage(plan=plan, look=found["look"], num_asked=record["n"])
