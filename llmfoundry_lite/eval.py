@@ -19,6 +19,7 @@ usage: composer -n RANKS -m llmfoundry_lite.eval [YAML ...] [key=value ...] [--a
 
 YAML                a file, or one that comes with the package, by name; none: all tasks whose data are here
 models.NAME=WHERE   a run, a checkpoint, a folder of a Hugging Face model, or hf:NAME
+against=RESULT.json ask items in a random order until the difference to a stored result is decided
 --all-checkpoints   every checkpoint of the runs that follow: a learning curve
 """
 

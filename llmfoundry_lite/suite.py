@@ -4,6 +4,7 @@ import datetime
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,15 @@ from llmfoundry_lite.errors import (
     UserError,
     printable,
 )
+from llmfoundry_lite.evaluation.against import Against, load_against
+from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.reading import ACCURACIES
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, alone_in, outline_tasks, read_others
+from llmfoundry_lite.evaluation.reading import ACCURACIES, load_results
+from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, alone_in, outline_tasks, read_others
+from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tables import print_gauntlet, print_table, write_tables
+from llmfoundry_lite.evaluation.verdicts import print_comparison
 from llmfoundry_lite.plots import Panel, plot_curves
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
@@ -42,12 +47,14 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     device = start(config)
     shard = build_shard(config, device) if config.fsdp else None
     folder = Path(config.results_folder)
-    found = find_models(config, tasks, device, shard)
+    asked = find_asked(config, tasks)
+    against = find_against(config, asked) if config.against is not None else None
+    found = find_models(config, asked, device, shard)
     all_results, said = [], []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
-            all_results.append(evaluate_one(config, tasks, device, subject, results, files))
+            all_results.append(evaluate_one(config, tasks, device, subject, results, files, against))
             said += [(str(files.path), note) for note in note_kept(tasks, results)]
         except CheckpointError as error:
             if not config.all_checkpoints:
@@ -65,6 +72,8 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
         print_table(all_results, Console())
         if config.eval_gauntlet:
             print_gauntlet(config.eval_gauntlet, all_results, Console())
+        if against is not None:
+            print_against(against, asked, all_results, folder / config.suite)
         for path in write_suite(all_results, folder / config.suite, config.eval_gauntlet):
             print(path)
         if config.all_checkpoints:
@@ -72,11 +81,9 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     return all_results
 
 
-def find_models(
-    config: EvalConfig, tasks: Sequence[TaskConfig], device: torch.device, shard: Shard | None
-) -> list[tuple[Subject, Results, ResultFiles]]:
-    """Everything that can be refused without reading weights is, on all ranks."""
-    asked, found, tokenizers, error = [], [], {}, None
+def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
+    """The same on all ranks, or refused."""
+    asked, error = [], None
     try:
         asked = outline_tasks(tasks, config.tokenization, config.limit)
     except UserError as caught:
@@ -86,7 +93,39 @@ def find_models(
     if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
         error = DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     agree(error)
-    models, said = {}, []
+    return asked
+
+
+def find_against(config: EvalConfig, asked: Sequence[Outline]) -> Against:
+    """The stored result, read by each rank; the error is shared by all tasks of all models."""
+    found, error = None, None
+    rule = Rule(spending=config.spending, margin=config.margin).among(len(asked) * len(config.models))
+    written = [Path(config.results_folder) / config.suite / f"{name}.json" for name in config.models]
+    try:
+        found = load_against(Path(str(config.against)), rule, asked, written)
+    except UserError as caught:
+        error = caught
+    agree(error)
+    assert found is not None
+    return found
+
+
+def print_against(against: Against, asked: Sequence[Outline], all_results: Sequence[Results], folder: Path) -> None:
+    """What was decided of the tasks that were asked, as `compare` says it."""
+    paths = [against.reference.path, *(folder / f"{results.model}.json" for results in all_results)]
+    names = [task.name for task in asked]
+    loaded = [replace(result, items={name: result.items[name] for name in names}) for result in load_results(paths)]
+    console = Console()
+    console.print()
+    print_comparison(compare(loaded), console)
+
+
+def find_models(
+    config: EvalConfig, asked: Sequence[Outline], device: torch.device, shard: Shard | None
+) -> list[tuple[Subject, Results, ResultFiles]]:
+    """Everything that can be refused without reading weights is, on all ranks."""
+    found: list[tuple[Subject, Results, ResultFiles]] = []
+    tokenizers, models, said, error = {}, {}, [], None
     try:
         models = expand_models(config)
     except UserError as caught:
@@ -141,6 +180,7 @@ def evaluate_one(
     subject: Subject,
     results: Results,
     files: ResultFiles,
+    against: Against | None = None,
 ) -> Results:
     model, error = None, None
     try:
@@ -162,6 +202,7 @@ def evaluate_one(
         max_seq_len=config.max_seq_len,
         limit=config.limit,
         on_progress=progress,
+        against=against,
     )
     progress.close()
     return results

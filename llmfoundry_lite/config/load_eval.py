@@ -1,6 +1,7 @@
 """YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from llmfoundry_lite.errors import ConfigError
 EVAL_CHOICES = {
     "tokenization": ("separate", "joint"),
     "precision": ("fp32", "tf32", "bf16", "fp16"),
+    "spending": ("obrien_fleming", "pocock"),
 }
 
 
@@ -91,6 +93,14 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         value = getattr(config, key)
         if value is not None and value < 1:
             raise ConfigError(f"{source_of(key, layers)}: {key}: {value} given, expected a number above 0")
+    if config.margin is not None and (config.against is None or not 0 < config.margin < math.inf):
+        expected = "a number above 0" if config.against else "one only beside against=RESULT.json"
+        raise ConfigError(f"{source_of('margin', layers)}: margin: {config.margin:g} given, expected {expected}")
+    if config.against is not None and config.all_checkpoints:
+        raise ConfigError(
+            f"{source_of('against', layers)}: against: a learning curve needs whole results; remove it, or "
+            "all_checkpoints"
+        )
     if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
         raise ConfigError(
             f"{source_of('suite', layers)}: suite: {config.suite!r} given, expected the name of a folder in "

@@ -777,6 +777,12 @@ class EvalConfig:
     """Default: the model's."""
     limit: int | None = None
     """Only the first so many items of each task: a try, not a result."""
+    against: str | None = None
+    """A stored result, MODEL.json: items are asked in a random order, until the difference to it is decided."""
+    spending: str = "obrien_fleming"
+    """Of against: when the error is spent, late, or evenly with pocock."""
+    margin: float | None = None
+    """Of against: a task also ends when no difference is as large as this, in accuracy or bits per byte."""
     tokenizer: str | None = None
     """Default: the model's own."""
     fsdp: bool = False

@@ -23,8 +23,9 @@ from llmfoundry_lite.evaluation.reading import (
 )
 
 
-def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
+def refuse_if_different(task: str, first: Loaded, other: Loaded, left_out_by: str = "") -> None:
     """Raises DataError where the two were not asked the same, in the same way."""
+    leave_out = f"leave the task out: {left_out_by or f'--skip {task}'}"
     a, b = first.facts["tasks"][task], other.facts["tasks"][task]
     found = [
         f"{key} {a.get(key)!r} against {b.get(key)!r}"
@@ -52,7 +53,7 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
     if found:
         raise DataError(
             f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; {remedy}, "
-            f"or leave the task out: --skip {task}"
+            f"or {leave_out}"
         )
     if is_text and other_tokenizer and a["fingerprint"] == b["fingerprint"]:
         # Of a text every tokenizer has the same bytes, in windows of its own.
@@ -60,7 +61,7 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded) -> None:
         if not np.array_equal(sizes[0], sizes[1]):
             raise DataError(
                 f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
-                f"evaluate both on a text file, or leave the task out: --skip {task}"
+                f"evaluate both on a text file, or {leave_out}"
             )
 
 

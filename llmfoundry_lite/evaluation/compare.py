@@ -34,7 +34,7 @@ from llmfoundry_lite.evaluation.comparable import (
     refuse_partial,
     text_units,
 )
-from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte, num_unasked
+from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,
@@ -252,11 +252,9 @@ def _find_stage(task: str, first: Loaded, other: Loaded, metric: str, rule: Rule
 
 
 def _asked_by(plan: Plan, look: int, task: str, first: Loaded, other: Loaded) -> tuple[Loaded, Loaded]:
-    """Both results with the items that were asked by then. One that stopped there has no others."""
-    common = {unit_of_record(item) for item in first.items[task]}
-    if not num_unasked(other.facts["tasks"][task]):
-        common &= {unit_of_record(item) for item in other.items[task]}
-    units = in_order(list(common))[: plan.looks[look - 1]]
+    """Both results with the items that were asked by then: all, where one stopped there and has no others."""
+    ours, theirs = ({unit_of_record(item) for item in result.items[task]} for result in (first, other))
+    units = in_order(list(ours & theirs))[: plan.looks[look - 1]]
     return cut_to(first, task, units), cut_to(other, task, units)
 
 

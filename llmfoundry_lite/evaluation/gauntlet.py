@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from llmfoundry_lite.config.schema import Benchmark, GauntletConfig
-from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, data_of, error_of_sum
+from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, data_of, error_of_sum, num_unasked
 
 
 class Composite(NamedTuple):
@@ -61,7 +61,8 @@ def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
 
 
 def _is_accuracy(record: Record | None) -> bool:
-    return record is not None and record["metric"] in ACCURACIES
+    """Of a whole task: of one that stopped when it was decided, the accuracy leans to the verdict."""
+    return record is not None and record["metric"] in ACCURACIES and not num_unasked(record)
 
 
 def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:

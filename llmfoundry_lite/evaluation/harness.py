@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.evaluation.against import Against, ask_until_decided
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.reading import (
@@ -34,9 +35,6 @@ METRICS = {
     "generation_task_with_answers": ("acc",),
     "perplexity": (),
 }
-MAIN_METRIC = {"multiple_choice": "acc_per_token", "schema": "acc_per_token"}
-"""What goes into tables and the average, as in LLM Foundry; `acc` for the others."""
-
 Progress = Callable[[str, int, int], None]
 """(task, items done, items)"""
 
@@ -54,8 +52,10 @@ def evaluate(
     limit: int | None = None,
     on_progress: Progress = lambda task, done, total: None,
     share: tuple[int, int] | None = None,
+    against: Against | None = None,
 ) -> Results:
-    """Ask all `tasks`, or those that `files` does not have yet. With several ranks all must call this; all get the
+    """Ask all `tasks`, or those that `files` does not have yet; `against` a stored result, until the difference to it
+    is decided. With several ranks all must call this; all get the
     same Results, and rank 0 writes.
 
     `share` is (rank, ranks) of those among whom the items are divided, where several ranks compute as one; the
@@ -69,6 +69,8 @@ def evaluate(
     try:
         for config in tasks:
             prepared += prepare_task(config, tokenizer, longest, tokenization, limit)
+        for task in prepared if against is not None else ():
+            against.refuse(task, results)
         if files is not None:
             files.refuse_to_replace(results, [outline(task) for task in prepared])
     except UserError as caught:
@@ -77,10 +79,15 @@ def evaluate(
     agree(error)  # of a file that one machine alone lacks, the others hear now, not when they wait for it
     for task in prepared:
         # Rank 0's word, because it alone may see the files.
-        if files is not None and (known := tell_all(files.find(task, results))) is not None:
+        told = None if against is None else against.told(task.name, against.plan(task))
+        if files is not None and (known := tell_all(files.find(task, results, told))) is not None:
             results.tasks[task.name] = known
             continue
-        record, items = run_task(model, tokenizer, task, max_batch_tokens, on_progress, share or rank_and_size(None))
+        how = (max_batch_tokens, on_progress, share or rank_and_size(None))
+        if against is None:
+            record, items = run_task(model, tokenizer, task, *how)
+        else:
+            record, items = run_against(model, tokenizer, task, *how, against, results)
         results.tasks[task.name] = record
         if files is not None:
             try:
@@ -130,18 +137,59 @@ def run_task(
     """(the task's line in Results, one record for each item)"""
     started = time.monotonic()
     on_progress(task.name, 0, len(task.items))
+    items = ask(model, tokenizer, task, max_batch_tokens, on_progress, share)
+    return _sealed(summarise(task, items, time.monotonic() - started), items), items
+
+
+def run_against(
+    model: Scorable,
+    tokenizer: Encoder,
+    task: Prepared,
+    max_batch_tokens: int,
+    on_progress: Progress,
+    share: tuple[int, int],
+    against: Against,
+    results: Results,
+) -> tuple[Record, list[Record]]:
+    """As `run_task`, until the difference to a stored result is decided."""
+    started = time.monotonic()
+    total = len(task.items)
+    on_progress(task.name, 0, total)
+
+    def ask_part(part: Prepared, num_before: int) -> list[Record]:
+        # Not told as done while another look may follow.
+        def on_part(name: str, done: int, _: int) -> None:
+            on_progress(name, min(num_before + done, total - 1), total)
+
+        return ask(model, tokenizer, part, max_batch_tokens, on_part, share)
+
+    asked, items, sequential = ask_until_decided(task, against, results, ask_part)
+    on_progress(task.name, len(items), len(items))
+    record = summarise(asked, items, time.monotonic() - started) | {"sequential": sequential}
+    return _sealed(record, items), items
+
+
+def _sealed(record: Record, items: Sequence[Record]) -> Record:
+    return record | {"code": code_version(), "items_hash": hash_of([json.dumps(item) for item in items])}
+
+
+def ask(
+    model: Scorable,
+    tokenizer: Encoder,
+    task: Prepared,
+    max_batch_tokens: int,
+    on_progress: Progress,
+    share: tuple[int, int],
+) -> list[Record]:
+    """One record for each item."""
     if task.kind in GENERATION:
         texts = answer_all(model, tokenizer, task, max_batch_tokens, *share, on_progress)
-        items = [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
-    else:
-        # As in training and eval/loss; prompts are one document, whatever tokens they have.
-        is_separated = task.kind == "perplexity" and model.separates_documents
-        separator = tokenizer.eos_token_id if is_separated else None
-        scores = _score_all(model, task, max_batch_tokens, *share, on_progress, separator)
-        items = [_record(task, item, scores) for item in _numbered(task.items)]
-    record = summarise(task, items, time.monotonic() - started)
-    made_by = {"code": code_version(), "items_hash": hash_of([json.dumps(item) for item in items])}
-    return record | made_by, items
+        return [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
+    # As in training and eval/loss; prompts are one document, whatever tokens they have.
+    is_separated = task.kind == "perplexity" and model.separates_documents
+    separator = tokenizer.eos_token_id if is_separated else None
+    scores = _score_all(model, task, max_batch_tokens, *share, on_progress, separator)
+    return [_record(task, item, scores) for item in _numbered(task.items)]
 
 
 def _score_all(
@@ -234,13 +282,13 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         "fingerprint": task.fingerprint,
         "data_fingerprint": task.data_fingerprint,
         "settings": task.settings,
-        "metric": task.config.metric or MAIN_METRIC.get(task.kind, "acc"),
+        "metric": task.metric,
     }
     for name in METRICS[task.kind]:
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
     if any("cluster" in item for item in items):
         record["num_clusters"] = len({item["cluster"] for item in items})
-    if task.kind in MAIN_METRIC:
+    if task.kind in ("multiple_choice", "schema"):
         chances = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
         record["chance"], _ = mean_and_error(chances, "chance", has_categories(record))
         record["num_ties"] = sum(item["tie"][record["metric"]] for item in items)
@@ -256,7 +304,6 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         record["bits_per_byte"] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
         if (error := bits_per_byte_error(items)) is not None:
             record["bits_per_byte_stderr"] = error
-        record["metric"] = "bits_per_byte"
     if has_categories(record):
         names = sorted({item["category"] for item in items})
         record["categories"] = {

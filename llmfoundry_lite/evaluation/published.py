@@ -11,7 +11,7 @@ from rich.console import Console
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.paired import Z_TWO_SIDED
-from llmfoundry_lite.evaluation.reading import Loaded, Record
+from llmfoundry_lite.evaluation.reading import Loaded, Record, num_unasked
 from llmfoundry_lite.evaluation.tables import average_error, print_blocks, print_note
 from llmfoundry_lite.tables import markdown_list, markdown_table
 
@@ -44,7 +44,7 @@ def read_published() -> list[Record]:
 def published_table(results: Sequence[Loaded]) -> tuple[list[str], Rows, list[str]]:
     """(headers, rows, notes). Raises DataError when no task is among the published ones."""
     published = read_published()
-    tasks = [task for task in TASKS if all(f"{task}/0-shot" in result.facts["tasks"] for result in results)]
+    tasks = [task for task in TASKS if all(_is_whole(result, f"{task}/0-shot") for result in results)]
     if not tasks:
         raise DataError(
             f"--published: {' and '.join(result.name for result in results)} have none of the published tasks in "
@@ -72,6 +72,11 @@ def published_table(results: Sequence[Loaded]) -> tuple[list[str], Rows, list[st
         "as many items as ours; compare two results of your own to see smaller ones"
     )
     return headers, rows, [*notes, SOURCE]
+
+
+def _is_whole(result: Loaded, name: str) -> bool:
+    record = result.facts["tasks"].get(name)
+    return record is not None and not num_unasked(record)
 
 
 def print_published(results: Sequence[Loaded], console: Console) -> None:

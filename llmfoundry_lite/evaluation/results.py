@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.reading import Record, cut_at, read_facts
+from llmfoundry_lite.evaluation.reading import Record, cut_at, num_unasked, read_facts
 from llmfoundry_lite.evaluation.tasks import (
     Prepared,
     data_fingerprint,
@@ -48,7 +48,9 @@ class Results:
 
     @property
     def average(self) -> float | None:
-        """The mean of the tasks' accuracies, each counting the same."""
+        """The mean of the tasks' accuracies, each counting the same; None where one was not asked whole."""
+        if any(map(num_unasked, self.tasks.values())):
+            return None
         values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
         return sum(values) / len(values) if values else None
 
@@ -174,15 +176,16 @@ class ResultFiles:
             raise DataError(f"{self.path} holds {tasks} of {other}; {remedy.format('them' if count > 1 else 'it')}")
         for task in asked:
             record = self.known["tasks"].get(task.name)
-            if task.name in finished and self._is_whole(task.name) and (differs := _differences(record, task)):
+            if task.name in finished and self._is_whole(task.name) and (differs := differences(record, task)):
                 raise DataError(
                     f"{self.path} holds {task.name} with {'; '.join(differs)} asked for now; {remedy.format('it')}"
                 )
 
     def _finished(self) -> set[str]:
-        """Tasks that must not be lost. One with a `limit` is a try: whoever asks again would not have it kept."""
+        """Tasks that must not be lost. One with a `limit` is a try, and one that stopped when it was decided has few
+        of its items: whoever asks again would not have it kept."""
         tasks = self.known.get("tasks", {}).items()
-        return {name for name, record in tasks if cut_at(record) is None}
+        return {name for name, record in tasks if cut_at(record) is None and not num_unasked(record)}
 
     def _other_model(self, results: Results) -> str:
         """What the file is of, beside what is evaluated now, if that is another model."""
@@ -199,10 +202,13 @@ class ResultFiles:
     def _is_whole(self, name: str) -> bool:
         return self.num_lines[name] == self.known["tasks"][name]["n"]
 
-    def find(self, task: Prepared, results: Results) -> Record | None:
-        """The finished result of this very task on this very model, if it is here."""
+    def find(self, task: Prepared, results: Results, told: Record | None = None) -> Record | None:
+        """The finished result of this very task on this very model, if it is here. One that stopped when it was decided
+        is finished where it says what is `told`: the same comparison."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
-        if record is None or not self._is_whole(task.name) or _differences(record, outline(task)):
+        if record is None or not self._is_whole(task.name) or differences(record, outline(task)):
+            return None
+        if num_unasked(record) and (told is None or any(record["sequential"][key] != told[key] for key in told)):
             return None
         return record
 
@@ -268,7 +274,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(place)
 
 
-def _differences(record: Record, task: Outline) -> list[str]:
+def differences(record: Record, task: Outline) -> list[str]:
     """What of a finished task is not as `task` asks it; nothing for the same."""
     there = record.get("settings") or {}
     exact = task.prepared

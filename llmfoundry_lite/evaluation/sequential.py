@@ -143,7 +143,8 @@ def shows_all_categories(record: Record, asked: Sequence[Record], all_items: Seq
 def to_record(stage: Stage, reference: Loaded, task: str, decision: str) -> Record:
     """What a task's record says under `sequential`."""
     against = {"against": reference.name, "against_items": reference.facts["tasks"][task]["items_hash"]}
-    return {**against, **asdict(stage.plan), "look": stage.look, "decision": decision}
+    plan = {**asdict(stage.plan), "looks": list(stage.plan.looks)}  # as JSON has it
+    return {**against, **plan, "look": stage.look, "decision": decision}
 
 
 def from_record(record: Record) -> Stage:

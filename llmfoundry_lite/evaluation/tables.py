@@ -17,7 +17,7 @@ from llmfoundry_lite.config.schema import GauntletConfig
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.gauntlet import Gauntlet, averages_of, run_gauntlet
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
-from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at, data_of, error_of_sum
+from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at, data_of, error_of_sum, num_unasked
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import lean_table, markdown_list, markdown_table
 
@@ -166,6 +166,12 @@ def _oddities(record: Record) -> Iterator[str]:
         yield f"{record['n']:,} items in {num_clusters:,} clusters, which its standard error counts"
     if 1 < record.get("num_documents", 0) < MIN_DOCUMENTS:
         yield f"a standard error from {record['num_documents']} documents alone is rough"
+    if num_unasked(record):
+        told = record["sequential"]
+        yield (
+            f"{record['n']:,} of {told['num_items']:,} items asked, until the difference to {told['against']} was "
+            f"decided ({told['decision']}): no whole result, in no average"
+        )
     if limit := cut_at(record):
         yield f"only the first {limit:,} items (limit): a try, not a result"
 

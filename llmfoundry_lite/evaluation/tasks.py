@@ -107,6 +107,13 @@ class Prepared:
     def name(self) -> str:
         return f"{self.label}/{self.num_fewshot}-shot"
 
+    @property
+    def metric(self) -> str:
+        """What goes into tables and the average, as in LLM Foundry."""
+        if self.kind == "perplexity":
+            return "bits_per_byte"
+        return self.config.metric or ("acc_per_token" if self.kind in ("multiple_choice", "schema") else "acc")
+
 
 def read_rows(config: TaskConfig) -> list[dict[str, Any]]:
     """The file's rows, checked. Raises DataError naming file, line and column."""

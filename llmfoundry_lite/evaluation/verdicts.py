@@ -58,7 +58,10 @@ def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired
 
 
 def _items(paired: Paired, space: str) -> str:
-    return f"{paired.n:,}" if paired.stage is None else f"{paired.n:,}{space}of {paired.stage.plan.num_items:,}"
+    if paired.stage is None:
+        return f"{paired.n:,}"
+    plan = paired.stage.plan
+    return f"{paired.n:,}{space}of {plan.looks[-1] if paired.metric == BITS else plan.num_items:,}"
 
 
 def _short(name: str) -> str:
