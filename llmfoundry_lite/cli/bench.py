@@ -274,6 +274,22 @@ def bench_checkpoint(
     run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)
 
 
+@bench.command("recover")
+def bench_recover(
+    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "10m",
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples of both ranks.")] = 8,
+    num_faults: Annotated[int, typer.Option(min=0, help="Of ranks and of our launcher.")] = 50,
+    peer_faults: Annotated[int, typer.Option(min=0, help="Of ranks under torchrun.")] = 6,
+    seed: Annotated[int, typer.Option(help="Of what is done when.")] = 17,
+    out: Annotated[Path | None, typer.Option(help="A folder for recover.json and .md.")] = None,
+) -> None:
+    """What a fault costs: a run on two ranks whose ranks and launcher are killed and frozen at random."""
+    from llmfoundry_lite.bench.recover import run
+
+    run(shape, seq_len, batch_size, num_faults, peer_faults, seed, out)
+
+
 @bench.command("eval")
 def bench_eval(
     peer_python: Annotated[

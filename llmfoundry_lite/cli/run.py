@@ -28,12 +28,17 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.train", main, context.args)
     from llmfoundry_lite.launcher.launch import Launcher, Program
+    from llmfoundry_lite.status import read_status
 
     config = check(context.args)[0].config
     prepare_environment(config)
     program = Program("llmfoundry_lite.train", "llmfoundry_lite.training.train", HEAVY)
     logs = log_dir or Path(config.run_folder) / "logs"
-    raise typer.Exit(Launcher(program, num_ranks, max_restarts, logs).run(context.args))
+
+    def batch() -> int:
+        return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
+
+    raise typer.Exit(Launcher(program, num_ranks, max_restarts, logs, batch).run(context.args))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from llmfoundry_lite.launcher.world import Outcome, World, log_of
 from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Before the first restart, the second, …; the last one from then on."""
+"""Before the first restart in a row without progress, the second, …; the last one from then on."""
 LINES_QUOTED = 15
 
 
@@ -56,12 +56,21 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
 class Launcher:
     """One launch: `num_ranks` ranks of `program`, begun again at most `max_restarts` times."""
 
-    def __init__(self, program: Program, num_ranks: int, max_restarts: int, logs: Path):
+    def __init__(
+        self,
+        program: Program,
+        num_ranks: int,
+        max_restarts: int,
+        logs: Path,
+        progress: Callable[[], Any] = lambda: None,
+    ):
         self.program = program
         self.num_ranks = num_ranks
         self.max_restarts = max_restarts
         self.logs = logs
         """rank1.txt, rank2.txt, …: what ranks other than 0 say, of all tries of this launch."""
+        self.progress = progress
+        """How far the program has come, in any terms. While that changes, restarts are not held back."""
         self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._world: World | None = None
         self._asked = threading.Event()
@@ -75,7 +84,7 @@ class Launcher:
             signal.signal(number, self._hand_on)
         launched_at = {LAUNCHED_AT: str(time.time()), RANK_LOGS: str(self.logs)}
         environment = {**places(self.num_ranks), **launched_at, "MASTER_ADDR": "127.0.0.1"}
-        num_restarts = 0
+        num_restarts, num_in_vain, come_to = 0, 0, self.progress()
         try:
             while True:
                 again = ["autoresume=true"] if num_restarts else []
@@ -85,7 +94,9 @@ class Launcher:
                 if num_restarts == self.max_restarts:
                     say(self._give_up(outcome))
                     return EXIT_BUG
-                pause = PAUSE_SECONDS[min(num_restarts, len(PAUSE_SECONDS) - 1)]
+                before, come_to = come_to, self.progress()
+                num_in_vain = num_in_vain + 1 if come_to == before else 0
+                pause = PAUSE_SECONDS[min(num_in_vain, len(PAUSE_SECONDS) - 1)]
                 num_restarts += 1
                 when = f" in {pause:g} s" if pause else ""
                 say(f"{outcome.culprit}; restart {num_restarts} of {self.max_restarts}{when}, from the newest save")

@@ -1,0 +1,233 @@
+"""What a fault costs: ranks and launchers are killed and frozen at random while a run trains.
+
+llmfoundry-lite bench recover --num-faults 50 --peer-faults 6 --out results
+
+For each fault: seconds to the next finished batch, and batches that were trained again. In the end every loss, gradient
+norm and digest is compared with a run that nobody disturbed. `torchrun --max-restarts` has the same run beside it.
+"""
+
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, spread, write_report
+from llmfoundry_lite.bench.shapes import check_shapes
+from llmfoundry_lite.bench.train.made_up import write_run
+from llmfoundry_lite.errors import DataError
+
+KILL_RANK, FREEZE_RANK, KILL_LAUNCHER = "a rank killed", "a rank frozen", "the launcher killed"
+SHARES = {KILL_RANK: 0.5, FREEZE_RANK: 0.3, KILL_LAUNCHER: 0.2}
+"""Of the faults. torchrun's agent is not killed: its ranks would live on."""
+BATCHES_BETWEEN = (3, 10)
+COLLECTIVE_SECONDS = 30
+"""`dist_timeout` of both sides; torchrun learns of a frozen rank by it."""
+DEADLINE_SECONDS = 300.0
+LOOK_SECONDS = 0.02
+COMPARED = ("loss/train/total", "grad_norm", "data/digest")
+
+
+class Fault(NamedTuple):
+    kind: str
+    seconds: float
+    """From the signal to the record of the next finished batch."""
+    batches: int
+    """Had been finished, and were trained again."""
+
+
+@dataclass
+class Side:
+    """A launcher, and where its ranks are."""
+
+    name: str
+    command: Callable[[Path, int], list[str]]
+    """Of the YAML and the most restarts."""
+    ranks: Callable[[psutil.Process], list[psutil.Process]]
+    """Of the launcher's process."""
+    kinds: tuple[str, ...]
+
+
+OURS = Side(
+    "llmfoundry-lite train",
+    lambda yaml, restarts: [
+        *(sys.executable, "-m", "llmfoundry_lite", "train", "-n", "2", "--max-restarts", str(restarts), str(yaml))
+    ],
+    lambda launcher: [rank for server in launcher.children() for rank in server.children()],
+    (KILL_RANK, FREEZE_RANK, KILL_LAUNCHER),
+)
+TORCHRUN = Side(
+    "torchrun",
+    lambda yaml, restarts: [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)),
+        *("-m", "llmfoundry_lite.train", str(yaml)),
+    ],
+    lambda launcher: launcher.children(),
+    (KILL_RANK, FREEZE_RANK),
+)
+
+
+class Log:
+    """A run's metrics.jsonl as it grows."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """All records so far. A line that a killed process left unfinished is passed over by its successor."""
+        if self.path.exists():
+            with self.path.open() as file:
+                file.seek(self._offset)
+                while (line := file.readline()).endswith("\n"):
+                    self._offset = file.tell()
+                    self.records.append(json.loads(line))
+        return self.records
+
+    def last_of_each_batch(self) -> dict[int, dict[str, Any]]:
+        return {record["batch"]: record for record in self.read()}
+
+
+class Disturbed:
+    """A run under one launcher, and what is done to it."""
+
+    def __init__(self, side: Side, folder: Path, settings: dict[str, Any], num_faults: int, seed: int):
+        self.side = side
+        self.num_faults = num_faults
+        self.chance = random.Random(seed)
+        folder.mkdir()
+        yaml = write_run(folder, settings, "fp32")
+        options = ("save_interval=auto", "save_num_checkpoints_to_keep=2", f"dist_timeout={COLLECTIVE_SECONDS}")
+        self.command = [*side.command(yaml, num_faults + 1), *options, "autoresume=true"]
+        self.log = Log(folder / "run/metrics.jsonl")
+        self.output = folder / "output.txt"
+
+    def run(self, note: Callable[[str], None]) -> list[Fault]:
+        """Raises DataError when the run does not come back, or does not end well."""
+        faults = []
+        self.process = self.launch()
+        try:
+            for number in range(self.num_faults):
+                self.wait(self.chance.randint(*BATCHES_BETWEEN))
+                time.sleep(self.chance.random() * self.seconds_a_batch())  # anywhere in a batch
+                shares = [SHARES[kind] for kind in self.side.kinds]
+                kind = self.side.kinds[number] if number < len(self.side.kinds) else None
+                faults.append(self.disturb(kind or self.chance.choices(self.side.kinds, shares)[0]))
+                note(f"{self.side.name}: {number + 1}/{self.num_faults} {faults[-1].kind}: {faults[-1].seconds:.1f} s")
+            code = self.process.wait(DEADLINE_SECONDS * 10)
+        finally:
+            self.process.kill()
+        if code != 0:
+            raise DataError(f"bench recover: {self.side.name} ended with {code}: {self.last_words()}")
+        return faults
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(self.command, stdout=output, stderr=output)
+
+    def disturb(self, kind: str) -> Fault:
+        launcher = psutil.Process(self.process.pid)
+        before = self.log.read()[-1]["launch"]
+        started = time.monotonic()
+        if kind == KILL_LAUNCHER:
+            self.process.kill()
+            self.process.wait()
+            self.process = self.launch()  # as a scheduler would
+        else:
+            rank = self.chance.choice(self.side.ranks(launcher))
+            rank.send_signal(signal.SIGKILL if kind == KILL_RANK else signal.SIGSTOP)
+        first = self.wait_for(lambda: [record for record in self.log.read() if record["launch"] > before])[0]
+        seconds = time.monotonic() - started
+        finished = max(record["batch"] for record in self.log.read() if record["launch"] <= before)
+        return Fault(kind, seconds, finished - first["batch"] + 1)
+
+    def wait(self, num_batches: int) -> None:
+        have = len(self.log.read())
+        self.wait_for(lambda: len(self.log.read()) >= have + num_batches)
+
+    def wait_for(self, is_there: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (found := is_there()):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise DataError(f"bench recover: {self.side.name} did not come back: {self.last_words()}")
+            time.sleep(LOOK_SECONDS)
+        return found
+
+    def seconds_a_batch(self) -> float:
+        return statistics.median(record["time/batch_seconds"] for record in self.log.read()[-20:])
+
+    def last_words(self) -> str:
+        return " | ".join(self.output.read_text(errors="replace").splitlines()[-3:])
+
+
+def run(
+    shape: str, seq_len: int, batch_size: int, num_faults: int, peer_faults: int, seed: int, out: Path | None
+) -> dict[str, Any]:
+    """Returns the report. Raises ConfigError for a shape nobody knows, DataError for a run that does not come back."""
+    check_shapes("--shape", [shape])
+    console = open_console()
+    conditions = describe_conditions()
+    settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size}
+    found: dict[str, list[Fault]] = {}
+    differing: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for side, count in ((OURS, num_faults), (TORCHRUN, peer_faults)):
+            if not count:
+                continue
+            num_batches = (BATCHES_BETWEEN[1] + 1) * (count + 1)
+            runs = [
+                Disturbed(
+                    side, Path(folder, f"{side.name} {name}"), {**settings, "num_steps": num_batches}, faults, seed
+                )
+                for name, faults in (("disturbed", count), ("left alone", 0))
+            ]
+            found[side.name], _ = [one.run(lambda text: console.print(text, highlight=False)) for one in runs]
+            differing[side.name] = count_differing(*(run.log.last_of_each_batch() for run in runs))
+    return tell(conditions | settings, found, differing, f"--num-faults {num_faults} --peer-faults {peer_faults}", out)
+
+
+def count_differing(disturbed: dict[int, dict[str, Any]], alone: dict[int, dict[str, Any]]) -> int:
+    """Batches whose loss, gradient norm or digest is not the same to the bit, those that one lacks included."""
+    batches = disturbed.keys() | alone.keys()
+    return sum(
+        any(disturbed.get(batch, {}).get(key) != alone.get(batch, {}).get(key) for key in COMPARED) for batch in batches
+    )
+
+
+def tell(
+    report: dict[str, Any], found: dict[str, list[Fault]], differing: dict[str, int], options: str, out: Path | None
+) -> dict[str, Any]:
+    rows, records = [], []
+    for name, faults in found.items():
+        for kind in SHARES:
+            if not (some := [fault for fault in faults if fault.kind == kind]):
+                continue
+            seconds, batches = spread(f.seconds for f in some), spread(f.batches for f in some)
+            lost = f"{batches.median:g} ({batches.least:g} to {batches.most:g})"
+            rows.append((name, kind, str(len(some)), str(seconds), lost))
+            records += [{"side": name, **fault._asdict()} for fault in some]
+    table = Table(
+        "What a fault costs",
+        ("launcher", "fault", "times", "s to the next finished batch", "batches trained again"),
+        rows,
+        num_keys=2,
+    )
+    notes = [f"{name}: {count} batches differ from the run left alone" for name, count in differing.items()]
+    notes.append(f"a frozen rank: noticed after 10 s here, by torchrun after `dist_timeout`, {COLLECTIVE_SECONDS} s")
+    notes.append("a killed launcher: the same command is given again at once, and imports anew")
+    report |= {"faults": records, "differing": differing}
+    show(open_console(), table, notes=notes)
+    if out is not None:
+        command = f"llmfoundry-lite bench recover --shape {report['shape']} {options}"
+        write_report(out, "recover", "What a fault costs", command, report, table, notes, asked=("shape", "seq_len"))
+    return report
