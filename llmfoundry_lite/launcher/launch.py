@@ -95,9 +95,9 @@ class Launcher:
                     say(self._give_up(outcome))
                     return EXIT_BUG
                 before, come_to = come_to, self.progress()
-                num_in_vain = num_in_vain + 1 if come_to == before else 0
+                num_in_vain = num_in_vain if come_to == before else 0
                 pause = PAUSE_SECONDS[min(num_in_vain, len(PAUSE_SECONDS) - 1)]
-                num_restarts += 1
+                num_restarts, num_in_vain = num_restarts + 1, num_in_vain + 1
                 when = f" in {pause:g} s" if pause else ""
                 say(f"{outcome.culprit}; restart {num_restarts} of {self.max_restarts}{when}, from the newest save")
                 if self._asked.wait(pause):

@@ -8,9 +8,10 @@ Each word says what a rank does on a try, `RANK.TRY=ACTION` (`1.0=exit:2`); rank
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-SILENCE_SECONDS = 1.5
+SILENCE_SECONDS = 2.5
 
 
 def main(arguments: list[str]) -> None:
@@ -18,6 +19,8 @@ def main(arguments: list[str]) -> None:
     rank, folder = os.environ["RANK"], Path(os.environ["LLMFOUNDRY_LITE_RANK_LOGS"])
     tries = len(list(folder.glob(f"began-{rank}.*")))
     (folder / f"began-{rank}.{tries}").write_text(f"{os.getpid()} {' '.join(arguments)}")
+    while len(list(folder.glob(f"began-*.{tries}"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)  # no rank ends a try that another has not begun
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} speaks, try {tries}", flush=True)
     words = dict(word.split("=", 1) for word in arguments)
     action, _, value = words.get(f"{rank}.{tries}", "exit:0").partition(":")

@@ -118,11 +118,11 @@ def test_when_no_try_is_left_it_says_what_the_culprit_said(launched):
 
 
 def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
-    run = launched(2, 1, "0.0=hold:100000000", "1.0=kill:SIGSTOP", "0.1=hold:100000000")
+    run = launched(2, 1, "0.0=hold:150000000", "1.0=kill:SIGSTOP", "0.1=hold:150000000")
     code, _, words = run.end()
     assert code == 0
     assert words == (
-        "launcher: rank 1 is frozen: it has done nothing for 1.5 s; restart 1 of 1, from the newest save\n"
+        "launcher: rank 1 is frozen: it has done nothing for 2.5 s; restart 1 of 1, from the newest save\n"
     )
 
 
