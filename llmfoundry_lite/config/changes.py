@@ -32,6 +32,7 @@ FREELY = (
 
 BY_BEING_SAID = (
     *("max_duration", "optimizer.lr", "optimizer.weight_decay", "optimizer.kwargs.weight_decay", "scheduler"),
+    *("optimizer.adamw_lr", "optimizer.ns_dtype"),
     *("algorithms", "on_non_finite", "save_interval", "train_loader.kwargs"),
     *("eval_loader", "eval_interval", "eval_subset_num_batches", "icl_tasks", "icl_limit"),
 )
@@ -40,6 +41,7 @@ BY_BEING_SAID = (
 NEVER = (
     *("model", "max_seq_len", "seed", "global_train_batch_size", "accumulate_train_batch_on_tokens"),
     *("optimizer.name", "optimizer.betas", "optimizer.eps", "optimizer.kwargs"),
+    *("optimizer.momentum", "optimizer.ns_steps", "optimizer.adjust_lr_fn"),
     *("train_loader.name", "train_loader.drop_last", "train_loader.dataset"),
 )
 """Another value makes it another run."""

@@ -19,6 +19,8 @@ from llmfoundry_lite.errors import ConfigError
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
+MUON_KEYS = ("adamw_lr", "momentum", "ns_steps", "ns_dtype", "adjust_lr_fn")
+
 LONGEST_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
@@ -50,6 +52,7 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     for beta in config.optimizer.betas or ():
         if not 0 <= beta < 1:
             refuse("optimizer.betas", f"{beta} given, expected 0 <= beta < 1")
+    _check_muon(config, refuse)
     microbatch, batch = config.device_train_microbatch_size, config.global_train_batch_size
     if microbatch not in (None, "auto"):
         if not isinstance(microbatch, int) or microbatch <= 0:
@@ -93,6 +96,24 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         check_import_path("callbacks", path, layers)
     _check_schedule_units(config, layers, refuse)
     _check_schedule_spans(config, refuse)
+
+
+def _check_muon(config: TrainConfig, refuse: Refuse) -> None:
+    optimizer = config.optimizer
+    if optimizer.name != "muon":
+        for key in MUON_KEYS:
+            if getattr(optimizer, key) is not None:
+                refuse(f"optimizer.{key}", f"only muon uses it, and optimizer.name is {optimizer.name}; remove it")
+        return
+    if optimizer.momentum is not None and not 0 <= optimizer.momentum < 1:
+        refuse("optimizer.momentum", f"{optimizer.momentum} given, expected 0 <= momentum < 1")
+    if optimizer.adjust_lr_fn == "original" and optimizer.adamw_lr is None:
+        refuse("optimizer.adamw_lr", "missing; adjust_lr_fn: original has updates of another size than AdamW's")
+    if config.sharding.offload_optimizer:
+        refuse(
+            "fsdp_config.offload_optimizer",
+            "muon multiplies matrices in its step, which would be the host's work; use FULL_SHARD without it, or adamw",
+        )
 
 
 def check_batch(config: TrainConfig, layout: Layout) -> None:

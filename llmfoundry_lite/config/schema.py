@@ -312,10 +312,21 @@ class LoaderConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     name: str
-    """decoupled_adamw, adamw, lion, decoupled_lionw, or python:package.module:Class."""
+    """decoupled_adamw, adamw, lion, decoupled_lionw, muon, or python:package.module:Class."""
     lr: float
+    """muon: of the blocks' matrices."""
+    adamw_lr: float | None = None
+    """muon: of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
     betas: tuple[float, float] | None = None
     """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
+    momentum: float | None = None
+    """muon: of the matrices' gradients; default 0.95."""
+    ns_steps: int | None = None
+    """muon: iterations of Newton and Schulz; default 5."""
+    ns_dtype: str | None = None
+    """muon: in which they are computed, bf16 (default) or fp32."""
+    adjust_lr_fn: str | None = None
+    """muon, as in torch: match_rms_adamw (default) makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = 1e-8
     weight_decay: float = 0.0
     """Decoupled optimizers: multiplied by lr/initial lr alone; the others: by lr."""

@@ -26,8 +26,10 @@ LOGITS_CHUNK_BYTES = 1 << 28
 """Of fp32 logits that the loss holds at a time."""
 GATHER_BYTES = 1 << 27
 """Of parameters that ZeRO-1 gathers at a time after a step."""
-OPTIMIZER_SLOTS = {"decoupled_adamw": 2, "adamw": 2, "lion": 1, "decoupled_lionw": 1}
-"""Numbers an optimizer keeps for each parameter; one of a user's own is taken to keep two."""
+OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
+"""Numbers an optimizer keeps for each parameter of a block, and of what is outside of blocks if that differs."""
+ADAMW_SLOTS = (2,)
+"""One of a user's own is taken to keep as many."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
 """Numbers for each parameter that it needs during its step; torch's fused AdamW needs none."""
 
@@ -119,7 +121,8 @@ def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
         reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and layout.pipeline == 1,
         activation_checkpointing=fsdp.activation_checkpointing,
         activation_cpu_offload=fsdp.activation_cpu_offload,
-        num_optimizer_slots=OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+        num_optimizer_slots=slots_of(config)[0],
+        num_outside_slots=slots_of(config)[-1],
     )
     share_bytes, num_owners = estimate.parameters_bytes, 1
     if fsdp.sharding_strategy == "ZERO_1":
@@ -135,11 +138,15 @@ def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
     )
     estimate = max(estimate, in_step, key=lambda moment: moment.total_bytes)
     ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
-    num_slots = OPTIMIZER_SLOTS.get(config.optimizer.name, 2)
-    rounding_bytes = int(estimate.total_bytes * ROUNDING) + (1 + num_slots) * _rounding_bytes(
+    rounding_bytes = int(estimate.total_bytes * ROUNDING) + (1 + slots_of(config)[0]) * _rounding_bytes(
         config.model, layout.shard, layout.tensor
     )
     return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)
+
+
+def slots_of(config: TrainConfig) -> tuple[int, ...]:
+    """Numbers kept for each parameter of a block, and perhaps of what is outside of blocks."""
+    return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
 
 
 def estimate_memory(
@@ -159,6 +166,7 @@ def estimate_memory(
     activation_checkpointing: bool | str = False,
     activation_cpu_offload: bool = False,
     num_optimizer_slots: int = 2,
+    num_outside_slots: int | None = None,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> MemoryEstimate:
     """Bytes when one device holds the most: in the loss, or in the backward pass at its first block, its last, or
@@ -168,6 +176,7 @@ def estimate_memory(
     of them stands for a group whose devices divide each layer and the vocabulary, and each have the norms.
     `microbatch_size`: samples. `has_one_microbatch`: no gradients of earlier ones are there when the forward pass
     begins. Without FSDP, as on one device, parameters are used and gradients summed where they lie.
+    `num_outside_slots`: the optimizer's, for what is outside of blocks, if that differs.
     """
     is_whole = precision in ("fp32", "tf32")
     has_autocast = not is_whole and mixed_precision == "FULL"
@@ -178,6 +187,10 @@ def estimate_memory(
     num_rows = -(-model.vocab_size // tensor_parallel_degree)
     outside, block = _shapes_outside(model, num_rows), _shapes_of_block(model, tensor_parallel_degree)
     share_bytes = FP32_BYTES * (_share(outside, shard_degree) + model.n_layers * _share(block, shard_degree))
+    optimizer_bytes = num_optimizer_slots * share_bytes
+    if num_outside_slots is not None:
+        more = num_outside_slots - num_optimizer_slots
+        optimizer_bytes += more * FP32_BYTES * _share(outside, shard_degree)
     num_outside, num_block = _share(outside, 1), _share(block, 1)
     num_parameters = num_outside + model.n_layers * num_block
     # FSDP divides rows, and gathers as many from each device.
@@ -231,7 +244,7 @@ def estimate_memory(
         in_loss = MemoryEstimate(
             parameters_bytes=share_bytes,
             gradients_bytes=0 if has_one_microbatch else share_bytes,
-            optimizer_bytes=num_optimizer_slots * share_bytes,
+            optimizer_bytes=optimizer_bytes,
             unsharded_bytes=num_copied * copy_bytes + copies_bytes,
             activations_bytes=kept_bytes,
             logits_bytes=logits_bytes + hidden_bytes,
@@ -254,7 +267,7 @@ def estimate_memory(
     in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
         gradients_bytes=waiting_bytes,
-        optimizer_bytes=num_optimizer_slots * share_bytes,
+        optimizer_bytes=optimizer_bytes,
         unsharded_bytes=num_in_loss * stream_bytes + copies_bytes,
         activations_bytes=kept_bytes,
         logits_bytes=logits_bytes + hidden_bytes,

@@ -24,7 +24,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel.fsdp import build_parallel_model, build_pipeline
-from llmfoundry_lite.parallel.mesh import build_mesh
+from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.parallel.zero import rows_of, step_together
 from llmfoundry_lite.ranks.rank import this_rank
@@ -36,6 +36,7 @@ from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
 from llmfoundry_lite.training.loss import cross_entropy_sum
 from llmfoundry_lite.training.monitor import DataDigest, DropoutSeed, RunMonitor
+from llmfoundry_lite.training.muon import build_muon
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.profiler import Profiler
@@ -75,12 +76,18 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     return language_model
 
 
-def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if config.sharding.sharding_strategy != "ZERO_1":
-        return build_optimizer_of(config.optimizer, parameters)
-    optimizer = build_optimizer_of(config.optimizer, rows_of(parameters))
-    step_together(optimizer)
+def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shares_state = config.sharding.sharding_strategy == "ZERO_1"
+    if shares_state:
+        named = dict(zip(named, rows_of(list(named.values())), strict=True))
+    if config.optimizer.name == "muon":
+        group = build_stage_group(layout, devices.device_type())
+        optimizer = build_muon(named, config.optimizer, config.model, group)
+    else:
+        optimizer = build_optimizer_of(config.optimizer, list(named.values()))
+    if shares_state:
+        step_together(optimizer)
     return optimizer
 
 

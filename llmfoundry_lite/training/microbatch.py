@@ -6,6 +6,7 @@ from its own measurements that its device has the room. What a step takes grows 
 two measurements tell the rest. The gradient does not depend on the choice; its digits do, as with any microbatch.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -49,7 +50,7 @@ def choose_microbatch_size(
     optimizer: Optimizer,
     device_batch_size: int,
     seq_len: int,
-    num_optimizer_slots: int,
+    num_optimizer_slots: Sequence[int],
     meter: Meter | None = None,
     *,
     accumulates: bool = False,
@@ -58,6 +59,8 @@ def choose_microbatch_size(
 ) -> tuple[int, str]:
     """(samples, what was measured in words), the same on every rank. Every rank must call this together.
 
+    `num_optimizer_slots`: numbers that the optimizer keeps for each parameter of each of its groups, the last also for
+    those that follow.
     `accumulates`: whole gradients stay on each device until the batch's last microbatch. `advise`: settings that take
     less memory, for the error. `takes`: whether a batch may have so many microbatches.
     Raises ConfigError when not even one sample fits.
@@ -84,13 +87,13 @@ def choose_microbatch_size(
 
     # Optimizer state and parameters may be kept in the host's memory, which is not what is measured here.
     parameters = 0 if _is_offloaded(model) else _bytes(model.parameters())
-    updated = 0 if _is_offloaded(model) else _bytes(p for group in optimizer.param_groups for p in group["params"])
-    reserved = 0 if optimizer.state else num_optimizer_slots * updated
+    state = 0 if _is_offloaded(model) else _state_bytes(optimizer, num_optimizer_slots)
+    reserved = 0 if optimizer.state else state
     limit = int(had * MARGIN) - reserved
     size = sizes[0]
     measure(size)  # the first step also allocates what stays: gradients, communication buffers
     # Without a sample there would be parameters, gradients and optimizer state at least.
-    held = 2 * parameters + num_optimizer_slots * bool(optimizer.state) * updated
+    held = 2 * parameters + state - reserved
     peaks = {0: held, size: measure(size)}
     while size < sizes[-1]:
         larger = [following for following in sizes if following > size]
@@ -153,6 +156,11 @@ def _most_that_fits(peaks: dict[int, int], limit: int, sizes: Sequence[int]) -> 
 def _all_agree(size: int) -> int:
     """The smallest of all ranks."""
     return -max_of([-size])[0]
+
+
+def _state_bytes(optimizer: Optimizer, num_slots: Sequence[int]) -> int:
+    groups = itertools.zip_longest(optimizer.param_groups, num_slots[: len(optimizer.param_groups)])
+    return sum(_bytes(group["params"]) * (num_slots[-1] if slots is None else slots) for group, slots in groups)
 
 
 def _bytes(parameters: Iterable[torch.nn.Parameter]) -> int:

@@ -30,7 +30,7 @@ from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.plan.advice import advise_less_memory
-from llmfoundry_lite.plan.memory import OPTIMIZER_SLOTS
+from llmfoundry_lite.plan.memory import slots_of
 from llmfoundry_lite.ranks.ending import (
     Preempted,
     announced_preemption,
@@ -164,7 +164,7 @@ def build_trainer(
         eval_dataloader=eval_data,
         eval_interval=build_eval_interval(config, preemption) if eval_data is not None else 0,
         eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
-        optimizers=build_optimizer(config, model),
+        optimizers=build_optimizer(config, model, layout),
         max_duration=str(Duration.parse(config.max_duration)),
         callbacks=[*callbacks, run],
         loggers=[run.log] if run.is_main else [],
@@ -192,7 +192,7 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
         trainer.state.optimizers[0],
         config.global_train_batch_size // layout.num_data_ranks,
         config.max_seq_len,
-        OPTIMIZER_SLOTS.get(config.optimizer.name, 2),
+        slots_of(config),
         accumulates=not config.reduces_every_microbatch,
         advise=partial(advise_less_memory, config, layout, devices.device_type()),
         takes=partial(takes_microbatches, config.pipeline) if layout.pipeline > 1 else lambda num_microbatches: True,

@@ -147,7 +147,8 @@ WRONG = {
         "HYBRID_SHARD, NO_SHARD or ZERO_1)"
     ),
     "optimizer.name=sgd": (
-        "'sgd' is not known; expected decoupled_adamw, adamw, lion, decoupled_lionw or python:package.module:Thing"
+        "'sgd' is not known; expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or "
+        "python:package.module:Thing"
     ),
     "optimizer.name=python:my.module": "'python:my.module' given, expected an import path, python:package.module:Thing",
     # keys that do not fit each other

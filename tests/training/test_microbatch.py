@@ -58,7 +58,7 @@ def choose(limit, device_batch_size, num_slots=0, fits=1000):
         torch.optim.AdamW(model.parameters()),
         device_batch_size,
         25,
-        num_slots,
+        [num_slots],
         meter,
     )
     assert model.weight.grad is None
