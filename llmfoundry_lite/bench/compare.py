@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bench.frame import SCHEMA, Table, describe_conditions, open_console, show, write_report
+from llmfoundry_lite.config.check_values import either
 from llmfoundry_lite.errors import DataError
 
 CONDITIONS = {
@@ -55,10 +56,15 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError:
         raise DataError(f"{path}: is not JSON; give the JSON that a bench wrote with --out") from None
-    if not isinstance(report, dict) or not {"schema", "bench", "tables"} <= report.keys():
-        raise DataError(f"{path}: is no report of a bench, or of an older release; measure again with --out")
+    name = report.get("bench", path.stem) if isinstance(report, dict) else path.stem
+    again = f"measure again: llmfoundry-lite bench {name.removeprefix('compare-')} --out FOLDER"
+    if not isinstance(report, dict):
+        raise DataError(f"{path}: is no report of a bench; {again}")
+    missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
+    if missing:
+        raise DataError(f"{path}: an older release's report, or none: it has no {either(missing)}; {again}")
     if report["schema"] != SCHEMA:
-        raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; measure again with --out")
+        raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; {again}")
     return report
 
 

@@ -60,17 +60,6 @@ def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
     return count >= degree and not (has_rounds and count % (count // degree))
 
 
-def most_in_flight(pipeline: PipelineConfig, rank: int, num_microbatches: int) -> int:
-    """Microbatches whose activations a rank keeps at the same time, counted in all of its blocks. The warm-ups of
-    Narayanan et al. 2021, figure 4; with zbv as many as there are stages (Qi et al. 2024)."""
-    degree, num_runs = pipeline.pipeline_parallel_degree, pipeline.num_runs
-    after = degree - rank
-    most = {"gpipe": num_microbatches, "zbv": degree}.get(pipeline.schedule, after)
-    if pipeline.schedule in ("interleaved", "zero_bubble") and num_runs > 1:
-        most = -(-(2 * (after - 1) + (num_runs - 1) * degree + 1) // num_runs)
-    return min(most, num_microbatches)
-
-
 def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
     """Blocks of each stage, at least one, so that the costliest stage costs least.
 

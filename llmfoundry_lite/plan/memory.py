@@ -9,11 +9,13 @@ Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
-from llmfoundry_lite.config.stages import Stage, most_in_flight, stages_of
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig, TrainConfig
+from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.hardware import GIB, MIB
+from llmfoundry_lite.plan.schedule import Pass, order_of
 
 FP32_BYTES = 4
 INT64_BYTES = 8
@@ -72,42 +74,190 @@ def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstim
 
 
 def estimate_stages(config: TrainConfig, layout: Layout) -> list[tuple[list[Stage], MemoryEstimate]]:
-    """For each rank of a pipeline its stages, and what a device of it needs.
+    """For each rank of a pipeline its stages, and what a device of it needs: the most while it plays its schedule."""
+    return [
+        (stages, _play(config, layout, rank, stages))
+        for rank, stages in enumerate(stages_of(config.model, config.pipeline))
+    ]
 
-    A device keeps the activations of several microbatches (`most_in_flight`), and buffers for what all microbatches
-    send and receive. Its gradients wait whole for the end of the schedule, and with them its parameters.
-    """
-    pipeline, estimates = config.pipeline, []
+
+class _Chunk(NamedTuple):
+    """One stage of a rank that may have several. Bytes."""
+
+    kept: int
+    """Of a microbatch, from its forward pass to its backward pass."""
+    in_forward: int
+    """More than that, in the forward pass: the loss."""
+    early: int
+    """More than what is kept, when the backward pass begins."""
+    late: int
+    """When it ends, of the microbatch, whose activations are gone."""
+    apart: int
+    """Kept from the gradient of the inputs to that of the weights, where they are computed apart."""
+    gradients: int
+    """Whole, in the type in which they are summed."""
+    loose: int
+    """Those of the weights, computed apart, until the next backward pass adds them to the sum."""
+    num_blocks: int
+
+
+def _play(config: TrainConfig, layout: Layout, rank: int, stages: list[Stage]) -> MemoryEstimate:
+    """Gradients wait whole for the end of the schedule, and with them the parameters. There are buffers for what all
+    microbatches send and receive."""
+    pipeline, options = config.pipeline, _options_of(config, layout)
     device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
-    microbatch_size = config.first_microbatch_size(device_batch_size)
-    num_microbatches = -(-device_batch_size // microbatch_size)
-    stream_bytes = FP32_BYTES if config.precision in ("fp32", "tf32") else 2
+    num_microbatches = -(-device_batch_size // options["microbatch_size"])
+    model = _model_of(config.model, stages)
+    moments = estimate_moments(model, **options)
+    in_loss = moments["in_loss"]
     num_runs = layout.tensor if config.sequence_parallel else 1
-    hidden_bytes = microbatch_size * config.max_seq_len // num_runs * config.model.d_model * stream_bytes
-    for rank, stages in enumerate(stages_of(config.model, pipeline)):
-        num_ends = sum(stage.is_first + stage.is_last for stage in stages)
-        model = dataclasses.replace(
-            config.model,
-            n_layers=sum(len(stage.blocks) for stage in stages),
-            vocab_size=config.model.vocab_size if num_ends else 1,
-            tie_word_embeddings=config.model.tie_word_embeddings or num_ends < 2,
-        )
-        estimate = _estimate_part(dataclasses.replace(config, model=model), layout)
-        in_flight = most_in_flight(pipeline, rank, num_microbatches)
-        buffers_bytes = hidden_bytes * num_microbatches * sum(2 - stage.is_first - stage.is_last for stage in stages)
-        kept_bytes = estimate.activations_bytes * in_flight + buffers_bytes
-        estimates.append((stages, dataclasses.replace(estimate, activations_bytes=kept_bytes)))
-    return estimates
+    hidden_bytes = _hidden_bytes(config, options["microbatch_size"], num_runs)
+    buffers_bytes = hidden_bytes * num_microbatches * sum(2 - stage.is_first - stage.is_last for stage in stages)
+    is_apart = pipeline.schedule in ("zero_bubble", "zbv")
+    chunks = {stage.index: _measure_chunk(config, options, stage, hidden_bytes, is_apart) for stage in stages}
+
+    held = 0
+    summed, loose = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
+    peak = 0, 0  # activations, gradients
+    for kind, run, _ in _order(pipeline, rank, num_microbatches):
+        chunk, gradients = chunks[run], sum(summed.values()) + sum(loose.values())
+        if kind == "F":
+            held += chunk.kept
+            moments_of_pass = [(held + chunk.in_forward, gradients)]
+        elif is_apart and run and kind == "B":
+            held += chunk.apart
+            # Block by block, what the last microbatches gave is summed in fp32 now.
+            moments_of_pass = [
+                (held + chunk.early, gradients - loose[run] * max(0, chunk.num_blocks - 4) // chunk.num_blocks)
+            ]
+            if loose[run]:
+                summed[run], loose[run] = chunk.gradients, 0
+        elif is_apart and run:
+            moments_of_pass = [(held, gradients)]
+            held -= chunk.kept + chunk.apart
+            summed[run], loose[run] = (summed[run], chunk.loose) if chunk.loose else (chunk.gradients, 0)
+        elif is_apart and kind == "B":
+            continue  # nobody waits for the gradient of the first inputs
+        else:
+            moments_of_pass = [(held + chunk.early, gradients)]
+            held -= chunk.kept
+            summed[run] = chunk.gradients
+            moments_of_pass += [(held + chunk.late, sum(summed.values()) + sum(loose.values()))]
+        peak = max(peak, *moments_of_pass, key=sum)
+    activations, waiting = peak
+    playing = dataclasses.replace(
+        in_loss,
+        gradients_bytes=waiting,
+        unsharded_bytes=in_loss.unsharded_bytes - _copies_bytes(model, options),
+        activations_bytes=buffers_bytes + activations,
+        logits_bytes=0,
+    )
+    sharing = dataclasses.replace(
+        moments.get("at_embeddings", in_loss), activations_bytes=buffers_bytes, logits_bytes=0
+    )
+    estimate = max(playing, sharing, key=lambda moment: moment.total_bytes)
+    return _with_the_rest(dataclasses.replace(config, model=model), layout, estimate)
+
+
+def _order(pipeline: PipelineConfig, rank: int, num_microbatches: int) -> list[Pass]:
+    """Of a few rounds: after those nothing changes, but where all microbatches go forward first."""
+    degree = pipeline.pipeline_parallel_degree
+    if pipeline.schedule != "gpipe":
+        num_rounds = max(1, num_microbatches // degree)
+        num_microbatches = min(num_microbatches, num_microbatches // num_rounds * 4)
+    return order_of(pipeline.schedule, rank, degree, num_microbatches, pipeline.num_runs)
+
+
+def _model_of(model: ModelConfig, stages: list[Stage]) -> ModelConfig:
+    """What a rank, or a stage, has of it."""
+    is_first, is_last = stages[0].is_first, stages[-1].is_last
+    return dataclasses.replace(
+        model,
+        n_layers=sum(len(stage.blocks) for stage in stages),
+        vocab_size=model.vocab_size if is_first or is_last else 1,
+        tie_word_embeddings=model.tie_word_embeddings or not (is_first and is_last),
+        learned_pos_emb=model.learned_pos_emb and is_first,
+    )
+
+
+def _copies_bytes(model: ModelConfig, options: dict[str, Any]) -> int:
+    """Of `unsharded_bytes` in the loss: parameters that one microbatch's forward pass has cast."""
+    whole_bytes = estimate_moments(model, **options)["in_loss"].unsharded_bytes
+    if not options["has_fsdp"]:
+        return whole_bytes
+    if options["mixed_precision"] != "FULL" or options["precision"] in ("fp32", "tf32"):
+        return 0
+    half = estimate_moments(model, **options | {"mixed_precision": "DEFAULT"})["in_loss"]
+    return whole_bytes - FP32_BYTES // 2 * half.unsharded_bytes
+
+
+def _hidden_bytes(config: TrainConfig, microbatch_size: int, num_runs: int = 1) -> int:
+    """Of a microbatch, or of one of `num_runs` that divide the stream, as stages send it to each other."""
+    is_whole = config.precision in ("fp32", "tf32") or config.sharding.mixed_precision == "FULL"
+    stream_bytes = FP32_BYTES if is_whole else 2
+    return microbatch_size * config.max_seq_len // num_runs * config.model.d_model * stream_bytes
+
+
+def _measure_chunk(
+    config: TrainConfig, options: dict[str, Any], stage: Stage, hidden_bytes: int, is_apart: bool
+) -> _Chunk:
+    model = _model_of(config.model, [stage])
+    moments, longer = (
+        estimate_moments(part, **options) for part in (model, dataclasses.replace(model, n_layers=model.n_layers + 1))
+    )
+    in_loss, at_end = moments["in_loss"], moments["at_last_block"]
+    block_bytes = longer["in_loss"].activations_bytes - in_loss.activations_bytes
+    kept_bytes = in_loss.activations_bytes
+    whole_bytes = _hidden_bytes(config, options["microbatch_size"])
+    embedding = -(-model.vocab_size // options["tensor_parallel_degree"]) * model.d_model
+    is_input_kept = config.sharding.activation_checkpointing or model.norm_type.startswith("low_precision_")
+    if not stage.is_first and is_input_kept:
+        kept_bytes -= hidden_bytes  # it is in the buffer that has received it
+    if not stage.is_last:
+        kept_bytes -= whole_bytes  # no last norm, but what is sent
+    # Autograd keeps each microbatch's copies in 16 bits.
+    kept_bytes += _copies_bytes(model, options)
+    gradients_bytes, late_bytes = in_loss.gradients_bytes, at_end.activations_bytes
+    # Gradients of inputs wait here until they are sent.
+    in_forward_bytes = 0 if stage.is_first else (7 if is_apart else 2) * hidden_bytes
+    early_bytes = late_bytes - block_bytes + 2 * hidden_bytes
+    if stage.is_last:
+        loss_bytes = embedding * FP32_BYTES + whole_bytes
+        in_forward_bytes += in_loss.logits_bytes - loss_bytes
+        kept_bytes += loss_bytes
+        # Its gradient is scaled, and computed with; where that runs twice, not in its place.
+        early_bytes = max(early_bytes - loss_bytes, embedding * FP32_BYTES * is_apart)
+        early_bytes += moments["at_first_block"].logits_bytes
+    if stage.is_first:
+        late_bytes = max(late_bytes, moments.get("at_embeddings", at_end).logits_bytes + hidden_bytes)
+    apart_bytes = loose_bytes = 0
+    if is_apart:
+        tensor, d = options["tensor_parallel_degree"], model.d_model
+        kv_dim, num_up = model.num_kv_heads * model.head_dim, 2 if model.ffn_config.ffn_type == "mptglu" else 1
+        # Of what comes out of products and norms.
+        width = (num_up * model.ffn_dim + d + 2 * kv_dim) // tensor
+        apart_bytes = model.n_layers * (whole_bytes // d * width + 4 * hidden_bytes)
+        if not stage.is_first:  # of the microbatch before, until Python has forgotten it
+            early_bytes += apart_bytes // model.n_layers
+        if options["has_fsdp"] and config.precision not in ("fp32", "tf32"):
+            loose_bytes = gradients_bytes // 2
+    return _Chunk(
+        kept_bytes, in_forward_bytes, early_bytes, late_bytes, apart_bytes, gradients_bytes, loose_bytes, model.n_layers
+    )
 
 
 def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
     """Of a model that is all on one stage."""
+    return _with_the_rest(config, layout, estimate_memory(config.model, **_options_of(config, layout)))
+
+
+def _options_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """Of `estimate_moments`."""
     fsdp = config.sharding
     stage_size = layout.world_size // layout.pipeline
     device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
     microbatch_size = config.first_microbatch_size(device_batch_size)
-    estimate = estimate_memory(
-        config.model,
+    return dict(  # noqa: C408
         seq_len=config.max_seq_len,
         microbatch_size=microbatch_size,
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
@@ -124,6 +274,13 @@ def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
         num_optimizer_slots=slots_of(config)[0],
         num_outside_slots=slots_of(config)[-1],
     )
+
+
+def _with_the_rest(config: TrainConfig, layout: Layout, estimate: MemoryEstimate) -> MemoryEstimate:
+    """Or the optimizer's step, where that takes more; and what is small."""
+    fsdp = config.sharding
+    device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
+    microbatch_size = config.first_microbatch_size(device_batch_size)
     share_bytes, num_owners = estimate.parameters_bytes, 1
     if fsdp.sharding_strategy == "ZERO_1":
         num_owners = layout.replicate
@@ -149,7 +306,12 @@ def slots_of(config: TrainConfig) -> tuple[int, ...]:
     return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
 
 
-def estimate_memory(
+def estimate_memory(model: ModelConfig, **options: Any) -> MemoryEstimate:
+    """Bytes when one device holds the most. `options` are those of `estimate_moments`."""
+    return max(estimate_moments(model, **options).values(), key=lambda moment: moment.total_bytes)
+
+
+def estimate_moments(
     model: ModelConfig,
     *,
     seq_len: int,
@@ -168,9 +330,9 @@ def estimate_memory(
     num_optimizer_slots: int = 2,
     num_outside_slots: int | None = None,
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
-) -> MemoryEstimate:
-    """Bytes when one device holds the most: in the loss, or in the backward pass at its first block, its last, or
-    the embeddings.
+) -> dict[str, MemoryEstimate]:
+    """Bytes of one device at the moments when it may hold the most: in the loss, and in the backward pass at its first
+    block, its last, and the embeddings.
 
     `shard_degree` devices share one copy of parameters, gradients and optimizer state; with tensor parallelism each
     of them stands for a group whose devices divide each layer and the vocabulary, and each have the norms.
@@ -263,7 +425,7 @@ def estimate_memory(
             unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
             activations_bytes=early_bytes,
         )
-        return max(in_loss, at_first_block, at_last_block, key=lambda moment: moment.total_bytes)
+        return {"in_loss": in_loss, "at_first_block": at_first_block, "at_last_block": at_last_block}
     in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
         gradients_bytes=waiting_bytes,
@@ -293,8 +455,12 @@ def estimate_memory(
         activations_bytes=hidden_bytes,
         logits_bytes=2 * embedding_bytes,
     )
-    moments = (in_loss, at_first_block, at_last_block, at_embeddings)
-    return max(moments, key=lambda moment: moment.total_bytes)
+    return {
+        "in_loss": in_loss,
+        "at_first_block": at_first_block,
+        "at_last_block": at_last_block,
+        "at_embeddings": at_embeddings,
+    }
 
 
 def _activations_bytes(

@@ -6,7 +6,9 @@ al. 2019) wait (p - 1) / m of the time they compute; interleaving divides that b
 the weights' gradients, which fill the gaps: (p - 1) (F + B - W) / (m (F + B + W)).
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
 
@@ -45,7 +47,7 @@ def simulate_bubble(
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
     costs = costs or Costs()
     num_runs = virtual_stages if schedule == "interleaved" else 1
-    orders = [_order(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
+    orders = [order_of(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
     seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weights}
     if schedule != "zero_bubble":
         seconds["B"] += costs.weights
@@ -75,43 +77,80 @@ def simulate_bubble(
     return max(clocks) / busy - 1
 
 
-def _order(
-    schedule: str, rank: int, num_stages: int, num_microbatches: int, num_runs: int
-) -> list[tuple[str, int, int]]:
-    """What a device does, one after the other: (F, B or W; run of blocks, counted through the model; microbatch)."""
+class Pass(NamedTuple):
+    kind: str
+    """F; B, the gradient of the inputs, or of everything where the schedule has no W; W, of the weights."""
+    run: int
+    """Of blocks, counted through the model."""
+    microbatch: int
+
+
+def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, num_runs: int = 1) -> list[Pass]:
+    """What a device does, one pass after the other, as torch's schedules have it."""
+    if schedule == "zbv":
+        return _order_of_zbv(rank, num_stages, num_microbatches)
     total = num_microbatches * num_runs
+    size = num_microbatches // max(1, num_microbatches // num_stages)
 
-    def forward(index: int) -> tuple[str, int, int]:
-        run, microbatch = _interleaved(index, num_stages, num_runs)
-        return "F", run * num_stages + rank, microbatch
+    def forward(index: int) -> Pass:
+        run, microbatch = _interleaved(index, size, num_runs)
+        return Pass("F", run * num_stages + rank, microbatch)
 
-    def backward(index: int) -> tuple[str, int, int]:
-        run, microbatch = _interleaved(index, num_stages, num_runs)
-        return "B", (num_runs - 1 - run) * num_stages + rank, microbatch
+    def backward(index: int) -> Pass:
+        run, microbatch = _interleaved(index, size, num_runs)
+        return Pass("B", (num_runs - 1 - run) * num_stages + rank, microbatch)
 
     if schedule == "gpipe":
         return [forward(i) for i in range(total)] + [backward(i) for i in range(total)]
     ahead = num_stages - 1 - rank
     if schedule == "interleaved":
-        ahead = 2 * ahead + (num_runs - 1) * num_stages
-    ahead = min(ahead, total)
+        ahead *= 2
+    ahead = min(ahead + (num_runs - 1) * size, total)
     order = [forward(i) for i in range(ahead)]
-    weights: list[tuple[str, int, int]] = []
+    weights: list[Pass] = []
     for i in range(total):
         if i + ahead < total:
             order.append(forward(i + ahead))
         order.append(backward(i))
         if schedule == "zero_bubble":
-            weights.append(("W", *order[-1][1:]))
+            weights.append(order[-1]._replace(kind="W"))
             if i >= rank:  # the first gradients of weights wait for the gap at the end
                 order.append(weights.pop(0))
     return order + weights
 
 
-def _interleaved(index: int, num_stages: int, num_runs: int) -> tuple[int, int]:
-    """The i-th pass of a device: p microbatches through its first run of blocks, the same through its second, ..."""
-    round_, within = divmod(index, num_stages * num_runs)
-    return within // num_stages, round_ * num_stages + within % num_stages
+def _order_of_zbv(rank: int, num_stages: int, num_microbatches: int) -> list[Pass]:
+    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": device r has the runs r and 2p - 1 - r."""
+    here, back = rank, 2 * num_stages - 1 - rank
+    count = max(num_microbatches, 2 * num_stages - 1)  # of fewer, those that are not there are left out
+    order: list[Pass] = []
+    done: Counter[tuple[str, int]] = Counter()
+
+    def play(*passes: tuple[str, int]) -> None:
+        for kind, run in passes:
+            if done[kind, run] < count:
+                order.append(Pass(kind, run, done[kind, run]))
+                done[kind, run] += 1
+
+    play(*[("F", here)] * (2 * (num_stages - rank) - 1))
+    play(*[("F", back), ("F", here)] * rank)
+    play(*[("F", back), ("B", back), ("W", back)] * (num_stages - rank))
+    while done["F", here] < count or done["F", back] < count:
+        play(("F", here), ("B", here), ("W", here))
+        play(*[("F", back), ("B", back), ("W", back)] if done["F", back] < count else [])
+    play(*[("B", here), ("B", back)] * rank)
+    while done["B", here] < count:
+        play(("B", here), ("W", here))
+    play(*[("W", back)] * count)
+    play(*[("W", here)] * count)
+    return [one for one in order if one.microbatch < num_microbatches]
+
+
+def _interleaved(index: int, size: int, num_runs: int) -> tuple[int, int]:
+    """The i-th pass of a device: a round of microbatches through its first run of blocks, the same through its second,
+    ..."""
+    round_, within = divmod(index, size * num_runs)
+    return within // size, round_ * size + within % size
 
 
 def check_schedule(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int) -> None:

@@ -61,9 +61,15 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(changes, words, tmp_
     [
         (None, "cannot be read: No such file"),
         ("no JSON", "is not JSON"),
-        ("[1]", "is no report of a bench, or of an older release"),
-        (json.dumps({"rows": []}), "is no report of a bench, or of an older release"),
-        (json.dumps({"schema": 99, "bench": "mfu", "tables": []}), "has schema 99, this release reads 1"),
+        ("[1]", "is no report of a bench; measure again: llmfoundry-lite bench mfu --out FOLDER$"),
+        (
+            json.dumps({"date": "2026-11-01", "rows": []}),
+            r"mfu.json: an older release's report, or none: it has no schema, bench, asked or tables; measure again: ",
+        ),
+        (
+            json.dumps({"schema": 99, "bench": "block", "asked": {}, "tables": []}),
+            "has schema 99, this release reads 1; measure again: llmfoundry-lite bench block --out FOLDER$",
+        ),
     ],
 )
 def test_files_that_are_no_reports_are_refused(content, words, tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
-from llmfoundry_lite.config.stages import divide_blocks, most_in_flight, stages_of, takes_microbatches
+from llmfoundry_lite.config.stages import divide_blocks, stages_of, takes_microbatches
 from tests.helpers.launch import ROOT
 
 MPT_7B = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432)
@@ -68,17 +68,6 @@ def test_a_stage_costs_no_more_than_any_other_way_of_dividing():
 def test_a_schedule_takes_so_many_microbatches(schedule, taken):
     pipeline = PipelineConfig(pipeline_parallel_degree=4, schedule=schedule)
     assert [count for count in range(1, 10) if takes_microbatches(pipeline, count)] == taken
-
-
-def test_earlier_stages_keep_more_microbatches():
-    def in_flight(schedule, count=8):
-        pipeline = PipelineConfig(pipeline_parallel_degree=4, schedule=schedule)
-        return [most_in_flight(pipeline, rank, count) for rank in range(4)]
-
-    assert in_flight("gpipe") == [8, 8, 8, 8]
-    assert in_flight("1f1b") == [4, 3, 2, 1]
-    assert in_flight("1f1b", 2) == [2, 2, 2, 1]
-    assert in_flight("interleaved") == [6, 5, 4, 3]
 
 
 def test_microbatches_are_about_four_for_each_stage_unless_said():

@@ -9,10 +9,7 @@ import yaml
 
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.hardware import ACCELERATORS
-from llmfoundry_lite.plan.memory import estimate_memory
-from llmfoundry_lite.plan.search import layouts_of, usable_bytes
+from llmfoundry_lite.plan.search import layouts_of
 
 UNFUSED = "model.attn_config.fused_qkv=false"
 
@@ -165,30 +162,6 @@ def test_a_second_cluster_is_weighed(capsys):
     assert "--join is told in a line for people" in capsys.readouterr().err
     assert plan(*arguments[:-1], "mi250") == 2
     assert "--join: 'mi250' given, expected HARDWARE:DEVICES" in capsys.readouterr().err
-
-
-def test_published_microbatches_fit():
-    """Rows of LLM Foundry's table."""
-    for device, d, n_layers, n_heads, seq_len, num_devices, microbatch_size, num_microbatches, recomputed, pure in (
-        ("A100-40GB", 5120, 40, 40, 8192, 8, 1, 16, True, True),
-        ("A100-40GB", 2560, 32, 20, 8192, 8, 1, 8, False, True),
-        ("A100-40GB", 8192, 80, 64, 2048, 64, 2, 1, True, True),
-        ("A100-80GB", 7168, 48, 56, 8192, 8, 1, 21, True, False),
-        ("H100-80GB", 5120, 40, 40, 2048, 8, 2, 1, False, False),
-        ("H100-80GB", 7168, 48, 56, 2048, 16, 10, 3, True, False),
-        ("H100-80GB", 2560, 32, 20, 65536, 8, 1, 2, True, False),
-    ):
-        model = ModelConfig(d_model=d, n_layers=n_layers, n_heads=n_heads, max_seq_len=seq_len, vocab_size=50368)
-        estimate = estimate_memory(
-            model,
-            seq_len=seq_len,
-            microbatch_size=microbatch_size,
-            shard_degree=num_devices,
-            mixed_precision="PURE" if pure else "DEFAULT",
-            activation_checkpointing=recomputed,
-            has_one_microbatch=num_microbatches == 1,
-        )
-        assert estimate.total_bytes <= usable_bytes(ACCELERATORS[device]), (device, d, seq_len)
 
 
 def test_torch_is_not_asked():

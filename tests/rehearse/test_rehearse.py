@@ -14,14 +14,17 @@ import pytest
 
 from llmfoundry_lite.bench.memory import MOST, compare, difference, find_cases
 from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.rehearse.rehearse import Job, as_rehearsal
 from llmfoundry_lite.rehearse.report import describe
-from llmfoundry_lite.rehearse.search import search
+from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, search
 from llmfoundry_lite.rehearse.stage import Stage
 from tests.helpers.launch import ROOT
+from tests.helpers.published import Published, published
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +189,67 @@ def test_so_it_is_for_every_overlay_and_model_that_ships():
     from llmfoundry_lite.bench.memory import run as sweep
 
     assert sweep(minutes=6) == EXIT_DONE
+
+
+PIPELINES = {
+    "mpt-125m 8 1f1b": (0, 1),
+    "mpt-125m 8 gpipe": (1,),
+    "mpt-125m 8 interleaved": (0,),
+    "mpt-125m 8 zero_bubble": (1,),
+    "mpt-125m 8 zbv model.tie_word_embeddings=false": (0, 1),
+    "mpt-1b 16 zero_bubble": (0, 1, 3),
+    "mpt-1b 16 zbv model.tie_word_embeddings=false": (0, 2, 3),
+    "mpt-1b 16 interleaved fsdp_config.activation_checkpointing=true": (0, 3),
+    "mpt-7b 64 1f1b fsdp_config.activation_checkpointing=false": (0, 7),
+    "mpt-350m 2 1f1b": (0, 1),
+    "mpt-125m 4 1f1b precision=fp32": (0,),
+    "mpt-125m 4 interleaved fsdp_config.mixed_precision=FULL": (1,),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name.endswith("8 1f1b") else pytest.param(name, marks=pytest.mark.long) for name in PIPELINES]
+)
+def test_so_it_is_for_each_stage_of_a_pipeline(stage, name):
+    model, num_devices, schedule, *overrides = name.split()
+    degree = {"64": 8, "16": 4}.get(num_devices, 2)
+    num_data_ranks = int(num_devices) // degree
+    size = 1 if model == "mpt-7b" else 4
+    arguments = [model, "h100-8", f"pp_config.pipeline_parallel_degree={degree}", f"pp_config.schedule={schedule}"]
+    arguments += [
+        f"device_train_microbatch_size={size}",
+        f"global_train_batch_size={num_data_ranks * size * 4 * degree}",
+    ]
+    arguments += overrides
+    config = load_train_config(arguments).config
+    estimates = estimate_stages(config, layout_of(config, int(num_devices), 8))
+    for place in PIPELINES[name]:
+        options = {"num_devices": int(num_devices), "per_node": min(8, int(num_devices)), "counts_operations": False}
+        outcome = stage.rehearse(arguments, H100, rank=place * num_data_ranks, **options)
+        assert outcome.exit_code == EXIT_DONE, outcome.said
+        above = estimates[place][1].total_bytes / outcome.found["allocated_bytes"] - 1
+        assert 0 <= above <= MOST, (place, above, outcome.found["at_peak_bytes"])
+
+
+def tightest(device: str) -> list[Published]:
+    """Of each model, the published microbatch that leaves the least room; the fullest model first."""
+    needs: dict[str, tuple[int, Published]] = {}
+    for row in published():
+        if row.device == device:
+            config = load_train_config(row.arguments).config
+            size = estimate_training_memory(config, layout_of(config, row.num_devices, 8)).total_bytes
+            needs[row.arguments[0]] = max(needs.get(row.arguments[0], (0, row)), (size, row))
+    return [row for _, row in sorted(needs.values(), reverse=True)]
+
+
+@pytest.mark.parametrize("device", ["A100-40GB", "H100-80GB"])
+@pytest.mark.parametrize("which", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.long)], ids=["one", "all"])
+def test_published_microbatches_fit(stage, device, which):
+    """2 GiB are kept free for what is not rehearsed."""
+    for row in tightest(device)[which]:
+        options = {"num_devices": row.num_devices, "per_node": 8, "counts_operations": False}
+        outcome = stage.rehearse(row.arguments, ACCELERATORS[device], spare_bytes=UNREHEARSED_BYTES, **options)
+        assert outcome.exit_code == EXIT_DONE, (row.name, outcome.said)
 
 
 @pytest.mark.parametrize("victim", ["parent", "rank"])
