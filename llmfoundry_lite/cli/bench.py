@@ -192,6 +192,23 @@ def bench_accumulation(
     run(counts, shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
 
 
+@bench.command("pipeline")
+def bench_pipeline(
+    stages: Annotated[str, typer.Option(help="Counts, with commas.")] = "2,4",
+    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "4,8,16",
+    schedules: Annotated[str, typer.Option(help="With commas.")] = "gpipe,1f1b,interleaved,zero_bubble,zbv",
+    milliseconds: Annotated[float, typer.Option(min=1, help="Of a pass through a device's blocks.")] = 100,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each, after one that is not.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Also write pipeline.json, .md and .png to this folder.")] = None,
+) -> None:
+    """What stages of a pipeline wait, by ranks that sleep instead of computing, beside the formula's share."""
+    from llmfoundry_lite.bench.pipeline import run
+    from llmfoundry_lite.plan.plan import parse_counts
+
+    counts = parse_counts(stages, "--stages"), parse_counts(microbatches, "--microbatches")
+    run(*counts, schedules.split(","), milliseconds, num_repeats, out)
+
+
 @bench.command("memory")
 def bench_memory(
     models: Annotated[str, typer.Option(help="Names of training runs, with commas [all that ship].")] = "",

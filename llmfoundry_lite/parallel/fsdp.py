@@ -4,6 +4,7 @@ Knows nothing of training. Composer is handed a model that is already parallel a
 below does all the casting, on CPUs too, where Composer refuses bf16.
 """
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -11,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, PipelineConfig
 from llmfoundry_lite.config.stages import stages_of
@@ -133,6 +134,11 @@ def shard_model(
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)
+    if data_mesh.size() > 1:
+        # FSDP2 asks for a block's parameters when the block begins, which the host has to reach in time. So each asks
+        # for its successor's, too. Backward passes do so by themselves.
+        for module, following in itertools.pairwise(cast(list[FSDPModule], [model, *model.transformer.blocks])):
+            module.set_modules_to_forward_prefetch([following])
 
 
 def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:

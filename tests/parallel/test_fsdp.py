@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -182,6 +183,36 @@ def test_selective_checkpointing_keeps_what_blocked_attention_computed(one_rank,
     with Calls("blocked_attention.default") as calls:
         step(model)
     assert calls.count == times * SMALL.n_layers
+
+
+def asks_ahead_on_two_ranks():
+    """Says in which order blocks' parameters are asked for and blocks begin."""
+    dist.init_process_group("gloo")
+    fsdp = FSDPConfig()
+    model = build_parallel_model(
+        replace(SMALL, n_layers=3), fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(divide_devices(fsdp, 2), "cpu"), 1
+    )
+    told, unshard = [], FSDPParamGroup.unshard
+    numbers = {block._get_fsdp_state()._fsdp_param_group: i for i, block in enumerate(model.transformer.blocks)}
+
+    def note(group, *args, **options):
+        told.append(f"asked for {numbers.get(group, 'the rest')}")
+        return unshard(group, *args, **options)
+
+    FSDPParamGroup.unshard = note
+    for number, block in enumerate(model.transformer.blocks):
+        block.norm_1.register_forward_pre_hook(lambda *_, number=number: told.append(f"begins {number}"))
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    if dist.get_rank() == 0:
+        print(json.dumps(told))
+
+
+@pytest.mark.multiprocess
+def test_a_block_begins_when_its_successor_s_parameters_are_on_their_way(tmp_path):
+    told = json.loads(launch(asks_ahead_on_two_ranks, (), tmp_path, 2).check().output.splitlines()[-1])
+    for number in range(2):
+        assert told.index(f"asked for {number + 1}") < told.index(f"begins {number}")
 
 
 def test_a_block_kept_from_its_gradient_sum_gives_it_with_the_last_microbatch(one_rank):
