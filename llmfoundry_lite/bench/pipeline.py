@@ -38,7 +38,7 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
 NOTES = (
     "measured: torch's schedules, messages and Python among what a device waits",
     "formula and played: `plan/schedule.py`, without time for messages",
-    "zbv is not played; its formula is 0 where the three passes take equally long",
+    "`plan/schedule.py` has no arithmetic of zbv",
 )
 NUM_PASSES = 3
 """Of a microbatch: forward, inputs' gradient, weights' gradient."""
@@ -72,11 +72,11 @@ def run(
     for degree in stages:
         pipelines = [PipelineConfig(pipeline_parallel_degree=degree, schedule=name) for name in schedules]
         pairs = [(pipeline, count) for count in microbatches for pipeline in pipelines]
-        taken = [[p.schedule, p.num_runs, count] for p, count in pairs if takes_microbatches(p, count)]
+        taken = [[p.schedule, p.num_runs, count] for p, count in pairs if is_alike(p, count)]
         report["left_out"] += [
             f"{p.schedule}: {count} microbatches do not suit {degree} stages"
             for p, count in pairs
-            if not takes_microbatches(p, count)
+            if not is_alike(p, count)
         ]
         console.print(f"{degree} stages: {len(taken)} schedules")
         for (schedule, num_runs, count), seconds in zip(
@@ -94,6 +94,13 @@ def run(
     return report
 
 
+def is_alike(pipeline: PipelineConfig, count: int) -> bool:
+    """Whether the schedule takes so many microbatches, and the formula is about them: torch's interleaved one also
+    takes counts that are no multiple of the stages."""
+    in_rounds = pipeline.schedule != "interleaved" or count % pipeline.pipeline_parallel_degree == 0
+    return in_rounds and takes_microbatches(pipeline, count)
+
+
 def row_of(
     schedule: str, degree: int, count: int, num_runs: int, seconds: Sequence[float], pass_seconds: float
 ) -> dict[str, Any]:
@@ -107,8 +114,7 @@ def row_of(
         "virtual_stages": num_runs,
         "seconds": spread(seconds).median,
         "measured": spread(one / busy - 1 for one in seconds)._asdict(),
-        # Qi et al. 2024: ZB-V waits for nothing where the three passes take equally long.
-        "formula": bubble(schedule, degree, count, num_runs) if has_arithmetic else 0.0,
+        "formula": bubble(schedule, degree, count, num_runs) if has_arithmetic else None,
         "played": simulate_bubble(schedule, degree, count, num_runs) if has_arithmetic else None,
     }
 
@@ -216,9 +222,9 @@ def table_of(report: dict[str, Any]) -> Table:
     for row in report["rows"]:
         measured = row["measured"]
         spans = f"{measured['median']:.1%} ({measured['least']:.1%} to {measured['most']:.1%})"
-        played = "" if row["played"] is None else f"{row['played']:.1%}"
+        by_arithmetic = ["" if row[key] is None else f"{row[key]:.1%}" for key in ("formula", "played")]
         keys = (row["schedule"], str(row["num_stages"]), str(row["num_microbatches"]), str(row["virtual_stages"]))
-        rows.append([*keys, spans, f"{row['formula']:.1%}", played, f"{row['seconds']:.3f}"])
+        rows.append([*keys, spans, *by_arithmetic, f"{row['seconds']:.3f}"])
     title = f"waiting over computing, {report['milliseconds']:g} ms a pass, the median of {report['num_repeats']} steps"
     return Table(title, HEADINGS, rows, num_keys=4)
 
@@ -235,16 +241,17 @@ def plot(report: dict[str, Any], path: Path) -> None:
             rows = [row for row in report["rows"] if (row["schedule"], row["num_stages"]) == (name, degree)]
             x = [row["num_microbatches"] for row in rows]
             colour = COLOURS[names.index(name) % len(COLOURS)]
-            axes.plot(x, [100 * row["formula"] for row in rows], "-", color=colour, lw=1)
+            if all(row["formula"] is not None for row in rows):
+                axes.plot(x, [100 * row["formula"] for row in rows], "-", color=colour, lw=1)
             axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
         ticks = sorted({row["num_microbatches"] for row in report["rows"]})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_xlabel("microbatches")
         axes.set_title(f"{degree} stages", fontsize=10)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
     panels[0][0].set_ylabel("waiting over computing, %")
     panels[0][-1].legend(
         frameon=False,

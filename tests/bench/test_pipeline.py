@@ -13,16 +13,16 @@ from llmfoundry_lite.errors import ConfigError
 
 @pytest.mark.long
 def test_a_schedule_waits_no_less_than_its_formula_says(tmp_path):
-    options = ["--stages", "2", "--microbatches", "2,3", "--milliseconds", "50", "--num-repeats", "1"]
+    options = ["--stages", "2", "--microbatches", "2,4", "--milliseconds", "50", "--num-repeats", "1"]
     result = CliRunner().invoke(app, ["bench", "pipeline", *options, "--out", str(tmp_path)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "pipeline.json").read_text())
     names = [row["schedule"] for row in report["rows"]]
-    assert sorted(names) == sorted([*pipeline.SCHEDULES, "gpipe", "1f1b", "zbv", "interleaved", "zero_bubble"])
+    assert sorted(names) == sorted([*pipeline.SCHEDULES] * 2)
     for row in report["rows"]:
-        assert row["measured"]["least"] > row["formula"] - 0.02
+        assert row["measured"]["least"] > (row["formula"] or 0) - 0.02
     assert (tmp_path / "pipeline.png").stat().st_size > 10_000
-    assert "| 1f1b | 2 | 3 | 1 |" in (tmp_path / "pipeline.md").read_text()
+    assert "| 1f1b | 2 | 4 | 1 |" in (tmp_path / "pipeline.md").read_text()
 
 
 def test_a_stage_sleeps_once_for_each_of_its_passes(monkeypatch):
@@ -52,7 +52,7 @@ def test_rows_and_figure_come_from_what_was_measured(tmp_path, monkeypatch):
     assert report["left_out"] == [f"{name}: 3 microbatches do not suit 4 stages" for name in ("1f1b", "zbv")]
     rows = {(row["schedule"], row["num_stages"], row["num_microbatches"]): row for row in report["rows"]}
     assert rows["1f1b", 4, 4]["formula"] == rows["1f1b", 4, 4]["played"] == 0.75
-    assert rows["zbv", 2, 4]["played"] is None
+    assert rows["zbv", 2, 4]["formula"] is rows["zbv", 2, 4]["played"] is None
     assert all(row["measured"]["median"] == pytest.approx(0.5) for row in rows.values())
     assert (tmp_path / "pipeline.png").stat().st_size > 10_000
 
