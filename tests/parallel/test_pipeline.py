@@ -63,6 +63,7 @@ def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = REL
 # --------------------------------------------------------------------------------------------------- the same run
 
 TENSOR = {"tp_config": {"tensor_parallel_degree": 2}}
+STREAM = {"tp_config": {"tensor_parallel_degree": 2, "sequence_parallel": True}}
 
 
 @pytest.mark.slow
@@ -106,7 +107,8 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero bubble, sharded": (4, {}, stages(schedule="zero_bubble")),
     "zbv, sharded": (4, UNTIED, stages(schedule="zbv")),
     "zero bubble, tensor": (4, {}, stages(schedule="zero_bubble") | TENSOR),
-    "interleaved, tensor, untied": (4, UNTIED, stages(schedule="interleaved") | TENSOR),
+    "interleaved, stream, untied": (4, UNTIED, stages(schedule="interleaved") | STREAM),
+    "stream, learned positions": (4, LEARNED, stages() | STREAM),
     "four stages, llama": (4, LLAMA, stages(4)),
     "blocks as given": (2, UNTIED | {"n_layers": 5}, stages(schedule="interleaved", blocks=[2, 1, 1, 1])),
     "learned positions, recomputed": (2, LEARNED, stages() | {"fsdp_config": {"activation_checkpointing": True}}),

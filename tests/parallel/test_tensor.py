@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check import check_batch
-from llmfoundry_lite.config.layout import divide_devices, layout_of
+from llmfoundry_lite.config.layout import DataRanks, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -30,6 +31,7 @@ from llmfoundry_lite.plan.memory import estimate_memory
 from llmfoundry_lite.plan.step import stream_reductions
 from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.training import loss
+from llmfoundry_lite.training.monitor import DropoutSeed
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.launch import launch
 from tests.helpers.resave import assert_same_state, resave_into
@@ -37,7 +39,8 @@ from tests.helpers.tiny import tiny_config, values, write_config, write_data
 from tests.training.runs import losses, metrics, run, saves
 
 OVER_TWO: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 2}}
-OVER_FOUR: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 4}}
+OVER_FOUR: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 4, "sequence_parallel": True}}
+STREAM_OVER_TWO: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 2, "sequence_parallel": True}}
 SMALL = ModelConfig(
     d_model=64, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96, attn_config=AttentionConfig(fused_qkv=False)
 )
@@ -117,7 +120,7 @@ def test_every_member_of_the_family_can_be_divided(tmp_path, data, name):
     attention = config["model"]["attn_config"] | changes["attn_config"]
     config["model"] |= {**changes, "attn_config": attention}
     run(tmp_path, config, "whole")
-    run(tmp_path, config, "divided", 4, tp_config={"tensor_parallel_degree": degree})
+    run(tmp_path, config, "divided", 4, tp_config={"tensor_parallel_degree": degree, "sequence_parallel": True})
     assert_same_run(tmp_path, "divided", "whole")
 
 
@@ -135,6 +138,15 @@ WAYS = {
         4,
         {"device_train_microbatch_size": 1, "fsdp_config": {"reduce_every_microbatch": True}},
     ),
+    "stream": (4, STREAM_OVER_TWO),
+    "stream, microbatches": (4, STREAM_OVER_TWO | {"device_train_microbatch_size": 1}),
+    "stream, selective": (4, STREAM_OVER_TWO | {"fsdp_config": {"activation_checkpointing": "selective"}}),
+    "stream, reentrant": (
+        2,
+        STREAM_OVER_TWO
+        | {"fsdp_config": {"activation_checkpointing": True, "activation_checkpointing_reentrant": True}},
+    ),
+    "stream, compiled": (2, STREAM_OVER_TWO | {"compile_config": EAGER}),
     "compiled": (2, {"compile_config": EAGER}),
     "compiled, recomputed": (2, {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}}),
     "lion": (4, {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3, "weight_decay": 0.1}}),
@@ -150,7 +162,7 @@ def test_division_goes_with_every_other_way_to_compute(tmp_path, data, name):
     config = divisible(data, global_train_batch_size=12, train_loader__num_workers=2)
     same_on_one = {key: value for key, value in changes.items() if key in ("optimizer", "algorithms")}
     run(tmp_path, config, "whole", **same_on_one)
-    run(tmp_path, config, "divided", num_ranks, **OVER_TWO, **changes)
+    run(tmp_path, config, "divided", num_ranks, **(OVER_TWO | changes))
     assert_same_run(tmp_path, "divided", "whole")
 
 
@@ -164,7 +176,7 @@ def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, mix
     config = divisible(data, max_duration="10ba")
     run(tmp_path, config, "fp32")
     half = {"precision": precision, "fsdp_config": {"mixed_precision": mixed_precision}}
-    run(tmp_path, config, "divided", 4, **OVER_TWO, **half)
+    run(tmp_path, config, "divided", 4, **STREAM_OVER_TWO, **half)
     assert losses(tmp_path, "divided") == pytest.approx(losses(tmp_path, "fp32"), abs=0.06)
     assert losses(tmp_path, "divided") != losses(tmp_path, "fp32")
 
@@ -193,7 +205,7 @@ def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_p
     )
     config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
     run(tmp_path, config, "whole")
-    said = run(tmp_path, config, "divided", 4, **OVER_TWO)
+    said = run(tmp_path, config, "divided", 4, **STREAM_OVER_TWO)
     assert_same_run(tmp_path, "divided", "whole")
     for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
         ours, theirs = (values(metrics(tmp_path, name), key) for name in ("divided", "whole"))
@@ -331,6 +343,18 @@ def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data)
     for name in ("first", "second"):
         run(tmp_path, config, name, 4, callbacks=equal, fsdp_config={"activation_checkpointing": True}, **OVER_TWO)
     assert losses(tmp_path, "first") == losses(tmp_path, "second")
+    run(tmp_path, config, "stream", 4, callbacks=equal, **STREAM_OVER_TWO)
+    assert losses(tmp_path, "stream") == pytest.approx(losses(tmp_path, "first"), abs=0.2)
+    assert losses(tmp_path, "stream") != losses(tmp_path, "first")
+
+
+def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else():
+    state = SimpleNamespace(timestamp=SimpleNamespace(batch=3))
+    ranks, drawn = DataRanks(rank=0, size=1, speaks=True), set()
+    for stage, one in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        DropoutSeed(17, ranks, stage, one).batch_start(state, None)  # type: ignore[arg-type]
+        drawn.add(int(torch.randint(1 << 48, ())))
+    assert len(drawn) == 4
 
 
 def compare_heads() -> None:
