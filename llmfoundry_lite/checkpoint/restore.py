@@ -12,7 +12,7 @@ rank's part of a tensor follows from the tensor's layout; a rank opens the files
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.layouts import Slice
 from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
-from llmfoundry_lite.checkpoint.planning import box_of
+from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
 from llmfoundry_lite.checkpoint.shards import Want, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_readable
+from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -160,7 +161,7 @@ def _load_together(
     try:
         check(manifest)
         targets = find_targets(checkpoint, model, optimizer, held, cast=cast, ignore=ignore_keys)
-        staging = read_tensors(checkpoint, targets.tensors, verify=verify, num_threads=num_threads)
+        staging = read_tensors(checkpoint, targets.tensors, targets.row_orders, verify=verify, num_threads=num_threads)
     except Exception as caught:
         error = caught
     exchange.agree(_judge(error, checkpoint, group), group)
@@ -200,6 +201,7 @@ class Targets(NamedTuple):
     """Where a checkpoint's tensors belong on this rank."""
 
     tensors: Tensors
+    row_orders: dict[str, Runs]
     optimizer: Optimizer | None
     parameters: dict[str, nn.Parameter]
     numbers: dict[str, Any]
@@ -272,14 +274,16 @@ def find_targets(
                 f"{where}: {key} is {record.dtype}, this run keeps {DTYPE_NAMES[tensor.dtype]}; load_cast=true converts"
             )
     if optimizer is None:
-        return Targets(tensors, None, {}, {})
+        return Targets(tensors, state.row_orders(model, tensors), None, {}, {})
     if manifest.optimizer is None:
         raise CheckpointError(f"{where}: holds no optimizer state; load_weights_only: true starts a new optimizer")
     state.check_optimizer(optimizer, held.groups, manifest.optimizer, where)
     anew = state.without_slots(manifest, ignore)
     slots, parameters = state.optimizer_targets(model, optimizer, manifest, anew)
     numbers = {name: kept for name, kept in manifest.optimizer["state"].items() if name not in anew}
-    return Targets(tensors | slots, optimizer, parameters, manifest.optimizer | {"state": numbers})
+    tensors |= slots
+    orders = state.row_orders(model, tensors)
+    return Targets(tensors, orders, optimizer, parameters, manifest.optimizer | {"state": numbers})
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -300,9 +304,16 @@ class Part(NamedTuple):
     """Of the shape of what they have in common."""
 
 
-def read_tensors(checkpoint: Checkpoint, like: Tensors, *, verify: bool = True, num_threads: int = 4) -> Tensors:
+def read_tensors(
+    checkpoint: Checkpoint,
+    like: Tensors,
+    row_orders: Mapping[str, Runs] = NO_ORDERS,
+    *,
+    verify: bool = True,
+    num_threads: int = 4,
+) -> Tensors:
     """This rank's parts of `like`, as stored, on the host. Raises UnsoundCheckpointError."""
-    staging, by_file = find_parts(checkpoint.manifest, like)
+    staging, by_file = find_parts(checkpoint.manifest, like, row_orders)
 
     def read(index: int, threads: int) -> None:
         read_parts(checkpoint, index, by_file[index], verify=verify, num_threads=threads)
@@ -319,17 +330,21 @@ def read_tensors(checkpoint: Checkpoint, like: Tensors, *, verify: bool = True, 
     return staging
 
 
-def find_parts(manifest: Manifest, like: Tensors) -> tuple[Tensors, dict[int, list[Part]]]:
+def find_parts(
+    manifest: Manifest, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS
+) -> tuple[Tensors, dict[int, list[Part]]]:
     """Memory for this rank's parts of `like`, and what to read into it, by the number of the file."""
     staging: Tensors = {}
     by_file: dict[int, list[Part]] = {}
     for name, tensor in like.items():
         record = manifest.tensors[name]
-        offset, lengths = box_of(tensor)
-        assert math.prod(lengths) == local_part(tensor).numel(), f"{name}: {lengths} at {offset}"
+        boxes = boxes_of(tensor, row_orders.get(name))
+        assert sum(math.prod(box.lengths) for box in boxes) == local_part(tensor).numel(), f"{name}: {boxes}"
         staging[name] = torch.empty(local_part(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
-        for cell in record.overlapping(offset, lengths):
-            by_file.setdefault(cell.file, []).append(_part(name, cell, offset, lengths, staging[name]))
+        for offset, lengths, at in boxes:
+            target = staging[name].narrow(0, at, lengths[0]) if name in row_orders else staging[name]
+            for cell in record.overlapping(offset, lengths):
+                by_file.setdefault(cell.file, []).append(_part(name, cell, offset, lengths, target))
     return staging, by_file
 
 

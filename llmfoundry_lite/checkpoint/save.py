@@ -17,7 +17,7 @@ import datetime
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
@@ -32,10 +32,11 @@ from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.folders import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan
+from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_file, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_part
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
+from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
@@ -178,11 +179,11 @@ class Saver:
             lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
         signature = _signature(found.tensors)
         if exchange.max_of([signature != self._signature], self.group)[0]:
-            self._make_plan(found.tensors)
+            self._make_plan(found.tensors, found.row_orders)
             self._signature = signature
         epoch, save_id = exchange.tell_all(lease_and_id, self.group)
         self.store.on_phase("planned")
-        self._stage(found.tensors)
+        self._stage(found.tensors, found.row_orders)
         about = replace(about, scalars=copy.deepcopy(about.scalars))  # of this moment too, though encoded later
         stall_seconds = time.monotonic() - started
         self._flight = _Flight(
@@ -242,8 +243,8 @@ class Saver:
             saved = self.poll()
         return saved
 
-    def _make_plan(self, tensors: Tensors) -> None:
-        self._plan = agree_on_plan(tensors, self.group)
+    def _make_plan(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
+        self._plan = agree_on_plan(tensors, self.group, row_orders)
         boxes = self._plan.mine
         size = sum(box.entry.num_bytes for box in boxes)
         if size != self._content.numel():
@@ -256,12 +257,16 @@ class Saver:
             self._staged[box.entry.key] = self._content[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
             begin = end
 
-    def _stage(self, tensors: Tensors) -> None:
+    def _stage(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
         assert self._plan is not None
         on_device = False
         with torch.no_grad():
             for box, staged in zip(self._plan.mine, self._staged.values(), strict=True):
                 source = local_part(tensors[box.name])
+                if box.name in row_orders:
+                    mine = boxes_of(tensors[box.name], row_orders[box.name])
+                    at = next(own.at for own in mine if own.offset == box.offset)
+                    source = source.narrow(0, at, box.lengths[0])
                 on_device |= source.device.type != "cpu"
                 staged.copy_(source, non_blocking=True)
         if on_device:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -52,6 +53,8 @@ class State(NamedTuple):
     """Tied parameters and buffers: second name -> first."""
     optimizer: dict[str, Any] | None
     """Class, groups by parameter name, and slots that are one number."""
+    row_orders: dict[str, Runs]
+    """Of those tensors whose ranks have its rows in another order than it has itself."""
 
 
 class Members(NamedTuple):
@@ -66,14 +69,42 @@ def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
     members = _members(model)
     tensors, aliases = _unique(members)
     if optimizer is None:
-        return State(tensors, aliases, None)
+        return State(tensors, aliases, None, row_orders(model, tensors))
     slots, numbers = _read_optimizer(_names(members, optimizer), optimizer)
-    return State({**tensors, **slots}, aliases, numbers)
+    tensors |= slots
+    return State(tensors, aliases, numbers, row_orders(model, tensors))
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     """What the model's state dict holds, each tensor once; and the other names of those that have several."""
     return _unique(_members(model))
+
+
+def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
+    """By key: a module's `row_order` is that of its parameters and of slots of their shape."""
+    orders: dict[str, tuple[torch.Size, Runs]] = {}
+    for prefix, module in model.named_modules():
+        order = getattr(module, "row_order", None)
+        if order is not None:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    orders[_clean(f"{prefix}.") + name] = parameter.shape, order
+    found = {}
+    for key, tensor in tensors.items() if orders else ():
+        kind, _, rest = key.partition("/")
+        shape, order = orders.get(rest.rsplit("/", 1)[0] if kind == "optim" else rest, (None, ()))
+        if tensor.shape == shape:
+            found[key] = order
+    return found
+
+
+def in_row_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """A whole tensor whose rows come in the ranks' order -> as it is."""
+    result, at = torch.empty_like(tensor), 0
+    for first, count in runs:
+        result[first : first + count] = tensor[at : at + count]
+        at += count
+    return result
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:

@@ -236,11 +236,6 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             f"sequences of max_seq_len, {config.max_seq_len}, cannot be divided by {degree}; change the length or the "
             "degree, or remove it",
         )
-    if model.attn_config.fused_qkv:
-        refuse(
-            "model.attn_config.fused_qkv",
-            "one matrix for q, k and v cannot be divided by heads, as tp_config asks for; set it to false",
-        )
     if model.attn_config.qk_ln:
         refuse(
             "model.attn_config.qk_ln",

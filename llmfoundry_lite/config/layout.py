@@ -5,6 +5,7 @@ else reads it: `parallel/mesh.py` makes torch's mesh of it, `plan/memory.py` a d
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,6 +158,32 @@ def layout_here(config: TrainConfig) -> Layout:
     """The layout of the launch that this process is a rank of."""
     here = this_rank()
     return layout_of(config, here.world_size, here.local_world_size)
+
+
+Runs = Sequence[Sequence[int]]
+"""(first row, number of rows) of runs of a matrix's rows, in the order in which a tensor group's ranks have them."""
+
+
+def divide_stack(sizes: Sequence[int], tensor: int) -> Runs:
+    """A stack of matrices of so many rows each, as that of q, k and v: each rank has its part of every one of them."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        (start + rank * (size // tensor), size // tensor)
+        for rank in range(tensor)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Of the rows in the ranks' order, those from `begin` to `end`: (first row, number of rows, where they lie behind
+    `begin`), run by run."""
+    found, passed = [], 0
+    for first, length in runs:
+        low, high = max(begin, passed), min(end, passed + length)
+        if low < high:
+            found.append((first + low - passed, high - low, low - begin))
+        passed += length
+    return found
 
 
 def divisors(number: int) -> list[int]:

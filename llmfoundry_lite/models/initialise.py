@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llmfoundry_lite.config.layout import Runs, runs_between
 from llmfoundry_lite.config.schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
 
@@ -35,7 +36,8 @@ def initialise_weights(model: MPT, seed: int) -> None:
             elif name == "bias" and model.config.init_config.name != "default_":
                 _local(parameter).zero_()
             else:
-                _fill(parameter, _scheme(module, full_name, parameter.shape, model.config), seed, full_name)
+                draw = _scheme(module, full_name, parameter.shape, model.config)
+                _fill(parameter, draw, seed, full_name, getattr(module, "row_order", None))
 
 
 def draw_range(draw: Draw, seed: int, name: str, start: int, stop: int) -> np.ndarray:
@@ -52,16 +54,18 @@ def _draw_block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
     return draw(np.random.Generator(bits), BLOCK)
 
 
-def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str) -> None:
+def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str, row_order: Runs | None) -> None:
     lengths, offset = _own_box(parameter)
     if 0 in lengths:
         return
     row_size = math.prod(parameter.shape[1:])
-    values = draw_range(draw, seed, name, offset[0] * row_size, (offset[0] + lengths[0]) * row_size)
-    part = torch.from_numpy(values).view(lengths[0], *parameter.shape[1:])
-    for dim in range(1, part.ndim):  # tensor parallelism divides some matrices by columns
-        part = part.narrow(dim, offset[dim], lengths[dim])
-    _local(parameter).copy_(part)
+    runs = [(0, parameter.size(0))] if row_order is None else row_order
+    for first, count, at in runs_between(runs, offset[0], offset[0] + lengths[0]):
+        values = draw_range(draw, seed, name, first * row_size, (first + count) * row_size)
+        part = torch.from_numpy(values).view(count, *parameter.shape[1:])
+        for dim in range(1, part.ndim):  # tensor parallelism divides some matrices by columns
+            part = part.narrow(dim, offset[dim], lengths[dim])
+        _local(parameter).narrow(0, at, count).copy_(part)
 
 
 def _own_box(parameter: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:

@@ -183,7 +183,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         options = self.options
         if options.fused_qkv:
-            q, k, v = self.clamp(self.Wqkv(x_btd)).split([x_btd.size(-1), self.kv_dim, self.kv_dim], dim=-1)
+            qkv = self.clamp(self.Wqkv(x_btd))
+            q, k, v = qkv.split([qkv.size(-1) - 2 * self.kv_dim, self.kv_dim, self.kv_dim], dim=-1)
         else:
             q, k, v = (self.clamp(project(x_btd)) for project in (self.Wq, self.Wk, self.Wv))
         if options.qk_ln:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.models.mpt import MPT, Norm
 from llmfoundry_lite.models.products import linear
 
@@ -122,8 +123,15 @@ def _divide_stream(transformer: Any, group: TensorGroup) -> None:
 
 
 def _divide_attention(attention: Any, group: TensorGroup) -> None:
-    for name in ("Wq", "Wk", "Wv"):
-        _divide_columns(getattr(attention, name), group)
+    """Where q, k and v are one matrix, a rank's share of it are the rows of its heads of each. `row_order` says so to
+    those who initialise, save and restore it."""
+    if hasattr(attention, "Wqkv"):
+        num_rows, kv_dim = attention.Wqkv.out_features, attention.kv_dim
+        attention.Wqkv.row_order = divide_stack([num_rows - 2 * kv_dim, kv_dim, kv_dim], group.degree)
+        attention.kv_dim = kv_dim // group.degree
+    for name in ("Wqkv", "Wq", "Wk", "Wv"):
+        if hasattr(attention, name):
+            _divide_columns(getattr(attention, name), group)
     _divide_rows(attention.out_proj, group)
     if hasattr(attention, "q_ln"):  # one norm for all heads, of which each rank has some
         for norm in (attention.q_ln, attention.k_ln):

@@ -193,8 +193,6 @@ def _refuse(config: TrainConfig, layout: Layout, pipeline: PipelineConfig) -> st
         return f"{model.ffn_dim} hidden units do not divide over {layout.tensor} devices"
     if layout.pipeline * pipeline.num_runs > model.n_layers:
         return f"{layout.pipeline * pipeline.num_runs} stages are more than {model.n_layers} blocks"
-    if layout.tensor > 1 and model.attn_config.fused_qkv:
-        return "model.attn_config.fused_qkv: true does not divide (false does)"
     if config.global_train_batch_size % layout.num_data_ranks:
         return f"{config.global_train_batch_size} samples do not divide over {layout.num_data_ranks} data ranks"
     return ""

@@ -20,6 +20,7 @@ from composer.loggers import Logger
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.state import in_row_order, row_orders
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.layout import layout_here
@@ -251,7 +252,12 @@ def gather_weights(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> d
     model: Any = trainer.state.model
     if not isinstance(model, PipelinedLanguageModel):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(model.model, options=options)
+        weights = get_model_state_dict(model.model, options=options)
+        orders = row_orders(model.model, {f"model/{name}": tensor for name, tensor in weights.items()})
+        return weights | {
+            key.removeprefix("model/"): in_row_order(weights[key.removeprefix("model/")], runs)
+            for key, runs in orders.items()
+        }
     saved = CheckpointStore(config.checkpoint_folder).root.child(f"ba{batch_of(trainer)}").url
     return load_full_tensors(saved) if run.is_main else {}
 

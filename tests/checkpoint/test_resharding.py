@@ -20,13 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmfoundry_lite.checkpoint.folders import LocalFolder
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
-from llmfoundry_lite.checkpoint.planning import box_of, check_parts, describe, make_plan
+from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_parts, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, local_part
+from llmfoundry_lite.checkpoint.state import DTYPES, in_row_order, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.errors import CheckpointError
 
 SAVE_ID = "e1-ba1-0123456789ab"
@@ -198,6 +199,31 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
             assert [(box.offset, box.lengths) for box in plan.mine] == [((begin, 0), (4, 2))]
             assert plan.tensors["model/w"].layout == Grid((4,), (0, 2, 4, 1, 3, 5))
+
+
+@pytest.mark.parametrize(("shard", "tensor"), [(1, 2), (3, 2), (2, 4)])
+def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(shard, tensor):
+    """q, k and v of grouped heads, one upon the other: every rank's rows are its own, and all rows are some rank's."""
+    sizes, world_size = (16, 8, 8), shard * tensor
+    runs, whole = divide_stack(sizes, tensor), torch.arange(32)[:, None].expand(32, 3)
+    in_order = torch.cat([whole[first : first + count] for first, count in runs])
+    assert torch.equal(in_row_order(in_order, runs), whole)
+    cells = set()
+    for rank in range(world_size):
+        with rank_of(rank, world_size):
+            mesh = init_device_mesh("cpu", (shard, tensor), mesh_dim_names=("shard", "tensor"))
+            strided = [_StridedShard(0, split_factor=tensor), Shard(0)]
+            held = in_order.chunk(tensor)[rank % tensor].chunk(shard)[rank // tensor].contiguous()
+            weight = DTensor.from_local(held, mesh, strided, run_check=False, shape=(32, 3), stride=(3, 1))
+            table = describe({"model/w": weight}, None, {"model/w": runs})
+            plan = make_plan([(table, list(range(world_size)))], rank, world_size)
+            own = boxes_of(weight, runs)
+        assert {(box.offset, box.lengths) for box in plan.mine} == {(box.offset, box.lengths) for box in own}
+        for box in own:
+            first, count = box.offset[0], box.lengths[0]
+            assert torch.equal(held[box.at : box.at + count], whole[first : first + count])
+            cells |= set(range(first, first + count))
+    assert cells == set(range(32))
 
 
 def test_a_few_layouts_describe_many_tensors_on_many_ranks():

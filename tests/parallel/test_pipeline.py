@@ -41,7 +41,7 @@ def data(tmp_path_factory) -> Path:
 
 def pipelined(data: Path, **changes: Any) -> dict[str, Any]:
     options = {
-        "model__attn_config__fused_qkv": False,
+        "model__attn_config__fused_qkv": True,
         "model__attn_config__alibi": True,
         "model__n_layers": 4,
         "device_train_microbatch_size": 2,

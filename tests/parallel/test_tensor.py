@@ -53,7 +53,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def divisible(data: Path, **changes: Any) -> dict[str, Any]:
-    options = {"model__attn_config__fused_qkv": False, "autoresume": True, "max_duration": "4ba"}
+    options = {"model__attn_config__fused_qkv": True, "autoresume": True, "max_duration": "4ba"}
     return tiny_config(data, **{**options, **changes})
 
 
@@ -107,6 +107,7 @@ FAMILY = {
     "alibi": ({"attn_config": {"alibi": True}}, 4),
     "alibi, reference": ({"attn_config": {"alibi": True, "attn_impl": "reference", "qk_gn": True, "clip_qkv": 2}}, 2),
     "llama": (LLAMA, 2),
+    "three matrices": (LLAMA | {"attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}, 2),
     "window": ({"attn_config": {"alibi": True, "sliding_window_size": 9}}, 2),
 }
 
@@ -203,7 +204,7 @@ def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_p
         device_train_microbatch_size="auto",
         export_at_end=True,
     )
-    config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
+    config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"]}
     run(tmp_path, config, "whole")
     said = run(tmp_path, config, "divided", 4, **STREAM_OVER_TWO)
     assert_same_run(tmp_path, "divided", "whole")
@@ -392,10 +393,6 @@ def test_each_rank_drops_other_scores_of_its_heads(tmp_path):
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED = {
-    "model.attn_config.fused_qkv=true": (
-        "model.attn_config.fused_qkv: one matrix for q, k and v cannot be divided by heads, as tp_config asks for; set "
-        "it to false"
-    ),
     "model.attn_config.qk_ln=true": (
         "model.attn_config.qk_ln: a norm over all heads, which tp_config divides among devices; use qk_gn: true, a "
         "norm over each head"

@@ -11,8 +11,6 @@ from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.plan.search import layouts_of
 
-UNFUSED = "model.attn_config.fused_qkv=false"
-
 
 def plan(*arguments: str) -> int:
     return run(["plan", *arguments])
@@ -30,7 +28,6 @@ def test_a_run_is_planned_and_the_plan_explained(capsys):
     assert "256 x MI250 (half a card each), 8 in a node" in out
     assert "state     0.12 TB at 18 bytes a parameter (0.0932 TB at the 14 that papers count)" in out
     assert "rejected  256x1x1 (copies x shards x tensor): needs " in out
-    assert "model.attn_config.fused_qkv: true does not divide (false does)" in out
     assert [line.split()[0] for line in out.splitlines() if line[:10].strip()][-5:-1] == [
         "rejected",
         "run",
@@ -41,7 +38,7 @@ def test_a_run_is_planned_and_the_plan_explained(capsys):
 
 
 def test_every_layout_is_planned_or_rejected_with_a_reason(capsys):
-    facts = facts_of(capsys, "mpt-30b", "--hardware", "h100", "--devices", "64", UNFUSED)
+    facts = facts_of(capsys, "mpt-30b", "--hardware", "h100", "--devices", "64")
     seen = {(x["replicate"], x["shard"], x["tensor"]) for x in facts["layouts"] + facts["rejected"]}
     assert seen == {(x.replicate, x.shard, x.tensor) for x, _ in layouts_of(64, 8)}
     assert all(x["memory_bytes"] <= facts["usable_bytes"] for x in facts["layouts"])
@@ -54,11 +51,11 @@ def test_every_layout_is_planned_or_rejected_with_a_reason(capsys):
 
 def test_the_overlay_it_writes_is_one_that_trains(capsys, tmp_path):
     overlay = tmp_path / "planned.yaml"
-    arguments = ["mpt-30b", "--hardware", "a100-80gb", "--devices", "64", UNFUSED]
+    arguments = ["mpt-30b", "--hardware", "a100-80gb", "--devices", "64"]
     assert plan(*arguments, "--write", str(overlay)) == 0
     best = facts_of(capsys, *arguments)["layouts"][0] if capsys.readouterr() else {}
     assert yaml.safe_load(overlay.read_text()) == best["overlay"]
-    config = load_train_config(["mpt-30b", str(overlay), UNFUSED]).config
+    config = load_train_config(["mpt-30b", str(overlay)]).config
     assert config.device_train_microbatch_size == best["overlay"]["device_train_microbatch_size"]
     assert config.sharding.sharding_strategy == best["overlay"]["fsdp_config"]["sharding_strategy"]
 
@@ -86,9 +83,7 @@ def test_what_cannot_be_planned_is_refused_in_a_line(capsys, arguments, words):
 
 
 def test_a_hundred_thousand_devices_are_planned_too(capsys):
-    facts = facts_of(
-        capsys, "mpt-70b", "--hardware", "h100", "--devices", "98304", "global_train_batch_size=98304", UNFUSED
-    )
+    facts = facts_of(capsys, "mpt-70b", "--hardware", "h100", "--devices", "98304", "global_train_batch_size=98304")
     assert facts["layouts"] and facts["cost"]["hours_between_failures"] < 1
 
 
@@ -115,7 +110,7 @@ def test_saves_take_their_share_of_a_step(capsys, interval, share):
 
 
 def test_stages_are_asked_for_by_an_option_or_by_the_run_and_written_as_the_run_has_them(capsys, tmp_path):
-    arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512", UNFUSED]
+    arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512"]
     assert plan(*arguments, "--pipeline", "8", "--write", str(tmp_path / "x.yaml")) == 0
     out = capsys.readouterr().out
     assert "8 stages, 1f1b\n" in out and "waiting for other stages" in out

@@ -131,16 +131,16 @@ def build(config: TrainConfig, num_ranks: int) -> tuple[torch.nn.Module, torch.o
 
 def measure_plan(figures: dict[str, float], model: Any, optimizer: Any, num_ranks: int) -> None:
     """From the tensors to all layouts and this rank's boxes."""
-    tensors = read_state(model, optimizer).tensors
+    found = read_state(model, optimizer)
 
     def plan() -> dict[str, float]:
-        tables = exchange.gather_distinct(describe(tensors))
+        tables = exchange.gather_distinct(describe(found.tensors, None, found.row_orders))
         make_plan([(table, list(range(num_ranks))) for table, _ in tables], 0, num_ranks)
         return {}
 
     with _no_others():
         seconds, megabytes, _ = _in_child(plan)
-    figures |= {"tensors": len(tensors), "first plan": seconds, "first plan, memory": megabytes}
+    figures |= {"tensors": len(found.tensors), "first plan": seconds, "first plan, memory": megabytes}
 
 
 def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder: Path, num_ranks: int) -> None:
