@@ -241,13 +241,12 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             "model.attn_config.qk_ln",
             "a norm over all heads, which tp_config divides among devices; use qk_gn: true, a norm over each head",
         )
-    if config.compile_config is not None:
-        cannot = "cannot be compiled where tp_config divides layers"
-        if config.sharding.activation_checkpointing == "selective":
-            key = "fsdp_config.activation_checkpointing"
-            refuse(key, f"selective {cannot}; use true or false, or no compile_config")
-        if model.attn_config.attn_pdrop:
-            refuse("model.attn_config.attn_pdrop", f"{cannot}; set it to 0, or use no compile_config")
+    if config.compile_config is not None and model.attn_config.attn_pdrop and not config.sequence_parallel:
+        refuse(
+            "model.attn_config.attn_pdrop",
+            "cannot be compiled where tp_config divides layers and not the stream; set it to 0, or "
+            "tp_config.sequence_parallel to true, or use no compile_config",
+        )
     _check_shared_loaders(config, "tp_config", "neighbouring devices", refuse)
 
 

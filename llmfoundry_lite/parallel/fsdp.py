@@ -124,13 +124,14 @@ def shard_model(
     # So do pipelines: their parameters stay whole from the first backward pass on, whatever is done after a forward
     # pass, and schedules that compute the weights' gradients apart find only whole parameters in autograd's graph.
     reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and "pipeline" not in names_of(mesh)
+    # torch 2.13 cannot compile the recomputation of a whole divided layer; but a compiled one can be recomputed.
+    compiles_first = is_divided and fsdp.activation_checkpointing is True
     for block in model.transformer.blocks:
-        if compile_config is not None and is_divided:
-            # torch 2.13 cannot compile the recomputation of a divided layer; but a compiled one can be recomputed.
+        if compile_config is not None and compiles_first:
             block.forward = torch.compile(block.forward, **compile_config)
         if fsdp.activation_checkpointing:
             checkpoint_activations(block, fsdp)
-        if compile_config is not None and not is_divided:
+        if compile_config is not None and not compiles_first:
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)

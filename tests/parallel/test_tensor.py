@@ -149,6 +149,10 @@ WAYS = {
     ),
     "stream, compiled": (2, STREAM_OVER_TWO | {"compile_config": EAGER}),
     "compiled": (2, {"compile_config": EAGER}),
+    "compiled, selective": (
+        2,
+        {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": "selective"}},
+    ),
     "compiled, recomputed": (2, {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}}),
     "lion": (4, {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3, "weight_decay": 0.1}}),
     "clipped": (4, {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.1}}}),
@@ -347,6 +351,8 @@ def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data)
     run(tmp_path, config, "stream", 4, callbacks=equal, **STREAM_OVER_TWO)
     assert losses(tmp_path, "stream") == pytest.approx(losses(tmp_path, "first"), abs=0.2)
     assert losses(tmp_path, "stream") != losses(tmp_path, "first")
+    run(tmp_path, config, "compiled", 2, compile_config=EAGER, **STREAM_OVER_TWO)
+    assert losses(tmp_path, "compiled") == pytest.approx(losses(tmp_path, "first"), abs=0.2)
 
 
 def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else():
@@ -414,13 +420,9 @@ REFUSED = {
     "model.ffn_config.ffn_hidden_size=81": (
         "tp_config.tensor_parallel_degree: 2 does not divide the width of the feed-forward layer, 81; use 1"
     ),
-    "compile_config={} fsdp_config.activation_checkpointing=selective": (
-        "fsdp_config.activation_checkpointing: selective cannot be compiled where tp_config divides layers; use true "
-        "or false, or no compile_config"
-    ),
     "compile_config={} model.attn_config.attn_pdrop=0.1": (
-        "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers; set it to 0, or use no "
-        "compile_config"
+        "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers and not the stream; set it "
+        "to 0, or tp_config.sequence_parallel to true, or use no compile_config"
     ),
     "train_loader.name=python:my.module:load": (
         "train_loader.name: python:my.module:load cannot know that with tp_config neighbouring devices must read the "
