@@ -107,6 +107,11 @@ def in_row_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
     return result
 
 
+def in_order_of_ranks(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """The way back."""
+    return torch.cat([tensor[first : first + count] for first, count in runs])
+
+
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """id(parameter) -> name, for all that the optimizer updates."""
     return _names(_members(model), optimizer)

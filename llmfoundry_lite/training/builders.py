@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict, parse_seconds
@@ -83,7 +84,9 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
         named = dict(zip(named, rows_of(list(named.values())), strict=True))
     if config.optimizer.name == "muon":
         group = build_stage_group(layout, devices.device_type())
-        optimizer = build_muon(named, config.optimizer, config.model, group)
+        orders = row_orders(model, {f"model/{name}": parameter for name, parameter in named.items()})
+        orders = {name.removeprefix("model/"): runs for name, runs in orders.items()}
+        optimizer = build_muon(named, config.optimizer, config.model, group, orders)
     else:
         optimizer = build_optimizer_of(config.optimizer, list(named.values()))
     if shares_state:

@@ -4,7 +4,7 @@ Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; t
 Each step replaces a matrix's momentum by a nearby matrix whose singular values are about 1. That takes the whole
 matrix, and ranks have parts of it: they divide the matrices among them, send each to its owner, and get their parts of
 the result back. q, k and v are matrices of their own where one parameter holds all three, as the authors advise: so a
-fused model takes the same steps as one that is not.
+fused model takes the same steps as one that is not, also where tensor parallelism divides it by heads.
 """
 
 import itertools
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
-from llmfoundry_lite.checkpoint.planning import box_of
+from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
+from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order
+from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.config.schema import ModelConfig, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import local
@@ -35,12 +37,19 @@ class Matrix(NamedTuple):
     parameter: Parameter
     heights: tuple[int, ...]
     """Rows of each of the matrices that it holds, one below the other."""
+    row_order: Runs | None = None
+    """In which ranks have the rows, if not in their own."""
 
 
 def build_muon(
-    named: Mapping[str, Parameter], config: OptimizerConfig, model: ModelConfig, group: dist.ProcessGroup | None = None
+    named: Mapping[str, Parameter],
+    config: OptimizerConfig,
+    model: ModelConfig,
+    group: dist.ProcessGroup | None = None,
+    row_orders: Mapping[str, Runs] = NO_ORDERS,
 ) -> "Muon":
-    """`named`: all parameters, or this rank's rows of them. `group`: the ranks that have the same blocks; None: all."""
+    """`named`: all parameters, or this rank's rows of them. `group`: the ranks that have the same blocks; None: all.
+    `row_orders`: by name, of parameters whose rows ranks have in another order than their own."""
     matrices, others = [], []
     for name, parameter in named.items():
         if "blocks" not in name.split(".") or parameter.ndim != 2:
@@ -48,7 +57,8 @@ def build_muon(
             continue
         kv_dim = model.num_kv_heads * model.head_dim
         is_fused = name.endswith("Wqkv.weight")
-        matrices.append(Matrix(parameter, (model.d_model, kv_dim, kv_dim) if is_fused else (parameter.size(0),)))
+        heights = (model.d_model, kv_dim, kv_dim) if is_fused else (parameter.size(0),)
+        matrices.append(Matrix(parameter, heights, row_orders.get(name)))
     return Muon(matrices, others, config, group)
 
 
@@ -90,7 +100,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(parameter.grad is not None for parameter, _ in self.matrices):
+        if any(matrix.parameter.grad is not None for matrix in self.matrices):
             self._step_matrices()
         self.adamw.step()
         return loss
@@ -99,7 +109,7 @@ class Muon(Optimizer):
         options = self.param_groups[0]
         lr, momentum = options["lr"], options["momentum"]
         if self._owners is None:
-            self._owners = Owners([parameter for parameter, _ in self.matrices], self.group)
+            self._owners = Owners([matrix.parameter for matrix in self.matrices], self.group)
 
         def direction(index: int) -> torch.Tensor:
             """This rank's part, with Nesterov's look ahead."""
@@ -112,9 +122,11 @@ class Muon(Optimizer):
             return gradient.lerp(moment, momentum).to(self.dtype)
 
         def orthogonalise(index: int, whole: torch.Tensor) -> torch.Tensor:
-            parts = whole.split(self.matrices[index].heights)
+            _, heights, row_order = self.matrices[index]
+            parts = (whole if row_order is None else in_row_order(whole, row_order)).split(heights)
             scaled = [newton_schulz(p, options["ns_steps"]) * scale_of(p, options["adjust_lr_fn"]) for p in parts]
-            return torch.cat(scaled) if len(scaled) > 1 else scaled[0]
+            result = torch.cat(scaled) if len(scaled) > 1 else scaled[0]
+            return result if row_order is None else in_order_of_ranks(result, row_order)
 
         for index, update in self._owners.apply(direction, orthogonalise):
             weight = local(self.matrices[index].parameter)
