@@ -30,6 +30,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.plan.step import stream_reductions
 from llmfoundry_lite.status import STATUS, write_ended_early
 
 LARGE_INDEX_BYTES = 16_000_000
@@ -340,13 +341,13 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
-    """The cost of tensor parallelism across nodes: four sums in each layer (Shoeybi et al. 2019, "Megatron-LM")."""
+    """The cost of tensor parallelism across nodes: `stream_reductions` of each sample."""
     if not layout.spans_nodes("tensor"):
         return []
     degree, in_node = layout.tensor, layout.node_size
     samples = config.global_train_batch_size // layout.num_data_ranks
     num_bytes = config.max_seq_len * config.model.d_model * (4 if config.precision in ("fp32", "tf32") else 2)
-    num_sums = 4 * config.model.n_layers
+    num_sums = int(stream_reductions(config.model.n_layers, config.sharding.activation_checkpointing is True))
     return [
         f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
         f"{num_sums} sums of {in_bytes(num_bytes)} over the network, "

@@ -73,8 +73,8 @@ def test_tensor_parallelism_across_nodes_is_told_with_its_cost(tmp_path, data):
     text = preflight.describe(config, layout_of(config, 8, 2), preflight.Preflight())
     (line,) = [line for line in text.splitlines() if line.startswith("warning")]
     assert line == (
-        "warning        tp_config.tensor_parallel_degree: groups of 4 devices span nodes of 2: each sample takes 8 "
-        "sums of 4.00 KiB over the network, 128.00 KiB for each device and batch; a degree that divides 2 stays in a "
+        "warning        tp_config.tensor_parallel_degree: groups of 4 devices span nodes of 2: each sample takes 10 "
+        "sums of 4.00 KiB over the network, 160.00 KiB for each device and batch; a degree that divides 2 stays in a "
         "node"
     )
 

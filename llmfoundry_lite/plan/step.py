@@ -195,7 +195,7 @@ def step_time(
     send = send_seconds(layout, "pipeline", node, stream_bytes)
     pipeline_seconds = 2 * send * work.virtual_stages
 
-    num_local, num_outside = num_block / layout.tensor, num_outside / layout.tensor
+    num_local, num_outside = num_block / layout.tensor, num_outside // layout.tensor
     sharding_seconds = _sharding_seconds(
         work,
         layout,

@@ -252,7 +252,7 @@ def gather_weights(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> d
     model: Any = trainer.state.model
     if not isinstance(model, PipelinedLanguageModel):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model.model, options=options)
+        weights: dict[str, Any] = get_model_state_dict(model.model, options=options)
         orders = row_orders(model.model, {f"model/{name}": tensor for name, tensor in weights.items()})
         return weights | {
             key.removeprefix("model/"): in_row_order(weights[key.removeprefix("model/")], runs)

@@ -62,7 +62,7 @@ def test_the_overlay_it_writes_is_one_that_trains(capsys, tmp_path):
 
 def test_where_nothing_fits_it_says_what_would(capsys):
     assert plan("mpt-30b", "--hardware", "l4", "--devices", "8") == 2
-    assert "no layout of 8 L4 fits; 64 devices would do" in capsys.readouterr().out
+    assert "no layout of 8 L4 fits; 32 devices would do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
