@@ -90,6 +90,8 @@ class Segment:
     """HYBRID_SHARD: devices that share one copy of the model."""
     tensor_parallel_degree: int | None = None
     """Devices that divide each layer among them; None: one has the whole layer."""
+    context: str | None = None
+    """How many devices divide each sample's tokens among them, and how; None: each has whole samples."""
     pipeline: str | None = None
     """How many stages divide the blocks among them, and their schedule; None: all blocks are on each device."""
     device_train_microbatch_size: int | None = None
@@ -116,6 +118,7 @@ class Segment:
     def sharding_in_words(self) -> str | None:
         words = f"{self.sharding} of {self.shard_degree}" if self.shard_degree else self.sharding
         words = f"{words}, tensor parallel over {self.tensor_parallel_degree}" if self.tensor_parallel_degree else words
+        words = f"{words}, context parallel over {self.context}" if self.context else words
         return f"{words}, pipeline of {self.pipeline}" if self.pipeline else words
 
     @property

@@ -90,6 +90,8 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_compilation(config.compile_config, refuse)
     if config.tensor_parallel_degree > 1:
         _check_tensor_parallel(config, refuse)
+    if config.context.context_parallel_degree > 1:
+        _check_context_parallel(config, refuse)
     if config.pp_config is not None:
         _check_pipeline(config, refuse)
     for path in config.callbacks.extra:
@@ -119,7 +121,7 @@ def _check_muon(config: TrainConfig, refuse: Refuse) -> None:
 def check_batch(config: TrainConfig, layout: Layout) -> None:
     """Check that the devices can share a batch. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout.pipeline, layout.tensor)
+    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
     if batch % num_ranks:
         divisors = [str(n) for n in range(1, min(batch, 4 * num_ranks) + 1) if batch % n == 0]
         raise ConfigError(
@@ -230,11 +232,13 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
         refuse(
             "tp_config.tensor_parallel_degree", f"{degree} devices cannot share model.vocab_size, {model.vocab_size}"
         )
-    if config.sequence_parallel and config.max_seq_len % degree:
+    length, parts = config.max_seq_len, config.context.context_parallel_degree
+    if config.sequence_parallel and length % (parts * degree):
+        among = f"{degree} and cp_config's {parts}" if parts > 1 else str(degree)
         refuse(
             "tp_config.sequence_parallel",
-            f"sequences of max_seq_len, {config.max_seq_len}, cannot be divided by {degree}; change the length or the "
-            "degree, or remove it",
+            f"sequences of max_seq_len, {length}, cannot be divided by {among}; change the length or the degree, or "
+            "remove it",
         )
     if model.attn_config.qk_ln:
         refuse(
@@ -248,6 +252,31 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
             "tp_config.sequence_parallel to true, or use no compile_config",
         )
     _check_shared_loaders(config, "tp_config", "neighbouring devices", refuse)
+
+
+def _check_context_parallel(config: TrainConfig, refuse: Refuse) -> None:
+    """Samples are cut into equal pieces; `heads` also gives each device equally many heads."""
+    model, context, tensor = config.model, config.context, config.tensor_parallel_degree
+    degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
+    lengths = {"max_seq_len": config.max_seq_len}
+    for block in ("train_loader", "eval_loader"):
+        loader = getattr(config, block)
+        if loader is not None and loader.dataset.max_seq_len is not None:
+            lengths[f"{block}.dataset.max_seq_len"] = loader.dataset.max_seq_len
+    shortest = math.gcd(*lengths.values())
+    for name, length in lengths.items():
+        if length % context.num_pieces:
+            pieces = f"{degree}, of which each has two pieces," if context.kind == "gather" else str(degree)
+            fitting = [str(n) for n in divisors(shortest)[1:] if shortest % (n * context.num_pieces // degree) == 0]
+            refuse(key, f"{pieces} does not divide {name}, {length}; use {either(fitting[:8] or ['another length'])}")
+    sizes = {"model.n_heads": model.n_heads, "the heads of keys and values": model.num_kv_heads}
+    for name, size in sizes.items() if context.kind == "heads" else ():
+        if size % (tensor * degree):
+            among = f"{degree}" if tensor == 1 else f"{degree} x {tensor} of tp_config"
+            fitting = [str(n) for n in divisors(math.gcd(*sizes.values()) // tensor)[1:]]
+            smaller = f", or a degree of {either(fitting)}" if fitting else ""
+            refuse(key, f"{among} does not divide {name}, {size}; use cp_config.kind: gather{smaller}")
+    _check_shared_loaders(config, "cp_config", "the devices of a sample", refuse)
 
 
 def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:

@@ -56,6 +56,7 @@ CHOICES = {
     "algorithms.gradient_clipping.clipping_type": ("norm", "value"),
     "fsdp_config.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO_1"),
     "fsdp_config.mixed_precision": ("PURE", "DEFAULT", "FULL"),
+    "cp_config.kind": ("heads", "gather"),
     "pp_config.schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "precision": ("fp32", "tf32", "amp_bf16", "amp_fp16"),
     "on_non_finite": ("stop", "skip"),
@@ -68,7 +69,7 @@ POSITIVE = (
     *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
     *(f"model.attn_config.rope_hf_config.{key}" for key in LLAMA3_KEYS),
     *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
-    "tp_config.tensor_parallel_degree",
+    *("tp_config.tensor_parallel_degree", "cp_config.context_parallel_degree"),
     *(f"pp_config.{key}" for key in ("pipeline_parallel_degree", "virtual_stages", "num_microbatches")),
     *("global_train_batch_size", "device_eval_batch_size"),
     *(

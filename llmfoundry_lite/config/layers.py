@@ -159,6 +159,7 @@ HARDWARE_KEYS = (
     "precision",
     "fsdp_config",
     "tp_config",
+    "cp_config",
     "pp_config",
     "compile_config",
     "dist_timeout",

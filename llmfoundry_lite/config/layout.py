@@ -5,8 +5,8 @@ else reads it: `parallel/mesh.py` makes torch's mesh of it, `plan/memory.py` a d
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmfoundry_lite.config.check_values import either
@@ -61,6 +61,8 @@ class Layout:
     tensor: int = 1
     node_size: int = 1
     """Devices of each node."""
+    has_whole_copies: bool = False
+    """Each rank of a context group has its own copy of the model (NO_SHARD, ZERO_1), instead of a share of one."""
 
     @property
     def degrees(self) -> Coordinates:
@@ -69,6 +71,13 @@ class Layout:
     @property
     def world_size(self) -> int:
         return math.prod(self.degrees)
+
+    @property
+    def of_parameters(self) -> "Layout":
+        """As parameters see it: the ranks of a context group, which compute with the same ones on other tokens, are so
+        many more shares of a copy, or copies."""
+        dimension = "replicate" if self.has_whole_copies else "shard"
+        return replace(self, context=1, **{dimension: getattr(self, dimension) * self.context})
 
     @property
     def num_data_ranks(self) -> int:
@@ -112,8 +121,21 @@ class Layout:
         )
 
 
+DEGREE_KEYS = {
+    "tensor": "tp_config.tensor_parallel_degree",
+    "context": "cp_config.context_parallel_degree",
+    "pipeline": "pp_config.pipeline_parallel_degree",
+}
+"""The dimensions whose ranks see the same samples, from the innermost on."""
+
+
 def divide_devices(
-    fsdp: FSDPConfig, world_size: int, node_size: int | None = None, tensor: int = 1, pipeline: int = 1
+    fsdp: FSDPConfig,
+    world_size: int,
+    node_size: int | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
 ) -> Layout:
     """The layout of `world_size` devices, `node_size` of them (default: all) in each node.
 
@@ -121,37 +143,49 @@ def divide_devices(
     those of a node, share one. Otherwise all share one. Raises ConfigError for degrees that do not divide the devices.
     """
     node_size = min(node_size or world_size, world_size)
-    if world_size % tensor:
-        raise ConfigError(
-            f"tp_config.tensor_parallel_degree: {tensor} does not divide the {world_size} devices of this launch; "
-            f"start a multiple of {tensor}, or change the degree"
-        )
-    if world_size % (tensor * pipeline):
-        groups = f"{world_size // tensor} {name_data_ranks(1, tensor)}"
-        raise ConfigError(
-            f"pp_config.pipeline_parallel_degree: {pipeline} does not divide the {groups} of this launch; "
-            f"start a multiple of {tensor * pipeline}, or change the degree"
-        )
-    num_data_ranks = world_size // (tensor * pipeline)
+    degrees = {"tensor": tensor, "context": context, "pipeline": pipeline}
+    inner: dict[str, int] = {}
+    for dimension, degree in degrees.items():
+        num_inner = math.prod(inner.values())
+        if world_size % (num_inner * degree):
+            raise ConfigError(
+                f"{DEGREE_KEYS[dimension]}: {degree} does not divide the {world_size // num_inner} "
+                f"{name_groups(inner)} of this launch; start a multiple of {num_inner * degree}, or change the degree"
+            )
+        inner[dimension] = degree
+    num_data_ranks = world_size // math.prod(degrees.values())
+    num_in_node = node_size // (tensor * context)
     shard = {
         "NO_SHARD": 1,
         "ZERO_1": 1,
-        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, min(num_data_ranks, node_size // tensor)),
+        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, min(num_data_ranks, num_in_node)),
     }.get(fsdp.sharding_strategy, num_data_ranks)
     if num_data_ranks % shard:
         given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
         fitting = either([str(n) for n in divisors(num_data_ranks)])
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
-            f"{name_data_ranks(pipeline, tensor)} of this launch; use {fitting}"
+            f"{name_groups(degrees)} of this launch; use {fitting}"
         )
-    return Layout(pipeline=pipeline, replicate=num_data_ranks // shard, shard=shard, tensor=tensor, node_size=node_size)
+    return Layout(
+        replicate=num_data_ranks // shard,
+        shard=shard,
+        node_size=node_size,
+        has_whole_copies=fsdp.sharding_strategy in ("NO_SHARD", "ZERO_1"),
+        **degrees,
+    )
 
 
 def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None) -> Layout:
     """Raises ConfigError, as `divide_devices` does."""
-    pipeline = config.pipeline.pipeline_parallel_degree
-    return divide_devices(config.sharding, world_size, node_size, config.tensor_parallel_degree, pipeline)
+    return divide_devices(
+        config.sharding,
+        world_size,
+        node_size,
+        tensor=config.tensor_parallel_degree,
+        context=config.context.context_parallel_degree,
+        pipeline=config.pipeline.pipeline_parallel_degree,
+    )
 
 
 def layout_here(config: TrainConfig) -> Layout:
@@ -191,19 +225,24 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def name_data_ranks(pipeline: int, tensor: int) -> str:
+def name_groups(degrees: Mapping[str, int]) -> str:
+    """Ranks that see the same samples, in the user's words: what a share of the batch goes to."""
+    blocks = [DEGREE_KEYS[name].partition(".")[0] for name, degree in degrees.items() if degree > 1]
+    return f"groups of {math.prod(degrees.values())} devices ({', '.join(reversed(blocks))})" if blocks else "devices"
+
+
+def name_data_ranks(layout: Layout) -> str:
     """What a share of the batch goes to, in the user's words."""
-    keys = [key for key, degree in (("pp_config", pipeline), ("tp_config", tensor)) if degree > 1]
-    return f"groups of {pipeline * tensor} devices ({', '.join(keys)})" if keys else "devices"
+    return name_groups({name: getattr(layout, name) for name in DEGREE_KEYS})
 
 
 WORDS = {
     "pipeline": "stages of blocks",
     "replicate": "copies of the model",
     "shard": "shares of a copy",
+    "context": "parts of a sample",
     "tensor": "parts of a layer",
 }
-"""The dimensions that a configuration can ask for."""
 
 
 def describe_layout(layout: Layout) -> list[str]:

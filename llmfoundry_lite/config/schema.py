@@ -402,6 +402,22 @@ class TensorParallelConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class ContextParallelConfig:
+    context_parallel_degree: int = 1
+    """Devices that divide the tokens of each sample among them; fsdp_config says how the model is shared, by all of
+    them."""
+    kind: str = "heads"
+    """heads: in attention, each device has some heads of all tokens. gather: each has all heads of its own tokens'
+    queries, and all keys and values; for models with fewer heads than devices."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Equal pieces that a sample is cut into: one for each device, or two that together see as much as any other
+        device's."""
+        return self.context_parallel_degree * (2 if self.kind == "gather" else 1)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class PipelineConfig:
     pipeline_parallel_degree: int = 1
     """Stages: devices, or groups of them, that each hold some of the blocks and see the same samples one after the
@@ -535,7 +551,8 @@ class TrainConfig:
     """A span; a bare integer counts epochs; 0 never evaluates."""
     eval_first: bool = False
     eval_subset_num_batches: int = -1
-    """Global batches of device_eval_batch_size times the devices (groups of them with tp_config); -1 for all."""
+    """Global batches of device_eval_batch_size times the devices (groups of them with tp_config or cp_config); -1 for
+    all."""
     device_eval_batch_size: int | None = None
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold; 1 with eval_subset_num_batches, which counts such batches. The loss does not depend on it."""
@@ -555,6 +572,8 @@ class TrainConfig:
     larger ones."""
     tp_config: TensorParallelConfig | None = None
     """null: no layer is divided."""
+    cp_config: ContextParallelConfig | None = None
+    """null: every device has whole samples."""
     pp_config: PipelineConfig | None = None
     """null: every device computes all blocks."""
     on_non_finite: str = "stop"
@@ -615,6 +634,10 @@ class TrainConfig:
     @property
     def sequence_parallel(self) -> bool:
         return self.tensor_parallel_degree > 1 and self.tp_config is not None and self.tp_config.sequence_parallel
+
+    @property
+    def context(self) -> ContextParallelConfig:
+        return self.cp_config or ContextParallelConfig()
 
     @property
     def pipeline(self) -> PipelineConfig:

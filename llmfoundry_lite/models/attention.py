@@ -3,7 +3,7 @@
 `reference` is the definition, written out in fp32: the yardstick. `sdpa` is PyTorch's
 scaled_dot_product_attention, `blocked` our products over blocks of queries, `flex` PyTorch's FlexAttention (ALiBi,
 windows and documents without a bias of t*s numbers), `flash` the flash-attn package. `Mask` is made once for all
-blocks of a forward pass; `attend` is called in each.
+blocks of a forward pass; its `attend` is called in each.
 
 Legend: b batch, t position of a query, s position of a key, h heads, g heads of keys and values, k head dimension.
 """
@@ -88,15 +88,27 @@ class Mask:
     """flex, flash: ALiBi's."""
     window: int = -1
     """blocked, flash: a query sees so many keys before its own; -1 for all."""
-    document_starts_n: torch.Tensor | None = None
-    """flash: int32, where each document begins in the flattened batch, and where the last one ends."""
-    longest_document: int = 0
+    query_documents: "DocumentBounds | None" = None
+    """flash: of the queries, and of the keys."""
+    key_documents: "DocumentBounds | None" = None
 
     def to(self, dtype: torch.dtype) -> "Mask":
         """The precision scores are computed in; reference keeps fp32."""
         if self.bias_bhts is None or self.implementation == "reference":
             return self
         return replace(self, bias_bhts=self.bias_bhts.to(dtype))
+
+    def attend(
+        self,
+        q_bthk: torch.Tensor,
+        k_bsgk: torch.Tensor,
+        v_bsgk: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> torch.Tensor:
+        """softmax(q k^T * scale + bias) v, [b, t, h, k]; head i of q reads head i // (h / g) of k and v."""
+        return IMPLEMENTATIONS[self.implementation](q_bthk, k_bsgk, v_bsgk, self, softmax_scale, dropout_p)
 
 
 def build_mask(
@@ -106,20 +118,20 @@ def build_mask(
     positions_bt: torch.Tensor,
     num_keys: int,
     may_see_bts: torch.Tensor | None = None,
-    documents_bt: torch.Tensor | None = None,
+    documents_bs: torch.Tensor | None = None,
 ) -> Mask:
     """Keys stand at positions 0 to `num_keys`, queries at the last of them, unless `may_see_bts` says who sees whom.
 
     `positions_bt` (b may be 1) are the queries'. `may_see_bts` (bool) is for rows that are not plain text: as many
-    queries as keys, at the same positions, computed through a bias whatever the implementation. `documents_bt`
-    numbers the document each token belongs to; tokens of different documents do not see each other.
+    queries as keys, at the same positions, computed through a bias whatever the implementation. `documents_bs`
+    numbers the document each key belongs to; tokens of different documents do not see each other.
     """
     num_queries, device, window = positions_bt.size(1), positions_bt.device, options.sliding_window_size
     if implementation == "blocked" and (may_see_bts is not None or num_queries != num_keys):
         implementation = "sdpa"
     if may_see_bts is not None or implementation in ("reference", "sdpa", "blocked"):
         name = implementation if implementation in ("reference", "blocked") else "sdpa"
-        is_plain = slopes_h is None and window < 0 and may_see_bts is None and documents_bt is None
+        is_plain = slopes_h is None and window < 0 and may_see_bts is None and documents_bs is None
         if is_plain and num_queries == num_keys:
             return Mask(implementation=name)
         key_positions_bs = positions_bt
@@ -129,27 +141,24 @@ def build_mask(
         distance_bts = positions_bt[:, :, None] - key_positions_bs[:, None, :]
         if window >= 0:
             may_see_bts = may_see_bts & (distance_bts <= window)
-        if documents_bt is not None:
-            may_see_bts = may_see_bts & (documents_bt[:, :, None] == documents_bt[:, None, :])
+        if documents_bs is not None:
+            may_see_bts = may_see_bts & (documents_bs[:, -num_queries:, None] == documents_bs[:, None, :])
         # Four dimensions, because with three torch falls back to keeping all scores.
         bias_bhts = torch.zeros((), device=device) if slopes_h is None else slopes_h[:, None, None]
         bias_bhts = (-bias_bhts * distance_bts[:, None]).masked_fill(~may_see_bts[:, None], float("-inf"))
         return Mask(implementation=name, bias_bhts=bias_bhts, window=window)
     if implementation == "flex":
         offset = num_keys - num_queries
-        if documents_bt is None:
+        if documents_bs is None:
             block_mask = _block_mask(window, offset, num_queries, num_keys, device)
         else:
-            block_mask = _document_block_mask(documents_bt, window)
+            block_mask = _document_block_mask(documents_bs, window, num_queries)
         return Mask(implementation="flex", block_mask=block_mask, slopes_h=slopes_h)
-    starts_n, longest = (None, 0) if documents_bt is None else _document_starts(documents_bt)
-    return Mask(
-        implementation="flash",
-        slopes_h=slopes_h,
-        window=window,
-        document_starts_n=starts_n,
-        longest_document=longest,
-    )
+    mask = Mask(implementation="flash", slopes_h=slopes_h, window=window)
+    if documents_bs is None:
+        return mask
+    query_documents, key_documents = _document_bounds(documents_bs, num_queries)
+    return replace(mask, query_documents=query_documents, key_documents=key_documents)
 
 
 def document_numbers(tokens_bt: torch.Tensor, separator: int) -> torch.Tensor:
@@ -159,19 +168,6 @@ def document_numbers(tokens_bt: torch.Tensor, separator: int) -> torch.Tensor:
 
 
 # -------------------------------------------------------------------------------------------------- the computation
-
-
-def attend(
-    q_bthk: torch.Tensor,
-    k_bsgk: torch.Tensor,
-    v_bsgk: torch.Tensor,
-    mask: Mask,
-    *,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> torch.Tensor:
-    """softmax(q k^T * scale + bias) v, [b, t, h, k]; head i of the queries reads head i // (h / g) of the others."""
-    return IMPLEMENTATIONS[mask.implementation](q_bthk, k_bsgk, v_bsgk, mask, softmax_scale, dropout_p)
 
 
 def _reference(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
@@ -236,14 +232,14 @@ def _flash(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torc
         "window_size": (mask.window, 0) if mask.window >= 0 else (-1, -1),
         "alibi_slopes": mask.slopes_h,
     }
-    if mask.document_starts_n is None:
+    if mask.query_documents is None or mask.key_documents is None:
         return flash_attn_func(q_bthk, k_bsgk, v_bsgk, **options)
     out_nhk = flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (q_bthk, k_bsgk, v_bsgk)),
-        cu_seqlens_q=mask.document_starts_n,
-        cu_seqlens_k=mask.document_starts_n,
-        max_seqlen_q=mask.longest_document,
-        max_seqlen_k=mask.longest_document,
+        cu_seqlens_q=mask.query_documents.starts_n,
+        cu_seqlens_k=mask.key_documents.starts_n,
+        max_seqlen_q=mask.query_documents.longest,
+        max_seqlen_k=mask.key_documents.longest,
         **options,
     )
     return out_nhk.view_as(q_bthk)
@@ -276,27 +272,45 @@ def _block_mask(window: int, offset: int, num_queries: int, num_keys: int, devic
     return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
 
 
-def _document_block_mask(documents_bt: torch.Tensor, window: int) -> BlockMask:
-    def sees(b, h, t, s):
-        seen = (t >= s) & (documents_bt[b, t] == documents_bt[b, s])
-        return seen & (t - s <= window) if window >= 0 else seen
+def _document_block_mask(documents_bs: torch.Tensor, window: int, num_queries: int) -> BlockMask:
+    batch_size, num_keys = documents_bs.shape
+    offset = num_keys - num_queries
 
-    batch_size, length = documents_bt.shape
-    create: Callable = _compiled(create_block_mask) if documents_bt.is_cuda else create_block_mask
-    return create(sees, batch_size, None, length, length, device=documents_bt.device)
+    def sees(b, h, t, s):
+        distance = t + offset - s
+        seen = (distance >= 0) & (documents_bs[b, t + offset] == documents_bs[b, s])
+        return seen & (distance <= window) if window >= 0 else seen
+
+    create: Callable = _compiled(create_block_mask) if documents_bs.is_cuda else create_block_mask
+    return create(sees, batch_size, None, num_queries, num_keys, device=documents_bs.device)
 
 
 def _alibi_score(slopes_h: torch.Tensor, offset: int) -> Callable:
     return lambda score, b, h, t, s: score - slopes_h[h] * (t + offset - s)
 
 
-def _document_starts(documents_bt: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(where each document of the flattened batch begins, and the end: int32; the longest one's length)"""
-    is_first_bt = torch.ones_like(documents_bt, dtype=torch.bool)
-    is_first_bt[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
-    starts_n = is_first_bt.flatten().nonzero().flatten()
-    starts_n = F.pad(starts_n, (0, 1), value=documents_bt.numel()).int()
-    return starts_n, int(starts_n.diff().max())
+@dataclass(frozen=True, slots=True)
+class DocumentBounds:
+    """Documents of a flattened batch, as flash-attn wants them. Not a tuple, for the reason that Mask is none."""
+
+    starts_n: torch.Tensor
+    """int32, where each begins, and where the last one ends."""
+    longest: int
+
+
+def _document_bounds(documents_bs: torch.Tensor, num_queries: int) -> tuple[DocumentBounds, DocumentBounds]:
+    """(of the last `num_queries` tokens of each row, of all tokens); a document may be over before the queries begin,
+    and has none of them."""
+    is_first_bs = torch.ones_like(documents_bs, dtype=torch.bool)
+    is_first_bs[:, 1:] = documents_bs[:, 1:] != documents_bs[:, :-1]
+    is_query_bs = torch.arange(documents_bs.size(1), device=documents_bs.device) >= documents_bs.size(1) - num_queries
+    firsts_n = is_first_bs.flatten().nonzero().flatten()
+    bounds = []
+    for counted_bs in (is_query_bs.expand_as(documents_bs), torch.ones_like(is_first_bs)):
+        counts = F.pad(counted_bs.flatten().cumsum(0), (1, 0))
+        starts_n = torch.cat([counts[firsts_n], counts[-1:]]).int()
+        bounds.append(DocumentBounds(starts_n, int(starts_n.diff().max())))
+    return bounds[0], bounds[1]
 
 
 # -------------------------------------------------------------------------------------------------------- positions

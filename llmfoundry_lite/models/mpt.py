@@ -20,7 +20,7 @@ from torch import nn
 
 from llmfoundry_lite.config.schema import FFNActivation, ModelConfig
 from llmfoundry_lite.config.stages import Stage
-from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, attend, build_mask, build_rotation, rotate
+from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build_mask, build_rotation, rotate
 from llmfoundry_lite.models.products import Linear, logits
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -52,6 +52,7 @@ class MPT(nn.Module):
         may_see_bts: torch.Tensor | None = None,
         documents_bt: torch.Tensor | None = None,
         cache: "KeyValueCache | None" = None,
+        build_mask: Callable[..., Mask] = build_mask,
         head: Head | None = None,
     ) -> Any:
         """tokens_bt int64 -> logits [b, t, v], or what `head` makes of hidden states and output embedding.
@@ -61,9 +62,10 @@ class MPT(nn.Module):
         A head is called inside the forward pass because that is where a sharded embedding is whole. Rows that are
         not plain text, such as several continuations of one context, say what their tokens' positions are and,
         for each, which others it may see (bool). `documents_bt` numbers documents that must not see each other.
-        With a cache, the tokens follow those it holds, and join them.
+        With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows,
+        `build_mask` knows of the others (`parallel/context.py`), and the documents are whole rows'.
         """
-        hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts, documents_bt, cache)
+        hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts, documents_bt, cache, build_mask)
         if not self.stage.is_last:
             return hidden_btd
         if self.logit_scale is not None:
@@ -99,6 +101,7 @@ class Transformer(nn.Module):
         may_see_bts: torch.Tensor | None = None,
         documents_bt: torch.Tensor | None = None,
         cache: "KeyValueCache | None" = None,
+        build_mask: Callable[..., Mask] = build_mask,
     ) -> torch.Tensor:
         config, num_past = self.config, 0 if cache is None else cache.length
         num_keys = num_past + (tokens_bt if positions_bt is None else positions_bt).size(1)
@@ -196,7 +199,7 @@ class Attention(nn.Module):
             q_bthk, k_btgk = rotate(q_bthk, rotation), rotate(k_btgk, rotation)
         k_bsgk, v_bsgk = (k_btgk, v_btgk) if extend is None else extend(k_btgk, v_btgk)
         dropout_p = options.attn_pdrop if self.training else 0.0
-        out_bthk = attend(q_bthk, k_bsgk, v_bsgk, mask, softmax_scale=options.softmax_scale, dropout_p=dropout_p)
+        out_bthk = mask.attend(q_bthk, k_bsgk, v_bsgk, softmax_scale=options.softmax_scale, dropout_p=dropout_p)
         return self.out_proj(out_bthk.flatten(-2))
 
     def clamp(self, qkv: torch.Tensor) -> torch.Tensor:

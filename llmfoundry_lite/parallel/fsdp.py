@@ -19,6 +19,7 @@ from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.mesh import names_of, within_stage
 from llmfoundry_lite.parallel.pipeline import Loss, Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import Precision
@@ -59,6 +60,7 @@ def build_pipeline(
     loss: Loss,
     compile_config: dict[str, Any] | None = None,
     attn_impl: str = "sdpa",
+    context: Context | None = None,
     *,
     sequence_parallel: bool = False,
 ) -> Pipeline:
@@ -67,7 +69,7 @@ def build_pipeline(
     models = []
     for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
         with torch.device("meta"):
-            model = StageModel(config, attn_impl, stage, loss, precision)
+            model = StageModel(config, attn_impl, stage, loss, precision, context)
         models.append(materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel))
     runs = mesh["tensor"].size() if sequence_parallel else 1
     return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), runs)

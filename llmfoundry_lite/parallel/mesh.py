@@ -6,22 +6,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmfoundry_lite.config.layout import DIMENSIONS, Layout
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.config.layout import Layout
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The dimension `shard`, and before and after it `pipeline`, `replicate` and `tensor` where the layout has them.
 
-    Raises ConfigError for what no model is divided by yet.
+    To FSDP the ranks of a context group, which have other tokens, are like those that have other samples.
     """
-    if layout.context != 1:
-        raise ConfigError(
-            f"layout: context: {layout.context} given, expected 1: context parallelism is not there yet; "
-            "use fsdp_config, tp_config and pp_config"
-        )
-    names = [name for name in DIMENSIONS if name == "shard" or getattr(layout, name) > 1]
-    return _make_mesh(device_type, tuple(getattr(layout, name) for name in names), tuple(names))
+    degrees = layout.of_parameters.degrees._asdict()
+    sizes = {name: size for name, size in degrees.items() if name == "shard" or size > 1}
+    return _make_mesh(device_type, tuple(sizes.values()), tuple(sizes))
+
+
+def build_context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
+    """The ranks that have the other parts of this rank's samples, in order. Every rank must call this together."""
+    inner = layout.tensor
+    shape = (layout.world_size // (layout.context * inner), layout.context, inner)
+    return _make_mesh(device_type, shape, ("outer", "context", "inner")).get_group("context")
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
 from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
+from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.ranks.exchange import tell_all, tell_bytes
 
@@ -37,16 +38,28 @@ TAKES_ONE_STAGE = ("gpipe", "1f1b")
 class StageModel(MPT):
     """One stage. With labels, the last one gives the sum of the loss."""
 
-    def __init__(self, config: ModelConfig, attn_impl: str, stage: Stage, loss: Loss, precision: Precision):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attn_impl: str,
+        stage: Stage,
+        loss: Loss,
+        precision: Precision,
+        context: Context | None = None,
+    ):
         super().__init__(config, attn_impl, stage)
+        self.context = context
         self.sum_loss = loss
         self.autocast = precision.autocast
 
     def forward(self, inputs: torch.Tensor, *, labels_bt: torch.Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """`inputs`: tokens_bt for the first stage, hidden_btd for the others."""
+        """`inputs`: tokens_bt for the first stage, hidden_btd for the others; with labels, of this rank's part of the
+        rows."""
         if labels_bt is not None:
             sum_loss = self.sum_loss
             options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
+            if self.context is not None:
+                options |= self.context.options(labels_bt.size(1) * self.context.size, inputs.device)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             return super().forward(inputs, **options)
 

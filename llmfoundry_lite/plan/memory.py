@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.plan.schedule import Pass, order_of
@@ -195,7 +195,8 @@ def _hidden_bytes(config: TrainConfig, microbatch_size: int, num_runs: int = 1) 
     """Of a microbatch, or of one of `num_runs` that divide the stream, as stages send it to each other."""
     is_whole = config.precision in ("fp32", "tf32") or config.sharding.mixed_precision == "FULL"
     stream_bytes = FP32_BYTES if is_whole else 2
-    return microbatch_size * config.max_seq_len // num_runs * config.model.d_model * stream_bytes
+    num_tokens = microbatch_size * config.max_seq_len // config.context.context_parallel_degree
+    return num_tokens // num_runs * config.model.d_model * stream_bytes
 
 
 def _measure_chunk(
@@ -262,10 +263,11 @@ def _options_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         microbatch_size=microbatch_size,
         reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
         has_one_microbatch=microbatch_size == device_batch_size,
-        shard_degree=layout.shard,
+        shard_degree=layout.of_parameters.shard,
         has_fsdp=stage_size > 1 or config.compile_config is not None or fsdp.offload_optimizer,
         tensor_parallel_degree=layout.tensor,
         sequence_parallel=config.sequence_parallel,
+        context=config.context,
         precision=config.precision,
         mixed_precision=fsdp.mixed_precision,
         reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and layout.pipeline == 1,
@@ -283,7 +285,7 @@ def _with_the_rest(config: TrainConfig, layout: Layout, estimate: MemoryEstimate
     microbatch_size = config.first_microbatch_size(device_batch_size)
     share_bytes, num_owners = estimate.parameters_bytes, 1
     if fsdp.sharding_strategy == "ZERO_1":
-        num_owners = layout.replicate
+        num_owners = layout.of_parameters.replicate
     estimate = dataclasses.replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
     scratch_bytes = share_bytes * OPTIMIZER_SCRATCH.get(config.optimizer.name, 0) // num_owners
     in_step = dataclasses.replace(
@@ -296,7 +298,7 @@ def _with_the_rest(config: TrainConfig, layout: Layout, estimate: MemoryEstimate
     estimate = max(estimate, in_step, key=lambda moment: moment.total_bytes)
     ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
     rounding_bytes = int(estimate.total_bytes * ROUNDING) + (1 + slots_of(config)[0]) * _rounding_bytes(
-        config.model, layout.shard, layout.tensor
+        config.model, layout.of_parameters.shard, layout.tensor
     )
     return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)
 
@@ -320,6 +322,7 @@ def estimate_moments(
     has_fsdp: bool = True,
     tensor_parallel_degree: int = 1,
     sequence_parallel: bool = False,
+    context: ContextParallelConfig | None = None,
     precision: str = "amp_bf16",
     mixed_precision: str = "DEFAULT",
     reshard_after_forward: bool = True,
@@ -371,10 +374,11 @@ def estimate_moments(
     waiting_bytes = 0 if has_one_microbatch else share_bytes
     if not reduces_every_microbatch:
         waiting_bytes = num_parameters * FP32_BYTES
-    num_tokens = microbatch_size * seq_len
+    context = context or ContextParallelConfig()
+    num_tokens = microbatch_size * seq_len // context.context_parallel_degree
     num_runs = tensor_parallel_degree if sequence_parallel else 1
     block_bytes = num_tokens * _block_bytes_per_token(
-        model, compute_bytes, stream_bytes, tensor_parallel_degree, num_runs
+        model, compute_bytes, stream_bytes, tensor_parallel_degree, num_runs, context
     )
     kept_bytes = _activations_bytes(
         model,
@@ -384,6 +388,7 @@ def estimate_moments(
         stream_bytes,
         tensor_parallel_degree=tensor_parallel_degree,
         num_runs=num_runs,
+        context=context,
         checkpointing=activation_checkpointing,
         is_offloaded=activation_cpu_offload and activation_checkpointing is True,
     )
@@ -472,6 +477,7 @@ def _activations_bytes(
     *,
     tensor_parallel_degree: int,
     num_runs: int,
+    context: ContextParallelConfig,
     checkpointing: bool | str,
     is_offloaded: bool,
 ) -> int:
@@ -489,19 +495,27 @@ def _activations_bytes(
     elif checkpointing:
         blocks_bytes = 0 if is_offloaded else model.n_layers * input_bytes
     else:
-        block_bytes = _block_bytes_per_token(model, compute_bytes, stream_bytes, tensor_parallel_degree, num_runs)
+        block_bytes = _block_bytes_per_token(
+            model, compute_bytes, stream_bytes, tensor_parallel_degree, num_runs, context
+        )
         blocks_bytes = model.n_layers * num_tokens * block_bytes
     # The last norm keeps its input and its output is the loss's.
     last_norm_bytes = input_bytes + num_tokens * d * stream_bytes
     bias_bytes = 0
-    options = model.attn_config
-    if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id:
+    options, degree = model.attn_config, context.context_parallel_degree
+    is_gathered = degree > 1 and context.kind == "gather"
+    if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id or is_gathered:
         # Where there is a kernel that needs none, `auto` takes it; this is the most it can be.
         # One bias for all blocks, unless autocast has to copy it into the compute precision for each.
         num_copies = model.n_layers if stream_bytes != compute_bytes and not checkpointing else 0
         num_heads = model.n_heads // tensor_parallel_degree if options.alibi else 1
-        rows = num_heads * (num_tokens if options.attn_uses_sequence_id else seq_len)
-        bias_bytes = rows * seq_len * (stream_bytes + num_copies * compute_bytes)
+        num_samples = num_tokens * degree // seq_len if options.attn_uses_sequence_id else 1
+        scores = seq_len * seq_len
+        if is_gathered:  # of two pieces, each with all tokens up to its end
+            scores = (seq_len // (2 * degree)) ** 2 * (2 * degree + 1)
+        elif options.alibi:
+            num_heads //= degree
+        bias_bytes = num_heads * num_samples * scores * (stream_bytes + num_copies * compute_bytes)
     dropout_bytes = num_tokens // num_runs * d if model.emb_pdrop else 0
     return blocks_bytes + last_norm_bytes + bias_bytes + dropout_bytes
 
@@ -555,7 +569,12 @@ def _shapes_of_norm(model: ModelConfig, width: int) -> Shapes:
 
 
 def _block_bytes_per_token(
-    model: ModelConfig, compute_bytes: int, stream_bytes: int, tensor_parallel_degree: int, num_runs: int
+    model: ModelConfig,
+    compute_bytes: int,
+    stream_bytes: int,
+    tensor_parallel_degree: int,
+    num_runs: int,
+    context: ContextParallelConfig,
 ) -> int:
     """Matrices keep their input whole, also where a norm has computed a run of it alone."""
     d, f = model.d_model, model.ffn_dim
@@ -568,6 +587,11 @@ def _block_bytes_per_token(
     kv_dim = model.num_kv_heads * model.head_dim
     norms = 2 * ((norm_input + norm_statistics) // num_runs + d * compute_bytes)
     attention = (2 * d + 2 * kv_dim) * compute_bytes + model.n_heads * FP32_BYTES
+    degree = context.context_parallel_degree
+    if degree > 1:  # what attention gives is rearranged before the matrix that follows
+        attention += d * compute_bytes
+    if context.kind == "gather":
+        attention += (degree - 1) * 2 * kv_dim * compute_bytes
     if model.attn_config.clip_qkv is not None:
         attention += (d + 2 * kv_dim) * compute_bytes
     if model.attn_config.qk_ln or model.attn_config.qk_gn:

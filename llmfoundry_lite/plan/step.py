@@ -191,14 +191,15 @@ def step_time(
     tensor_seconds = reductions * tensor.reduce_seconds(stream_bytes)
     context = group_of(layout, "context", node)
     qkvo = 2 * stream_bytes + 2 * stream_bytes * model.num_kv_heads / model.n_heads
-    context_seconds = num_blocks * passes * context.exchange_seconds(qkvo / layout.tensor)
+    num_exchanges = 3 if work.activation_checkpointing else 2
+    context_seconds = num_blocks * num_exchanges * context.exchange_seconds(qkvo / layout.tensor)
     send = send_seconds(layout, "pipeline", node, stream_bytes)
     pipeline_seconds = 2 * send * work.virtual_stages
 
     num_local, num_outside = num_block / layout.tensor, num_outside // layout.tensor
     sharding_seconds = _sharding_seconds(
         work,
-        layout,
+        layout.of_parameters,
         node,
         num_blocks=num_blocks,
         num_block=num_local,
@@ -208,7 +209,8 @@ def step_time(
         forward_seconds=block_seconds / passes,
         backward_seconds=block_seconds * (passes - 1) / passes,
     )
-    share = layout.shard if work.is_sharded else layout.replicate if work.shares_optimizer else 1
+    parts = layout.of_parameters
+    share = parts.shard if work.is_sharded else parts.replicate if work.shares_optimizer else 1
     optimizer = OPTIMIZER_BYTES * (num_blocks * num_local + num_outside) / share / memory_rate
     per_microbatch = {
         "products": num_blocks * block_products + head_products,

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.pipeline import Pipeline
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
@@ -19,14 +20,25 @@ from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token
 class LanguageModel(ComposerModel):
     """Batches are {"input_ids": int64 [b, t]}; a token id below 0 is no token: it is read as 0 and has no loss."""
 
-    def __init__(self, model: MPT, precision: Precision, separator: int | None = None):
+    def __init__(self, model: MPT, precision: Precision, separator: int | None = None, context: Context | None = None):
         super().__init__()
         self.model = model
+        self.context = context
+        """The ranks that divide each sample's tokens, if any do."""
         self.precision = precision
         self.separator = separator
         """The token that ends a document, if documents in a sample are not to see each other."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
+
+    def part(self, x_bt: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of whole rows."""
+        return x_bt if self.context is None else self.context.part(x_bt)
+
+    @property
+    def num_parts(self) -> int:
+        """Of each sample, on as many ranks."""
+        return 1 if self.context is None else self.context.size
 
     num_stages = 1
     """Of the pipeline that this is a rank's part of."""
@@ -44,18 +56,24 @@ class LanguageModel(ComposerModel):
         return None if self.separator is None else document_numbers(tokens_bt, self.separator)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sum of the loss in nats, and the number of tokens it is the sum over."""
+        """Sum of the loss in nats, and the number of tokens it is the sum over.
+
+        Of ranks that divide the samples, each gives its part times their number: their mean is the samples' loss.
+        """
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
-        documents_bt = self.documents(tokens_bt)
+        num_tokens = (labels_bt != IGNORED).sum()
+        options: dict[str, Any] = {"documents_bt": self.documents(tokens_bt)}
+        if self.context is not None:
+            options |= self.context.options(tokens_bt.size(1), tokens_bt.device)
         autocast = self.precision.autocast
         with torch.autocast(tokens_bt.device.type, autocast) if autocast else nullcontext():
             loss_sum = self.model(
-                tokens_bt.clamp(min=0),
-                documents_bt=documents_bt,
-                head=partial(cross_entropy_sum, labels_bt=labels_bt),
+                self.part(tokens_bt.clamp(min=0)),
+                head=partial(cross_entropy_sum, labels_bt=self.part(labels_bt)),
+                **options,
             )
-        return {"loss_sum": loss_sum, "num_tokens": (labels_bt != IGNORED).sum()}
+        return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Mean over the microbatch's tokens; Composer weights microbatches and ranks by their tokens."""
@@ -77,8 +95,10 @@ class PipelinedLanguageModel(LanguageModel):
 
     model: Pipeline  # type: ignore[assignment]
 
-    def __init__(self, model: Pipeline, precision: Precision, separator: int | None = None):
-        super().__init__(cast(Any, model), precision, separator)
+    def __init__(
+        self, model: Pipeline, precision: Precision, separator: int | None = None, context: Context | None = None
+    ):
+        super().__init__(cast(Any, model), precision, separator, context)
         self.num_stages = model.num_ranks
 
     @property
@@ -93,15 +113,13 @@ class PipelinedLanguageModel(LanguageModel):
         """Without a gradient."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
+        num_tokens, documents_bt = (labels_bt != IGNORED).sum(), self.documents(tokens_bt)
         loss_sum = self.model.run_forward(
-            tokens_bt.clamp(min=0), labels_bt=labels_bt, documents_bt=self.documents(tokens_bt)
+            self.part(tokens_bt.clamp(min=0)), labels_bt=self.part(labels_bt), documents_bt=documents_bt
         )
         if loss_sum is None:
-            return {
-                "loss_sum": torch.zeros((), device=tokens_bt.device),
-                "num_tokens": torch.zeros_like(labels_bt).sum(),
-            }
-        return {"loss_sum": loss_sum, "num_tokens": (labels_bt != IGNORED).sum()}
+            return {"loss_sum": torch.zeros((), device=tokens_bt.device), "num_tokens": torch.zeros_like(num_tokens)}
+        return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 
     def train_on(
         self, batch: dict[str, torch.Tensor], num_microbatches: int, num_samples: int, share: float, *, by_tokens: bool
@@ -116,12 +134,15 @@ class PipelinedLanguageModel(LanguageModel):
         is_sample_b = torch.arange(len(tokens_bt) + missing, device=tokens_bt.device) < len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)
-        weights_m = torch.full((num_microbatches,), 1 / share, device=tokens_bt.device)
+        weights_m = torch.full((num_microbatches,), self.num_parts / share, device=tokens_bt.device)
         if not by_tokens:
             num_tokens_m = (labels_bt != IGNORED).view(num_microbatches, -1).sum(1)
             weights_m *= is_sample_b.view(num_microbatches, -1).sum(1) / num_tokens_m.clamp(min=1)
         losses_m = self.model.train_on(
-            tokens_bt.clamp(min=0), labels_bt, self.documents(tokens_bt), weights_m * self.loss_scale
+            self.part(tokens_bt.clamp(min=0)),
+            self.part(labels_bt),
+            self.documents(tokens_bt),
+            weights_m * self.loss_scale,
         )
         return losses_m.sum() / self.loss_scale
 

@@ -24,6 +24,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model, build_pipeline
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -58,20 +59,22 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
             print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
     has_documents = config.model.attn_config.attn_uses_sequence_id
     separator = load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
+    context = build_context(config.context, layout, devices.device_type()) if layout.context > 1 else None
     if layout.pipeline > 1:
         loss = partial(cross_entropy_sum, backward_runs_once=not config.pipeline.splits_backward)
         pipeline = build_pipeline(
             *(config.model, fsdp, precision, mesh, config.seed, config.pipeline, loss),
             compile_config=config.compile_config,
             attn_impl=attn_impl,
+            context=context,
             sequence_parallel=config.sequence_parallel,
         )
-        return PipelinedLanguageModel(pipeline, precision, separator)
+        return PipelinedLanguageModel(pipeline, precision, separator, context)
     model = build_parallel_model(
         *(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl),
         sequence_parallel=config.sequence_parallel,
     )
-    language_model: Any = LanguageModel(model, precision, separator)
+    language_model: Any = LanguageModel(model, precision, separator, context)
     if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
@@ -199,9 +202,7 @@ def build_callbacks(
     callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         place = layout_here(config).coordinates(this_rank().rank)
-        callbacks.append(
-            DropoutSeed(config.seed, ranks, place.pipeline, place.tensor if config.sequence_parallel else 0)
-        )
+        callbacks.append(DropoutSeed(config.seed, ranks, place, has_runs=config.sequence_parallel))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:

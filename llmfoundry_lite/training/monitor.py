@@ -10,7 +10,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.training.agreement import Agreement
@@ -38,11 +38,12 @@ class DropoutSeed(Callback):
     apart). Stages have other blocks, and drop something else; so do ranks that have other tokens of a sequence.
     """
 
-    def __init__(self, seed: int, ranks: DataRanks, stage: int, run: int):
-        """`run`: which tokens of each sequence this rank has, where sequence parallelism divides them."""
+    def __init__(self, seed: int, ranks: DataRanks, place: Coordinates, *, has_runs: bool):
+        """`has_runs`: ranks of a tensor group have other tokens (sequence parallelism)."""
         self.seed = seed
         self.ranks = ranks
-        self.part = (f"/{stage}" if stage else "") + (f"/run {run}" if run else "")
+        parts = {"": place.pipeline, "context ": place.context, "run ": place.tensor if has_runs else 0}
+        self.part = "".join(f"/{name}{index}" for name, index in parts.items() if index)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}{self.part}"

@@ -118,11 +118,6 @@ def test_what_does_not_divide_is_named_with_what_would(options, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_dimension_that_no_model_is_divided_by_yet_is_refused():
-    with pytest.raises(ConfigError, match=r"^layout: context: 2 given, expected 1: context parallelism is not there"):
-        build_mesh(Layout(context=2), "cpu")
-
-
 @pytest.mark.parametrize(
     "layout",
     [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.models.attention import Mask, alibi_slopes, attend, build_mask
+from llmfoundry_lite.models.attention import Mask, alibi_slopes, build_mask
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
@@ -29,14 +29,14 @@ def test_one_head_two_dimensions_three_tokens_by_hand():
 
     q_bthk, k_bthk, v_bthk = (torch.tensor(x).view(1, 3, 1, 2) for x in (q, k, v))
     mask = build_mask(AttentionConfig(), "sdpa", torch.tensor([slope]), torch.arange(3)[None], 3)
-    out_bthk = attend(q_bthk, k_bthk, v_bthk, mask)
+    out_bthk = mask.attend(q_bthk, k_bthk, v_bthk)
     torch.testing.assert_close(out_bthk.view(3, 2), torch.tensor(expected))
 
 
 def test_without_alibi_the_first_token_sees_itself_and_the_last_sees_all():
     q_bthk = torch.zeros(1, 4, 1, 2)
     v_bthk = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 4, 1, 1).expand(1, 4, 1, 2)
-    out_bthk = attend(q_bthk, q_bthk, v_bthk, Mask(implementation="sdpa"))
+    out_bthk = Mask(implementation="sdpa").attend(q_bthk, q_bthk, v_bthk)
     torch.testing.assert_close(out_bthk[0, :, 0, 0], torch.tensor([1.0, 1.5, 2.0, 3.0]))
 
 
@@ -58,6 +58,9 @@ def test_in_bf16_blocks_are_as_near_the_truth_as_attention_by_plain_products(ali
         out = compute(q, k, v, mask)
         out.backward(tensors_bthk[3].to(dtype))
         return [x.double() for x in (out, q.grad, k.grad, v.grad)]
+
+    def attend(q_bthk, k_bthk, v_bthk, mask):
+        return mask.attend(q_bthk, k_bthk, v_bthk)
 
     exact = results(attend, "reference", torch.float32)
     ours, theirs = results(attend, "blocked"), results(plain, "sdpa")

@@ -2,9 +2,7 @@
 option is without effect. The yardstick is `reference`; on a CPU flex has a forward pass only.
 """
 
-import itertools
 import sys
-import types
 from dataclasses import replace
 
 import pytest
@@ -17,6 +15,7 @@ from llmfoundry_lite.models.attention import choose_implementation, document_num
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
+from tests.helpers import flash_attn as plain_flash_attn
 from tests.helpers.models import BASE, EOS, FAMILY, GQA, attention, random_model, random_tokens, with_implementation
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -29,30 +28,7 @@ def documents_of(tokens_bt: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """flash-attn's interface, computed plainly from its documentation: what is tested is what we pass to it."""
-
-    def attend(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes):
-        assert causal and not dropout_p
-        heads = range(q.size(2))
-        distance = torch.arange(q.size(1))[:, None] - torch.arange(k.size(1))[None] + (k.size(1) - q.size(1))
-        seen = (distance >= 0) & ((distance <= window_size[0]) | torch.tensor(window_size[0] < 0))
-        out = torch.empty_like(q)
-        for h in heads:
-            g = h * k.size(2) // q.size(2)
-            scores = q[:, :, h] @ k[:, :, g].transpose(1, 2) * (softmax_scale or q.size(-1) ** -0.5)
-            if alibi_slopes is not None:
-                scores = scores - alibi_slopes[h] * distance.abs()
-            out[:, :, h] = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, :, g]
-        return out
-
-    def attend_documents(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q == cu_seqlens_q.diff().max()
-        bounds = list(itertools.pairwise(cu_seqlens_q.tolist()))
-        return torch.cat([attend(*(x[None, a:b] for x in (q, k, v)), **options)[0] for a, b in bounds])
-
-    module = types.ModuleType("flash_attn")
-    module.flash_attn_func, module.flash_attn_varlen_func = attend, attend_documents
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn", plain_flash_attn)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,151 @@
+"""Context parallelism: the tokens of each sample, divided among the ranks of a group.
+
+Owns which tokens a rank has, and what ranks exchange so that attention sees all of them. Everything else in a model
+looks at one token at a time and needs no change; positions, labels and documents are worked out on whole rows.
+
+Legend: b batch, t this rank's tokens, s all tokens, h heads, g heads of keys and values, k head dimension, n ranks.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig
+from llmfoundry_lite.models.attention import Mask, build_mask
+from llmfoundry_lite.parallel.mesh import build_context_group
+
+# torch 2.13 gave it another name and warns of the first.
+_all_gather: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+
+
+def build_context(config: ContextParallelConfig, layout: Layout, device_type: str) -> "Context":
+    """Of this rank. Every rank must call this together."""
+    group = build_context_group(layout, device_type)
+    return Context(kind=config.kind, group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The ranks that divide each sample, seen from one of them.
+
+    heads: rank i has the i-th of n pieces. gather: of 2n pieces the i-th and the i-th from the end; a causal mask lets
+    the two together see as many tokens as those of any other rank.
+    """
+
+    kind: str
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @property
+    def pieces(self) -> list[int]:
+        """Of rows that are cut into size, or 2 * size, of them."""
+        return [self.rank] if self.kind == "heads" else [self.rank, 2 * self.size - 1 - self.rank]
+
+    def part(self, x_bs: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens, [b, t], of whole rows."""
+        pieces = x_bs.chunk(self.size * len(self.pieces), dim=1)
+        return torch.cat([pieces[number] for number in self.pieces], dim=1)
+
+    def options(self, num_tokens: int, device: torch.device) -> dict[str, Any]:
+        """What a model must be told of this rank's part of rows of so many tokens."""
+        positions_1s = torch.arange(num_tokens, device=device)[None]
+        return {"positions_bt": self.part(positions_1s), "build_mask": self.build_mask}
+
+    def build_mask(
+        self,
+        options: AttentionConfig,
+        implementation: str,
+        slopes_h: torch.Tensor | None,
+        positions_1t: torch.Tensor,
+        num_tokens: int,
+        may_see_bts: None = None,
+        documents_bs: torch.Tensor | None = None,
+    ) -> Mask:
+        """As `models.attention.build_mask`, for this rank's part of plain rows; `documents_bs` are whole rows'."""
+        if self.kind == "heads":
+            num_keys = num_tokens * self.size
+            slopes_h = None if slopes_h is None else slopes_h.chunk(self.size)[self.rank]
+            positions_1s = torch.arange(num_keys, device=positions_1t.device)[None]
+            mask = build_mask(options, implementation, slopes_h, positions_1s, num_keys, None, documents_bs)
+            return HeadsMask(context=self, **{field.name: getattr(mask, field.name) for field in fields(mask)})
+        masks = []
+        for number, piece_1t in zip(self.pieces, positions_1t.chunk(2, dim=1), strict=True):
+            num_keys = (number + 1) * piece_1t.size(1)  # none that no query of the piece sees
+            documents = None if documents_bs is None else documents_bs[:, :num_keys]
+            masks.append(build_mask(options, implementation, slopes_h, piece_1t, num_keys, None, documents))
+        return GatheredMask(context=self, implementation=implementation, early=masks[0], late=masks[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsMask(Mask):
+    """The mask of whole rows for this rank's heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
+
+    Before attention, ranks exchange some tokens of all heads for all tokens of some heads, and afterwards back. It is
+    the attention of a model with fewer heads, whatever the implementation.
+    """
+
+    context: Context
+
+    def attend(
+        self,
+        q_bthk: torch.Tensor,
+        k_btgk: torch.Tensor,
+        v_btgk: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> torch.Tensor:
+        size, group = self.context.size, self.context.group
+        # Of each tensor the heads that go to one rank, side by side: one exchange for all three.
+        parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_bthk, k_btgk, v_btgk)]
+        numbers_of_heads = [x_nbtHk.size(3) for x_nbtHk in parts]
+        qkv_nbtHk = functional.all_to_all_single_autograd(torch.cat(parts, dim=3), None, None, group)
+        qkv_bsHk = qkv_nbtHk.movedim(0, 1).flatten(1, 2)
+        q_bshk, k_bsgk, v_bsgk = qkv_bsHk.split(numbers_of_heads, dim=2)
+        out_bshk = Mask.attend(self, q_bshk, k_bsgk, v_bsgk, softmax_scale=softmax_scale, dropout_p=dropout_p)
+        out_nbthk = out_bshk.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+        out_nbthk = functional.all_to_all_single_autograd(out_nbthk, None, None, group)
+        return out_nbthk.movedim(0, 2).flatten(2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredMask(Mask):
+    """The masks of this rank's two pieces of queries, each over the keys up to its end.
+
+    Keys and values are gathered from all ranks, their gradients summed by the ranks that have them.
+    """
+
+    context: Context
+    early: Mask
+    late: Mask
+
+    def to(self, dtype: torch.dtype) -> "GatheredMask":
+        return replace(self, early=self.early.to(dtype), late=self.late.to(dtype))
+
+    def attend(
+        self,
+        q_bthk: torch.Tensor,
+        k_btgk: torch.Tensor,
+        v_btgk: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> torch.Tensor:
+        kv_btGk = torch.cat([k_btgk, v_btgk], dim=2)
+        kv_nbtGk = _all_gather(kv_btGk[None], 0, self.context.group)
+        early_nbcGk, late_nbcGk = kv_nbtGk.chunk(2, dim=2)
+        in_order = [*early_nbcGk.unbind(), *reversed(late_nbcGk.unbind())]
+        k_bsgk, v_bsgk = torch.cat(in_order, dim=1).chunk(2, dim=2)
+        outputs = []
+        for mask, number, q_bchk in zip(
+            (self.early, self.late), self.context.pieces, q_bthk.chunk(2, dim=1), strict=True
+        ):
+            num_keys = (number + 1) * q_bchk.size(1)
+            k, v = k_bsgk[:, :num_keys], v_bsgk[:, :num_keys]
+            outputs.append(mask.attend(q_bchk, k, v, softmax_scale=softmax_scale, dropout_p=dropout_p))
+        return torch.cat(outputs, dim=1)
