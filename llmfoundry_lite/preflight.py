@@ -30,7 +30,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
-from llmfoundry_lite.plan.step import stream_reductions
+from llmfoundry_lite.plan.step import context_exchanges, stream_reductions
 from llmfoundry_lite.status import STATUS, write_ended_early
 
 LARGE_INDEX_BYTES = 16_000_000
@@ -301,6 +301,7 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
         devices,
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
         f"               {groups} x {device_batch} samples in {division}",
+        *_describe_parts(config, layout),
         *_describe_stages(config, layout),
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
@@ -319,6 +320,24 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
             "not checked    the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer"
         )
     return "\n".join(lines)
+
+
+def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
+    """For each rank of a context group, which tokens of a sample it has; of many, the first and the last."""
+    context, length = config.context, config.max_seq_len
+    if layout.context == 1:
+        return []
+    if context.kind == "heads":
+        num_heads = config.model.n_heads // layout.tensor
+        lines = [f"in attention each rank has {num_heads // layout.context} of {num_heads} heads of all tokens"]
+    else:
+        lines = ["in attention each rank has the keys and values of all tokens, gathered"]
+    size = length // context.num_pieces
+    for number, rank in enumerate(layout.group(0, "context")):
+        if number < MOST_STAGES - 1 or number == layout.context - 1:
+            spans = [f"{piece * size}-{(piece + 1) * size - 1}" for piece in context.pieces_of(number)]
+            lines.append(f"rank {rank}: tokens {' and '.join(spans)} of each sample")
+    return [f"{'' if i else 'samples':<15}{line}" for i, line in enumerate(lines)]
 
 
 def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
@@ -341,18 +360,33 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
-    """The cost of tensor parallelism across nodes: `stream_reductions` of each sample."""
-    if not layout.spans_nodes("tensor"):
-        return []
-    degree, in_node = layout.tensor, layout.node_size
+    """The cost of groups that span nodes: `context_exchanges` and `stream_reductions` of each sample."""
+    lines, in_node = [], layout.node_size
     samples = config.global_train_batch_size // layout.num_data_ranks
-    num_bytes = config.max_seq_len * config.model.d_model * (4 if config.precision in ("fp32", "tf32") else 2)
+    number_bytes = 4 if config.precision in ("fp32", "tf32") else 2
+    if layout.spans_nodes("context"):
+        num_tokens, is_recomputed = config.max_seq_len // layout.context, bool(config.sharding.activation_checkpointing)
+        numbers, num_exchanges = context_exchanges(config.model, config.context, num_tokens, is_recomputed)
+        num_exchanges *= config.model.n_layers
+        num_bytes = numbers * number_bytes // layout.tensor
+        among = f"{layout.context} x {layout.tensor} (tp_config)" if layout.tensor > 1 else str(layout.context)
+        lines.append(
+            f"cp_config.context_parallel_degree: groups of {among} devices span nodes of {in_node}: each sample takes "
+            f"{num_exchanges} exchanges of {in_bytes(num_bytes)} over the network, "
+            f"{in_bytes(num_exchanges * num_bytes * samples)} for each device and batch; a group whose size divides "
+            f"{in_node} stays in a node"
+        )
+    if not layout.spans_nodes("tensor"):
+        return lines
+    degree = layout.tensor
+    num_bytes = config.max_seq_len // layout.context * config.model.d_model * number_bytes
     num_sums = int(stream_reductions(config.model.n_layers, config.sharding.activation_checkpointing is True))
     return [
+        *lines,
         f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
         f"{num_sums} sums of {in_bytes(num_bytes)} over the network, "
         f"{in_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
-        "stays in a node"
+        "stays in a node",
     ]
 
 

@@ -110,6 +110,9 @@ def check_run(run: str) -> str:
         if segment.pipeline:
             left_out.append(f"{segment.span}: a pipeline of {segment.pipeline}, whose bubbles are not compared")
             continue
+        if segment.context:
+            left_out.append(f"{segment.span}: samples divided over {segment.context}, which is not compared")
+            continue
         row, facts = accelerator_of(found.log, here, segment), measure(found.log, segment, {})
         if row is None or not facts.tokens_per_second_per_device or not segment.num_devices:
             left_out.append(

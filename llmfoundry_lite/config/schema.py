@@ -412,9 +412,13 @@ class ContextParallelConfig:
 
     @property
     def num_pieces(self) -> int:
-        """Equal pieces that a sample is cut into: one for each device, or two that together see as much as any other
-        device's."""
+        """Equal pieces that a sample is cut into."""
         return self.context_parallel_degree * (2 if self.kind == "gather" else 1)
+
+    def pieces_of(self, rank: int) -> list[int]:
+        """Of a rank of the group. gather: one from the beginning and one from the end; a causal mask lets the two
+        together see as many tokens as those of any other rank."""
+        return [rank] if self.kind == "heads" else [rank, self.num_pieces - 1 - rank]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

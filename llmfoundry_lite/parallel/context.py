@@ -25,30 +25,28 @@ _all_gather: Any = getattr(functional, "all_gather_single_autograd", None) or fu
 def build_context(config: ContextParallelConfig, layout: Layout, device_type: str) -> "Context":
     """Of this rank. Every rank must call this together."""
     group = build_context_group(layout, device_type)
-    return Context(kind=config.kind, group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+    return Context(config=config, group=group, rank=dist.get_rank(group))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The ranks that divide each sample, seen from one of them.
+    """The ranks that divide each sample, seen from one of them."""
 
-    heads: rank i has the i-th of n pieces. gather: of 2n pieces the i-th and the i-th from the end; a causal mask lets
-    the two together see as many tokens as those of any other rank.
-    """
-
-    kind: str
+    config: ContextParallelConfig
     group: dist.ProcessGroup
     rank: int
-    size: int
+
+    @property
+    def size(self) -> int:
+        return self.config.context_parallel_degree
 
     @property
     def pieces(self) -> list[int]:
-        """Of rows that are cut into size, or 2 * size, of them."""
-        return [self.rank] if self.kind == "heads" else [self.rank, 2 * self.size - 1 - self.rank]
+        return self.config.pieces_of(self.rank)
 
     def part(self, x_bs: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, [b, t], of whole rows."""
-        pieces = x_bs.chunk(self.size * len(self.pieces), dim=1)
+        pieces = x_bs.chunk(self.config.num_pieces, dim=1)
         return torch.cat([pieces[number] for number in self.pieces], dim=1)
 
     def options(self, num_tokens: int, device: torch.device) -> dict[str, Any]:
@@ -67,7 +65,7 @@ class Context:
         documents_bs: torch.Tensor | None = None,
     ) -> Mask:
         """As `models.attention.build_mask`, for this rank's part of plain rows; `documents_bs` are whole rows'."""
-        if self.kind == "heads":
+        if self.config.kind == "heads":
             num_keys = num_tokens * self.size
             slopes_h = None if slopes_h is None else slopes_h.chunk(self.size)[self.rank]
             positions_1s = torch.arange(num_keys, device=positions_1t.device)[None]

@@ -87,6 +87,11 @@ def make_plan(
     num_stages = pipeline.pipeline_parallel_degree
     if num_devices % num_stages:
         raise ConfigError(f"--pipeline: {num_stages} stages do not divide {num_devices} devices")
+    num_parts = config.context.context_parallel_degree
+    if num_devices % (num_stages * num_parts):
+        raise ConfigError(
+            f"cp_config.context_parallel_degree: {num_parts} does not divide {num_devices // num_stages} devices"
+        )
     check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
     candidates, rejected = search_layouts(config, num_devices, accelerator, node, shares, pipeline)
     num_tokens = num_tokens or count_run_tokens(config)

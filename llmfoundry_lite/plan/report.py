@@ -56,6 +56,11 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         pipeline = plan.pipeline
         runs = f", {pipeline.num_runs} runs of blocks on each device" if pipeline.num_runs > 1 else ""
         lines[-1:] = [f"pipeline  {pipeline.pipeline_parallel_degree} stages, {pipeline.schedule}{runs}", ""]
+    if config.context.context_parallel_degree > 1:
+        lines[-1:] = [
+            f"context   each sample on {config.context.context_parallel_degree} devices, {config.context.kind}",
+            "",
+        ]
     if plan.candidates:
         lines += _table(plan, num_shown)
         lines += ["", *_explain(plan)]

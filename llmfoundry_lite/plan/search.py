@@ -48,6 +48,8 @@ class Candidate:
         if self.layout.tensor > 1:
             tensor = {"tensor_parallel_degree": self.layout.tensor}
             keys["tp_config"] = tensor | ({"sequence_parallel": True} if self.work.sequence_parallel else {})
+        if self.layout.context > 1:
+            keys["cp_config"] = dataclasses.asdict(self.work.context)
         if self.layout.pipeline > 1:
             pipeline = {"pipeline_parallel_degree": self.layout.pipeline, "schedule": self.work.schedule}
             keys["pp_config"] = pipeline | {"virtual_stages": self.work.virtual_stages}
@@ -77,7 +79,9 @@ def search_layouts(
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
     pipeline = pipeline or config.pipeline
-    for layout, strategy in layouts_of(num_devices, node.num_devices, pipeline.pipeline_parallel_degree):
+    for layout, strategy in layouts_of(
+        num_devices, node.num_devices, pipeline.pipeline_parallel_degree, config.context.context_parallel_degree
+    ):
         found = _best(config, layout, strategy, accelerator, node, shares, pipeline)
         if isinstance(found, str):
             rejected.append(Rejected(layout=layout, strategy=strategy, reason=found))
@@ -101,26 +105,39 @@ def smallest_that_fits(
     return None
 
 
-def layouts_of(num_devices: int, node_size: int, num_stages: int = 1) -> Iterator[tuple[Layout, str]]:
-    """Every way of dividing so many devices: stages x copies x shards x parts of a layer.
+def layouts_of(
+    num_devices: int, node_size: int, num_stages: int = 1, num_parts: int = 1
+) -> Iterator[tuple[Layout, str]]:
+    """Every way of dividing so many devices: stages x copies x shards x parts of a sample x parts of a layer.
 
     Tensor parallelism stays within a node. A copy of the model takes whole nodes, or a part of one that divides it.
     """
     node_size = min(node_size, num_devices)
-    if num_devices % num_stages:
+    num_groups = num_devices // (num_stages * num_parts)
+    if num_devices % (num_stages * num_parts):
         return
     for tensor in range(1, node_size + 1):
-        if num_devices // num_stages % tensor or node_size % tensor:
+        if num_groups % tensor or node_size % tensor:
             continue
-        num_data_ranks = num_devices // num_stages // tensor
+        num_data_ranks = num_groups // tensor
         for shard in range(1, num_data_ranks + 1):
-            spanned = shard * tensor
+            spanned = shard * num_parts * tensor
             if num_data_ranks % shard or (spanned % node_size and node_size % spanned):
                 continue
             replicate = num_data_ranks // shard
-            strategy = "NO_SHARD" if shard == 1 else "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
-            layout = Layout(pipeline=num_stages, replicate=replicate, shard=shard, tensor=tensor, node_size=node_size)
-            yield layout, strategy
+            strategy = "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
+            layout = Layout(
+                pipeline=num_stages,
+                replicate=replicate,
+                shard=shard,
+                context=num_parts,
+                tensor=tensor,
+                node_size=node_size,
+            )
+            if shard == 1:
+                yield dataclasses.replace(layout, has_whole_copies=True), "NO_SHARD"
+            if shard * num_parts > 1:
+                yield layout, strategy
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
@@ -142,7 +159,8 @@ def _best(
         return reason
     # Divided streams take less memory and no more time.
     tensor = TensorParallelConfig(
-        tensor_parallel_degree=layout.tensor, sequence_parallel=config.max_seq_len % layout.tensor == 0
+        tensor_parallel_degree=layout.tensor,
+        sequence_parallel=config.max_seq_len % (layout.context * layout.tensor) == 0,
     )
     config = dataclasses.replace(config, pp_config=pipeline, tp_config=tensor)
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
@@ -186,9 +204,10 @@ def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
 def _refuse(config: TrainConfig, layout: Layout, pipeline: PipelineConfig) -> str:
     """Why the layout does not divide this run; empty where it does."""
     model = config.model
+    num_groups = layout.tensor * (layout.context if config.context.kind == "heads" else 1)
     for name, number in (("heads", model.n_heads), ("key and value heads", model.num_kv_heads)):
-        if number % layout.tensor:
-            return f"{number} {name} do not divide over {layout.tensor} devices"
+        if number % num_groups:
+            return f"{number} {name} do not divide over {num_groups} devices"
     if model.ffn_dim % layout.tensor:
         return f"{model.ffn_dim} hidden units do not divide over {layout.tensor} devices"
     if layout.pipeline * pipeline.num_runs > model.n_layers:
@@ -213,6 +232,7 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
         is_sharded=strategy not in ("NO_SHARD", "ZERO_1"),
         shares_optimizer=strategy == "ZERO_1",
         sequence_parallel=config.sequence_parallel,
+        context=config.context,
         num_workers=config.train_loader.num_workers,
     )
 
@@ -235,7 +255,6 @@ def memory_of(config: TrainConfig, layout: Layout, strategy: str, work: Work) ->
     )
     divided = dataclasses.replace(
         config,
-        max_seq_len=work.seq_len // layout.context,
         device_train_microbatch_size=work.microbatch_size,
         fsdp_config=fsdp,
     )

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
@@ -81,6 +81,7 @@ class Work:
     """Copies of the model divide the optimizer's step, and gather what it has changed (ZERO_1)."""
     sequence_parallel: bool = False
     """Where layers are divided, the stream between them is too."""
+    context: ContextParallelConfig = dataclasses.field(default_factory=ContextParallelConfig)
     schedule: str = "1f1b"
     virtual_stages: int = 1
     num_workers: int = 0
@@ -190,9 +191,11 @@ def step_time(
     reductions = stream_reductions(num_blocks, is_recomputed, layout.pipeline)
     tensor_seconds = reductions * tensor.reduce_seconds(stream_bytes)
     context = group_of(layout, "context", node)
-    qkvo = 2 * stream_bytes + 2 * stream_bytes * model.num_kv_heads / model.n_heads
-    num_exchanges = 3 if work.activation_checkpointing else 2
-    context_seconds = num_blocks * num_exchanges * context.exchange_seconds(qkvo / layout.tensor)
+    num_numbers, num_exchanges = context_exchanges(model, work.context, num_tokens, bool(work.activation_checkpointing))
+    context_bytes = num_numbers * num_bytes / layout.tensor
+    is_gathered = work.context.kind == "gather"
+    one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
+    context_seconds = num_blocks * num_exchanges * one_context
     send = send_seconds(layout, "pipeline", node, stream_bytes)
     pipeline_seconds = 2 * send * work.virtual_stages
 
@@ -231,6 +234,22 @@ def step_time(
         num_tokens=work.global_batch_size * work.seq_len,
     )
     return dataclasses.replace(time, data=_data_seconds(work, layout, time.seconds))
+
+
+def context_exchanges(
+    model: ModelConfig, context: ContextParallelConfig, num_tokens: int, is_recomputed: bool
+) -> tuple[int, int]:
+    """(numbers that attention exchanges in one pass of a block on a rank with so many tokens, how often it does).
+
+    heads: all-to-alls of queries, keys, values and of what is made of them. gather: an all-gather of all ranks' keys
+    and values. The backward pass exchanges as much, and so does a block that is computed again, `selective` too.
+    """
+    kv_dim = model.num_kv_heads * model.head_dim
+    if context.kind == "gather":
+        numbers = 2 * kv_dim * num_tokens * context.context_parallel_degree
+    else:
+        numbers = 2 * (model.d_model + kv_dim) * num_tokens
+    return numbers, 3 if is_recomputed else 2
 
 
 def stream_reductions(num_blocks: float, is_recomputed: bool, num_stages: int = 1) -> float:

@@ -1,8 +1,11 @@
 """Samples divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
 
+import itertools
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,22 +14,32 @@ import torch.distributed as dist
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check import check_batch
-from llmfoundry_lite.config.layout import divide_devices, layout_of
+from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, FSDPConfig, ModelConfig
+from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.network import find_node
+from llmfoundry_lite.plan.search import search_layouts
+from llmfoundry_lite.plan.step import context_exchanges
+from llmfoundry_lite.preflight import Preflight, describe
+from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.monitor import DropoutSeed
 from tests.helpers import flash_attn
+from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, values, write_config, write_data
-from tests.training.runs import metrics, run, saves
+from tests.training.runs import losses, metrics, run, saves
 
 RELATIVE = 1e-5
 EOS = 3
@@ -34,6 +47,10 @@ EOS = 3
 
 def over(degree: int = 2, kind: str = "heads") -> dict[str, Any]:
     return {"cp_config": {"context_parallel_degree": degree, "kind": kind}}
+
+
+def parts(degree: int, kind: str) -> ContextParallelConfig:
+    return ContextParallelConfig(context_parallel_degree=degree, kind=kind)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +103,7 @@ def compare(kind: str, degree: int, tensor: int, attn_impl: str, names: list[str
     fsdp, precision = FSDPConfig(**options), PRECISIONS["fp32", "DEFAULT"]
     layout = divide_devices(fsdp, dist.get_world_size(), context=degree, tensor=tensor)
     mesh = build_mesh(layout, "cpu")
-    context = build_context(ContextParallelConfig(context_parallel_degree=degree, kind=kind), layout, "cpu")
+    context = build_context(parts(degree, kind), layout, "cpu")
     rows = torch.randint(VOCAB_SIZE, (4, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     rows[0, 5:] = -1  # a sample that ends early: some ranks have none of it
     ranks = layout.data_ranks(dist.get_rank())
@@ -163,6 +180,52 @@ def test_samples_can_be_divided_whatever_the_attention_and_the_sharding(tmp_path
     launch(compare, (kind, degree, tensor, attn_impl, names, options), tmp_path, 4).check()
 
 
+def count_exchanges() -> None:
+    """What a group exchanges for attention, beside the formula."""
+    dist.init_process_group("gloo")
+    config = replace(BASE, attn_config=AttentionConfig(**ATTENTION["rope, grouped"]))
+    for kind, recomputing in itertools.product(("heads", "gather"), (False, True, "selective")):
+        fsdp, context = FSDPConfig(activation_checkpointing=recomputing), parts(2, kind)
+        layout = divide_devices(fsdp, 2, context=2)
+        model = build_parallel_model(config, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(layout, "cpu"), seed=1)
+        divided = LanguageModel(model, PRECISIONS["fp32", "DEFAULT"], None, build_context(context, layout, "cpu"))
+        with CountBytes() as count:
+            divided({"input_ids": torch.zeros(3, SEQ_LEN, dtype=torch.int64)})["loss_sum"].backward()
+        numbers, times = context_exchanges(config, context, 3 * SEQ_LEN // 2, bool(recomputing))
+        num_bytes = config.n_layers * numbers * 4
+        expected = {"all_to_all_single": times * num_bytes}
+        if kind == "gather":
+            expected = {"all_gather_into_tensor": (times - 1) * num_bytes, "reduce_scatter_tensor": num_bytes}
+        assert count.num_bytes == expected, f"{kind}, {recomputing}: {dict(count.num_bytes)}, expected {expected}"
+    dist.barrier()
+
+
+@pytest.mark.multiprocess
+def test_ranks_exchange_the_bytes_of_the_formula(tmp_path):
+    launch(count_exchanges, (), tmp_path, 2).check()
+
+
+def drop_apart() -> None:
+    """Dropout of one batch, by rank: other tokens, and other heads of attention."""
+    dist.init_process_group("gloo")
+    layout = Layout(shard=1, context=2, tensor=2)
+    seeds = []
+    for has_runs in (False, True):
+        place = layout.coordinates(dist.get_rank())
+        seed = DropoutSeed(17, layout.data_ranks(dist.get_rank()), place, has_runs=has_runs)
+        seed.batch_start(SimpleNamespace(timestamp=SimpleNamespace(batch=3)), None)  # type: ignore[arg-type]
+        seeds.append(torch.initial_seed())
+    whole, runs = zip(*gather_json(seeds), strict=True)
+    assert whole[0] == whole[1] != whole[2] == whole[3]
+    assert len(set(runs)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ranks_that_have_other_tokens_of_a_sample_drop_something_else(tmp_path):
+    launch(drop_apart, (), tmp_path, 4).check()
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_changes_between_whole_and_divided_samples_at_any_checkpoint(tmp_path, data):
@@ -180,6 +243,138 @@ def test_a_run_changes_between_whole_and_divided_samples_at_any_checkpoint(tmp_p
     assert not any(d.num_different or d.note for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
     segments = open_checkpoint(saves(tmp_path, "legs") / "ba3").manifest.segments
     assert [segment.context for segment in segments] == ["2, heads", None, "2, heads"]
+
+
+EAGER = {"backend": "aot_eager"}  # all of the compiler but the code it writes
+STAGES = {"pp_config": {"pipeline_parallel_degree": 2}, "device_train_microbatch_size": 2}
+LAYERS = {"tp_config": {"tensor_parallel_degree": 2}}
+STREAM = {"tp_config": {"tensor_parallel_degree": 2, "sequence_parallel": True}}
+ZERO = {"fsdp_config": {"sharding_strategy": "ZERO_1"}}
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stages": (4, over() | STAGES),
+    "stages, gathered": (4, over(2, "gather") | STAGES | {"pp_config": STAGES["pp_config"] | {"schedule": "gpipe"}}),
+    "stages of layers": (8, over() | STAGES | LAYERS),
+    "stream divided twice": (4, over() | STREAM),
+    "optimizer sharded": (4, over() | ZERO),
+    "compiled": (2, over() | {"compile_config": EAGER}),
+    "compiled, gathered": (2, over(2, "gather") | {"compile_config": EAGER}),
+    "compiled, recomputed": (
+        2,
+        over() | {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}},
+    ),
+    "microbatches": (2, over() | {"device_train_microbatch_size": 3, "accumulate_train_batch_on_tokens": False}),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "stages" else pytest.mark.long) for name in RUNS]
+)
+def test_divided_samples_go_with_every_other_way_to_compute(tmp_path, data, name):
+    num_ranks, changes = RUNS[name]
+    config = divisible(data)
+    run(tmp_path, config, "whole", **{k: v for k, v in changes.items() if k.startswith("accumulate")})
+    run(tmp_path, config, "divided", num_ranks, **changes)
+    assert_same_run(tmp_path, "divided", "whole")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["heads", "gather"])
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, kind):
+    config = divisible(data, max_duration="6ba")
+    run(tmp_path, config, "fp32")
+    run(tmp_path, config, "divided", 4, precision=precision, **over(2, kind))
+    assert losses(tmp_path, "divided") == pytest.approx(losses(tmp_path, "fp32"), abs=0.06)
+    assert losses(tmp_path, "divided") != losses(tmp_path, "fp32")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_groups_answer_tasks_in_context_with_whole_rows(tmp_path, data):
+    train_tokenizer(["what is one and one? two"] * 9, 300).save(str(tmp_path / "tokenizer"))
+    questions = [{"context": f"what is {word}?", "answer": "two"} for word in ("one", "two", "and", "one and", "is")]
+    (tmp_path / "write.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    kinds = {"text": ("perplexity", data / "val"), "write": ("generation_task_with_answers", tmp_path / "write.jsonl")}
+    config = divisible(
+        data,
+        icl_tasks=[
+            {"label": label, "icl_task_type": kind, "dataset_uri": str(uri)} for label, (kind, uri) in kinds.items()
+        ],
+        tokenizer__name=str(tmp_path / "tokenizer"),
+        model__vocab_size=384,
+        device_train_microbatch_size="auto",
+    )
+    run(tmp_path, config, "whole")
+    said = run(tmp_path, config, "divided", 4, **over(2, "gather"))
+    assert "device_train_microbatch_size: auto is" in said.output
+    assert_same_run(tmp_path, "divided", "whole")
+    for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
+        ours, theirs = (values(metrics(tmp_path, name), key) for name in ("divided", "whole"))
+        assert ours == pytest.approx(theirs, rel=1e-4), key
+        assert ours, key
+
+
+# --------------------------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            "",
+            [
+                "in attention each rank has 2 of 4 heads of all tokens",
+                "rank 0: tokens 0-15 of each sample",
+                "rank 1: tokens 16-31 of each sample",
+            ],
+        ),
+        (
+            "cp_config.kind=gather tp_config.tensor_parallel_degree=2",
+            [
+                "in attention each rank has the keys and values of all tokens, gathered",
+                "rank 0: tokens 0-7 and 24-31 of each sample",
+                "rank 2: tokens 8-15 and 16-23 of each sample",
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_says_which_rank_has_which_tokens(tmp_path, arguments, lines):
+    config = load(tmp_path, *arguments.split())
+    said = describe(config, layout_of(config, 8, 8), Preflight())
+    assert all(line in said for line in lines)
+    assert "parts of a sample (context)" in said
+    assert "cp_config.context_parallel_degree: groups" not in said
+
+
+def test_a_group_across_nodes_is_warned_of_with_its_cost(tmp_path):
+    config = load(tmp_path, "cp_config.context_parallel_degree=4")
+    # Of 8 tokens of 32 numbers, q, k, v and what is made of them, in fp32; two blocks, forward and backward.
+    assert (
+        "cp_config.context_parallel_degree: groups of 4 devices span nodes of 2: each sample takes 4 exchanges of "
+        "4.00 KiB over the network, 64.00 KiB for each device and batch; a group whose size divides 2 stays in a node"
+    ) in describe(config, layout_of(config, 8, 2), Preflight())
+
+
+@pytest.mark.parametrize("kind", ["heads", "gather"])
+def test_divided_samples_take_less_memory(tmp_path, kind):
+    half, whole = (load(tmp_path, *arguments) for arguments in ([f"cp_config.kind={kind}"], ["cp_config=null"]))
+    ours, theirs = (estimate_training_memory(config, layout_of(config, 2)) for config in (half, whole))
+    samples = replace(whole, global_train_batch_size=4)  # as many tokens for each device
+    as_many = estimate_training_memory(samples, layout_of(samples, 1))
+    assert ours.parameters_bytes == theirs.parameters_bytes < as_many.parameters_bytes
+    assert ours.activations_bytes < 1.3 * as_many.activations_bytes
+
+
+def test_the_planner_keeps_the_samples_divided(tmp_path):
+    config = load(tmp_path, "model.d_model=256", "precision=amp_bf16", "global_train_batch_size=16")
+    accelerator = accelerator_named("H100-80GB")
+    candidates, rejected = search_layouts(config, 8, accelerator, find_node(accelerator.name))
+    assert {found.layout.context for found in [*candidates, *rejected]} == {2}
+    assert all(found.overlay()["cp_config"] == {"context_parallel_degree": 2, "kind": "heads"} for found in candidates)
+    assert all(found.time.context > 0 for found in candidates)
+    assert "4 heads do not divide over 8 devices" in {found.reason for found in rejected}
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

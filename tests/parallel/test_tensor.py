@@ -1,7 +1,6 @@
 """Layers divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
 
 import json
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from composer.core import Callback
 from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check import check_batch
@@ -33,6 +31,7 @@ from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.training import loss
 from llmfoundry_lite.training.monitor import DropoutSeed
 from llmfoundry_lite.training.optimizers import local
+from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import tiny_config, values, write_config, write_data
@@ -271,22 +270,6 @@ def test_two_ranks_divide_any_vocabulary(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ divided sequences
-
-
-class CountBytes(TorchDispatchMode):
-    """What a tensor group exchanges, by operation; FSDP's collectives are of another kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes: dict[str, int] = defaultdict(int)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = function.__name__.split(".")[0]
-        if function.namespace == "_c10d_functional" and name != "wait_tensor":
-            largest = max(args[0].numel(), result.numel())
-            self.num_bytes[name] += largest * result.element_size()
-        return result
 
 
 def compare_streams() -> None:
