@@ -202,11 +202,16 @@ TAILS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
 
 
 def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> paired.Studentised:
+    return paired.difference_of_ratios(*text_of_rows(tails, n, difference, generator), generator)
+
+
+def text_of_rows(tails: str, n: int, difference: float, generator: np.random.Generator) -> tuple[Floats, Floats]:
+    """(documents, [nats, bytes]) of two models."""
     sizes = generator.lognormal(6, 0.7, n)
     rates = 1 + generator.normal(0, 0.3, n)
     first = np.stack([sizes * rates, sizes], axis=1)
     other = np.stack([sizes * (rates + difference + TAILS[tails](generator, n)), sizes], axis=1)
-    return paired.difference_of_ratios(first, other, generator)
+    return first, other
 
 
 def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:

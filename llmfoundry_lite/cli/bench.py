@@ -357,6 +357,20 @@ def bench_intervals(
     run(num_draws=num_draws, out=out)
 
 
+@bench.command("sequential")
+def bench_sequential(
+    results: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RESULT.json...]", help="Every two of them, besides.")
+    ] = None,
+    num_draws: Annotated[int, typer.Option(min=200, help="Simulated comparisons of each case.")] = 20_000,
+    out: Annotated[Path | None, typer.Option(help="A folder for sequential.json and .md.")] = None,
+) -> None:
+    """Stopping when decided: errors, verdicts beside those of all items, and the share of the items asked."""
+    from llmfoundry_lite.bench.sequential import run
+
+    run(results or (), num_draws=num_draws, out=out)
+
+
 @bench.command("switch")
 def bench_switch(
     data_folder: Annotated[

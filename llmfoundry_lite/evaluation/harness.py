@@ -69,8 +69,9 @@ def evaluate(
     try:
         for config in tasks:
             prepared += prepare_task(config, tokenizer, longest, tokenization, limit)
-        for task in prepared if against is not None else ():
-            against.refuse(task, results)
+        if against is not None:
+            for task in prepared:
+                against.refuse(task, results)
         if files is not None:
             files.refuse_to_replace(results, [outline(task) for task in prepared])
     except UserError as caught:

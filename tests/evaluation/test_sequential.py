@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from llmfoundry_lite.bench import sequential
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.boundaries import (
@@ -219,3 +220,25 @@ def test_too_few_items_are_refused(tmp_path):
         pair_of(tmp_path, {"t/0-shot": [0] * 5}, {"t/0-shot": [1] * 5})
     with pytest.raises(DataError, match=r"x/0-shot: 1 document, too few .* takes 20; leave the task out"):
         pair_of(tmp_path, {"x/0-shot": text([[(8.0, 10)] * 30])}, {"x/0-shot": text([[(7.0, 10)] * 30])})
+
+
+def test_a_simulated_task_keeps_its_error_and_asks_less_when_much_differs():
+    generator = np.random.default_rng(0)
+    none = sequential.drawn("", OBRIEN_FLEMING, 500, 0.1, 0.1, 4000, generator)
+    large = sequential.drawn("", OBRIEN_FLEMING, 500, 0.25, 0.05, 4000, generator)
+    deviation = math.sqrt(0.05 * 0.95 / 4000)
+    assert none.better + none.worse < 0.05 + 3 * deviation and none.covered > 0.95 - 3 * deviation
+    assert none.asked > 0.98 and large.size == pytest.approx(8.16, abs=0.01)
+    assert large.better > 0.999 and large.same > 0.999 and large.asked < 0.35 and large.covered > 0.95
+
+
+@pytest.mark.slow
+def test_the_bench_writes_what_it_finds(tmp_path):
+    base, ours = answers(400, 0, won=0.3)
+    paths = [str(write_result(tmp_path, name, {"t/0-shot": a})) for name, a in (("base", base), ("ours", ours))]
+    assert main.run(["bench", "sequential", *paths, "--num-draws", "200", "--out", str(tmp_path)]) == 0
+    written = (tmp_path / "sequential.md").read_text()
+    assert "Real pairs: 1 of 1 are decided, 1 of them as by all items" in written
+    assert "| ours against base | t/0-shot | 400 |" in written and "exchanged at random: 1 pair" in written
+    (pair,) = json.loads((tmp_path / "sequential.json").read_text())["pairs"]
+    assert (pair["by_all"], pair["sequential"]) == ("better", "better") and pair["asked"] < 0.5
