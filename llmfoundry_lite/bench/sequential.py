@@ -24,13 +24,13 @@ from llmfoundry_lite.evaluation.boundaries import OBRIEN_FLEMING, SPENDING, boun
 from llmfoundry_lite.evaluation.compare import Paired, compare
 from llmfoundry_lite.evaluation.paired import Counts, Floats
 from llmfoundry_lite.evaluation.reading import ACCURACIES, load_results
-from llmfoundry_lite.evaluation.sequential import LOOKS, Rule
+from llmfoundry_lite.evaluation.sequential import LOOKS, Rule, plan_task
 
 LEVEL, SEED = 0.05, 17
 SIZES = (0.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Of a difference, in standard errors of all items."""
-CLUSTER_DRAWS, TEXT_DRAWS = 20, 100
-"""There are so many times fewer draws of clusters, and of texts, each of which costs 10,000 resamples a look."""
+FEWER_DRAWS = 20
+"""There are so many times fewer draws of clusters and of texts, which cost 10,000 resamples a look."""
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ def run(results: Sequence[Path], *, num_draws: int, out: Path | None) -> list[Ro
     """Simulate, print tables, write sequential.json and .md to `out`."""
     console, rows = open_console(), []
     pairs = list(real_pairs(results))
-    for row in [*items(num_draws), *clusters(num_draws // CLUSTER_DRAWS), *texts(num_draws // TEXT_DRAWS)]:
+    for row in [*items(num_draws), *clusters(num_draws // FEWER_DRAWS), *texts(num_draws // FEWER_DRAWS)]:
         console.print(f"{row.case}, {row.spending}, {row.size:.1f} errors: {row.asked:.0%} asked", markup=False)
         rows.append(row)
     drawn_anew = list(anew(pairs, num_draws))
@@ -176,8 +176,8 @@ def _counts(added: Floats, shares: Floats) -> Counts:
 def texts(num_draws: int) -> Iterator[Row]:
     """Bits per byte of 50 documents that scatter with a long tail."""
     generator = np.random.default_rng(SEED + 2)
-    looks = [look for look in range(5, 51, 5) if look >= paired.MIN_DOCUMENTS]
-    levels = [math.erfc(z / math.sqrt(2)) for z in boundaries(tuple(look / 50 for look in looks), LEVEL)]
+    plan = plan_task("texts", "document", [str(i) for i in range(50)], Rule(level=LEVEL))
+    looks, levels = plan.looks, [plan.nominal(k + 1, LEVEL) for k in range(len(plan.looks))]
     for difference in (0.0, 0.05):
         found = []
         for _ in range(num_draws):

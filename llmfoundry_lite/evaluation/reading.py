@@ -127,7 +127,7 @@ RECORD: Kinds = {
 SEQUENTIAL: Kinds = {
     **dict.fromkeys(("against", "against_items", "spending"), (str,)),
     **dict.fromkeys(("num_items", "look", "seed"), (int,)),
-    **dict.fromkeys(("level",), (float,)),
+    **dict.fromkeys(("level", "caution"), (float,)),
     **dict.fromkeys(("looks",), (list,)),
     **dict.fromkeys(("margin",), (float, NONE)),
 }

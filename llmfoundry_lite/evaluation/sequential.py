@@ -23,6 +23,10 @@ from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record, has_categor
 
 LOOKS = tuple(number / 10 for number in range(1, 11))
 """Shares of the items after which it is seen whether enough are asked."""
+TEXT_CAUTION = 3.0
+"""Before the last look the p of bits per byte is multiplied by it: at small levels few documents do not show a long
+tail. Of equal models with 50 skewed documents 5.7 % are called different, 5.0 % by the single test (2,500 draws).
+Without it they are 6.9 %, where the single test has 4.3 % (1,500 of them)."""
 SEED = 17
 """Of the order. There is no other: who may choose may choose until the answer suits."""
 
@@ -52,6 +56,8 @@ class Plan:
     level: float
     spending: str
     margin: float | None
+    caution: float = 1.0
+    """What p is multiplied by at looks before the last."""
     seed: int = SEED
 
     def shares(self, look: int) -> tuple[float, ...]:
@@ -59,10 +65,14 @@ class Plan:
 
     def nominal(self, look: int, level: float) -> float:
         """What a single test's p must be below at this look, counted from 1, where all looks together have `level`."""
-        return nominal_level(self.shares(look), level, self.spending)
+        return nominal_level(self.shares(look), level, self.spending) / self._caution_at(look)
 
     def adjusted(self, p: float, look: int) -> float:
-        return adjusted_p(p, self.shares(look), self.spending)
+        """The level that a single test's p just reaches at this look."""
+        return adjusted_p(min(1.0, p * self._caution_at(look)), self.shares(look), self.spending)
+
+    def _caution_at(self, look: int) -> float:
+        return self.caution if look < len(self.looks) else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +131,7 @@ def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
         level=rule.level,
         spending=rule.spending,
         margin=rule.margin,
+        caution=TEXT_CAUTION if noun == "document" else 1.0,
     )
 
 

@@ -150,6 +150,10 @@ def test_documents_are_asked_whole(tmp_path):
     (task,) = pair_of(tmp_path, {"x/0-shot": text(nats)}, {"x/0-shot": text(less)}).tasks
     assert task.is_detected and task.n < 200 and task.stage.num_asked == 2 * task.n
     assert task.high < 0
+    plan, look = task.stage.plan, task.stage.look
+    assert plan.nominal(look, 0.05) == pytest.approx(nominal_level(plan.shares(look), 0.05) / 3)
+    assert plan.nominal(10, 0.05) == nominal_level(LOOKS, 0.05)
+    assert plan.adjusted(plan.nominal(look, 0.03), look) == pytest.approx(0.03)
 
 
 def test_within_a_margin_asking_stops_as_well(tmp_path):
