@@ -187,7 +187,7 @@ def _copies_bytes(model: ModelConfig, options: dict[str, Any]) -> int:
         return whole_bytes
     if options["mixed_precision"] != "FULL" or options["precision"] in ("fp32", "tf32"):
         return 0
-    half = estimate_moments(model, **options | {"mixed_precision": "DEFAULT"})["in_loss"]
+    half = estimate_moments(model, **{**options, "mixed_precision": "DEFAULT"})["in_loss"]
     return whole_bytes - FP32_BYTES // 2 * half.unsharded_bytes
 
 

@@ -198,9 +198,9 @@ def replace_numbers() -> None:
         real_count(self, batch, token_type)
         return batch["input_ids"].numel()
 
-    def agree(self: Agreement, counted: Any, *args: Any) -> int:
+    def agree(self: Agreement, counted: Any, reason: int = 0, wants_save: bool = False) -> int:
         """Every data rank has counted as much as this one."""
-        answer, size = real_agree(self, counted, *args), self.ranks.size
+        answer, size = real_agree(self, counted, reason, wants_save), self.ranks.size
         here, samples, tokens, losses, digest = counted
         self.upcoming = type(counted)(here, samples * size, tokens * size, losses * size, digest)
         return answer
