@@ -1,0 +1,163 @@
+"""Every way to divide a run, and every pair of ways, trains the run that one rank trains; saves go from any to any."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.covering import all_cases, cover, pairs_of
+from tests.helpers.resave import assert_same_state
+from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_data
+from tests.training.runs import carry_on, losses, metrics, run, saves
+
+RELATIVE = 1e-5
+BF16_LOSS, BF16_NORM = 4e-3, 6e-2
+"""Relative. Layouts add up in another order, which bf16 rounds away; what one rank's run repeated in tiles spans."""
+NUM_BATCHES = 20
+
+PARTS: dict[str, dict[str, Any]] = {
+    "pipeline": {"pp_config": {"pipeline_parallel_degree": 2}},
+    "tensor": {"tp_config": {"tensor_parallel_degree": 2}},
+    "context": {"cp_config": {"context_parallel_degree": 2}},
+    "shard": {},
+}
+LAYOUTS = [*((part,) for part in PARTS), *itertools.combinations(PARTS, 2)]
+"""On 2 ranks, and on 4."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv")
+POSITIONS: dict[str, dict[str, Any]] = {
+    "alibi": {"attn_config": {"alibi": True}},
+    "rope": {"attn_config": {"rope": True, "attn_type": "grouped_query_attention", "kv_n_heads": 2}},
+    "learned": {"attn_config": {}},
+}
+FACTORS = {
+    "layout": LAYOUTS,
+    "schedule": (None, *SCHEDULES),
+    "tied": (True, False),
+    "positions": tuple(POSITIONS),
+    "documents": (True, False),
+    "precision": ("fp32", "amp_bf16"),
+}
+SEED = 2
+"""Of few, the one with the fewest cases."""
+
+
+def is_valid(case: dict[str, Any]) -> bool:
+    is_pipelined = "pipeline" in case["layout"]
+    return is_pipelined == (case["schedule"] is not None) and not (case["schedule"] == "zbv" and case["tied"])
+
+
+def name_of(case: dict[str, Any]) -> str:
+    tied, documents = "tied" if case["tied"] else "untied", "documents" if case["documents"] else None
+    words = (".".join(case["layout"]), case["schedule"], tied, case["positions"], documents, case["precision"])
+    return "-".join(filter(None, words))
+
+
+CASES = {name_of(case): case for case in cover(FACTORS, is_valid, SEED)}
+QUICK = {case["layout"]: name for name, case in reversed(CASES.items()) if case["precision"] == "fp32"}
+"""Of each layout the first case in fp32. Those of two ways are in the first tier, all others in the long one."""
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    layout = CASES[name]["layout"]
+    return [] if len(layout) == 2 and QUICK[layout] == name else [pytest.mark.long]
+
+
+def test_the_cases_have_every_pair_of_settings():
+    possible = set().union(*map(pairs_of, all_cases(FACTORS, is_valid)))
+    assert set().union(*map(pairs_of, CASES.values())) == possible
+    assert len(CASES) <= 40
+
+
+# --------------------------------------------------------------------------------------------------- the same run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    write_data(folder / "data")
+    build_tokenizer(folder / "tokenizer")
+    return folder
+
+
+def model_of(folder: Path, tied: bool, positions: str, documents: bool, precision: str) -> dict[str, Any]:
+    config = tiny_config(
+        folder / "data",
+        tokenizer__name=str(folder / "tokenizer"),
+        precision=precision,
+        autoresume=True,
+        max_duration=f"{NUM_BATCHES}ba",
+        eval_interval=f"{NUM_BATCHES}ba",
+        device_train_microbatch_size=2,
+    )
+    attention = POSITIONS[positions]["attn_config"] | {"fused_qkv": False, "attn_uses_sequence_id": documents}
+    config["model"] |= {"n_layers": 4, "tie_word_embeddings": tied, "attn_config": attention}
+    return config
+
+
+def divided(layout: tuple[str, ...], schedule: str | None = "1f1b", tied: bool = True) -> tuple[int, dict[str, Any]]:
+    """Ranks, and what the YAML says. Both kinds of context parallelism occur, by `tied`."""
+    changes: dict[str, Any] = {}
+    for part in layout:
+        changes |= {key: dict(block) for key, block in PARTS[part].items()}
+    if "pipeline" in layout:
+        changes["pp_config"]["schedule"] = schedule
+    if "context" in layout:
+        changes["cp_config"]["kind"] = "heads" if tied and "tensor" not in layout else "gather"
+    return 2 ** len(layout), changes
+
+
+def assert_same_run(folder: Path, one: str, other: str, precision: str = "fp32") -> None:
+    ours, theirs = metrics(folder, one), metrics(folder, other)
+    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
+        assert values(ours, key) == values(theirs, key), key
+    loss, norm = (RELATIVE, RELATIVE) if precision == "fp32" else (BF16_LOSS, BF16_NORM)
+    for key, tolerance in (("loss/train/total", loss), ("grad_norm", norm), ("eval/loss", loss)):
+        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
+def test_every_pair_of_ways_to_divide_a_run_trains_the_same_run(folder, name):
+    case = CASES[name]
+    settings = (case["tied"], case["positions"], case["documents"], case["precision"])
+    config, whole = model_of(folder, *settings), "whole-" + "-".join(map(str, settings))
+    if not (folder / "runs" / whole).exists():
+        run(folder, config, whole)
+    num_ranks, changes = divided(case["layout"], case["schedule"], case["tied"])
+    run(folder, config, name, num_ranks, **changes)
+    assert len(losses(folder, name)) == NUM_BATCHES
+    assert_same_run(folder, name, whole, case["precision"])
+
+
+# ------------------------------------------------------------------------------------------- saves from any to any
+
+ENDS = {"one_rank": (1, {})} | {".".join(layout): divided(layout) for layout in LAYOUTS}
+SAVED_AT, ENDS_AT = 3, 5
+
+
+@pytest.fixture(scope="module")
+def begun(folder) -> dict[str, Any]:
+    """Runs on every layout, with a save in their middle."""
+    config = model_of(folder, True, "alibi", True, "fp32")
+    config |= {"save_interval": f"{SAVED_AT}ba", "max_duration": f"{ENDS_AT}ba", "eval_interval": f"{ENDS_AT}ba"}
+    for name, (num_ranks, changes) in ENDS.items():
+        run(folder, config, f"begun-{name}", num_ranks, **changes)
+    return config
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("here", ENDS)
+def test_a_save_of_every_layout_is_restored_bit_for_bit_and_trained_on(folder, begun, here):
+    num_ranks, changes = ENDS[here]
+    for there in ENDS:
+        name = f"{there}-to-{here}"
+        carry_on(folder, begun, f"begun-{there}", SAVED_AT, name, num_ranks, **changes)
+        at = f"ba{SAVED_AT}"
+        assert_same_state(saves(folder, f"begun-{there}") / at, folder / "resaved" / name / at)
+        ours, whole = metrics(folder, name), metrics(folder, "begun-one_rank")[SAVED_AT:]
+        assert values(ours, "data/digest") == values(whole, "data/digest")
+        assert values(ours, "loss/train/total") == pytest.approx(values(whole, "loss/train/total"), rel=RELATIVE)
+        if there == here:
+            assert losses(folder, name) == losses(folder, f"begun-{here}")[SAVED_AT:]
