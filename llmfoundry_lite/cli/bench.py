@@ -383,8 +383,13 @@ def bench_switch(
     other_python: Annotated[
         str | None, typer.Option(help="The Python of an environment with another torch; cluster D is launched with it.")
     ] = None,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Instead: ways to divide it between devices, and nothing else.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; those that are timed run alone.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="A folder for switch.json, .md and .png.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for switch.json (or switch-layouts.json), .md, .png.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
 ) -> None:
     """One run on several "clusters" and switching between them: is it the same run? Exit code 1 if not."""
@@ -397,6 +402,7 @@ def bench_switch(
         precision=precision,
         seed=seed,
         other_python=other_python,
+        layouts=layouts,
         jobs=jobs,
         out=out,
         keep=keep,

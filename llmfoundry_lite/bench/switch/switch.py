@@ -2,6 +2,7 @@
 
     llmfoundry-lite bench switch --out bench-switch     some 8 minutes on two quiet cores
     llmfoundry-lite bench switch --precision amp_bf16
+    llmfoundry-lite bench switch --layouts              the "clusters" divide the run differently, and nothing else
 
 A small MPT is trained on each cluster (see `legs`) without interruption, then once switching every few batches, each
 leg through the real launcher and the real script. What the switching run did is held against the band that the
@@ -13,6 +14,7 @@ Owns the order of events and the report; nothing here is measured on hardware th
 
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 import threading
@@ -53,6 +55,7 @@ def run(
     precision: str = "fp32",
     seed: int = 17,
     other_python: str | None = None,
+    layouts: bool = False,
     out: Path | None = None,
     keep: Path | None = None,
     jobs: int = 1,
@@ -67,19 +70,20 @@ def run(
     if num_switches < 2:
         raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
     console, conditions = open_console(), describe_conditions()
-    clusters = clusters or default_clusters(precision, other_python)
+    clusters = clusters or (layout_clusters() if layouts else default_clusters(precision, other_python))
     prepare_data(data)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         shop = Workshop(
             folder=Path(folder).resolve(),
-            config=configuration(data.resolve(), num_batches, every, precision, seed),
+            config=configuration(data.resolve(), num_batches, every, precision, seed, is_fused=not layouts),
             clusters=clusters,
         )
         shop.prepare()
         machines = {cluster.letter: probe(cluster) for cluster in clusters}
         show(console, table_of_clusters([describe_cluster(cluster, machines) for cluster in clusters]))
         at = (num_switches + 1) // 2 * every
-        native = clusters[0]  # an emulated instruction set may take ten times as long in bf16
+        # An emulated instruction set may take ten times as long in bf16, and four ranks on two cores twice as long.
+        native = min(clusters, key=lambda cluster: cluster.num_ranks) if layouts else clusters[0]
 
         can_tamper = threading.Event()
 
@@ -106,6 +110,7 @@ def run(
             legs = dict(zip(names, pool.map(train, names), strict=True))
         resumes = [launch_late(shop, native, at, after, data) for after in (every, *LATE_BATCHES)]
         report = conditions | {
+            "layouts": layouts,
             "precision": precision,
             "num_batches": num_batches,
             "every": every,
@@ -123,7 +128,7 @@ def run(
     console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
     if out is not None:
         write(report, out)
-        console.print(f"written: {out}/switch.json, .md and .png")
+        console.print(f"written: {out}/{name_of(report)}.json, .md and .png")
     return report
 
 
@@ -164,8 +169,40 @@ def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
     return [a, b, c, dataclasses.replace(d, python=other_python or sys.executable)]
 
 
-def configuration(data: Path, num_batches: int, every: int, precision: str, seed: int) -> dict[str, Any]:
-    """The quickstart's run, smaller."""
+def layout_clusters() -> list[Cluster]:
+    """Five ways to divide one run."""
+    pipeline, tensor = {"pp_config": {"pipeline_parallel_degree": 2}}, {"tp_config": {"tensor_parallel_degree": 2}}
+    context = {"cp_config": {"context_parallel_degree": 2, "kind": "heads"}}
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (4, {}),
+        (4, pipeline),
+        (4, tensor | context),
+        (1, {}),
+        (4, {"pp_config": {"pipeline_parallel_degree": 4}}),
+    ]
+    always = {"device_train_microbatch_size": 2, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
+    environment = {"environment": {"OMP_NUM_THREADS": "1", **NO_GPU}}
+    clusters = []
+    for letter, (num_ranks, changes) in zip("ABCDE", layouts, strict=True):
+        groups = num_ranks // math.prod(degrees_of(changes).values())
+        overlay = always | environment | changes | {"device_eval_batch_size": GLOBAL_BATCH // groups}
+        clusters.append(Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay))
+    return clusters
+
+
+def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
+    """Of the ways to divide a run that have a block of their own: {"pipeline": 2}."""
+    degrees = {}
+    for block, name in (("pp_config", "pipeline"), ("tp_config", "tensor"), ("cp_config", "context")):
+        if block in overlay:
+            degrees[name] = overlay[block][f"{name}_parallel_degree"]
+    return degrees
+
+
+def configuration(
+    data: Path, num_batches: int, every: int, precision: str, seed: int, *, is_fused: bool = True
+) -> dict[str, Any]:
+    """The quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix."""
 
     def dataset(split: str, **more: Any) -> dict[str, Any]:
         return {"name": "text", "dataset": {"local": str(data), "split": split, **more}}
@@ -182,6 +219,7 @@ def configuration(data: Path, num_batches: int, every: int, precision: str, seed
             "max_seq_len": SEQ_LEN,
             "vocab_size": VOCAB_SIZE,
             "no_bias": True,
+            "attn_config": {"fused_qkv": is_fused},
         },
         "tokenizer": {"name": str(data / "tokenizer")},
         "train_loader": dataset("train", shuffle=True, shuffle_seed=seed),
@@ -354,35 +392,47 @@ def write(report: dict[str, Any], out: Path) -> None:
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
         f"{report['every']} batches; controls are tampered with at batch {report['tampered_at']}."
     )
-    heading, figure = "One run, switching between clusters", "![the figure](switch.png)"
+    name, kind = name_of(report), "layouts" if report["layouts"] else "clusters"
+    options += " --layouts" if report["layouts"] else ""
+    heading, figure = f"One run, switching between {kind}", f"![the figure]({name}.png)"
     tables = table_of(report), notes_of(report), table_of_clusters(report["clusters"])
     command, asked = f"llmfoundry-lite bench switch{options}", ("precision", "num_batches", "every", "seed")
-    write_report(out, "switch", heading, command, report, how, *tables, figure, asked=asked)
-    plot_switch(report, out / "switch.png")
+    write_report(out, name, heading, command, report, how, *tables, figure, asked=asked)
+    plot_switch(report, out / f"{name}.png")
+
+
+def name_of(report: dict[str, Any]) -> str:
+    return "switch-layouts" if report["layouts"] else "switch"
 
 
 def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str, Any]:
     """For the report, the figure included. Emulated is what torch was kept from using all that the first may use."""
-    fsdp, machine, first = cluster.overlay["fsdp_config"], machines[cluster.letter], next(iter(machines.values()))
+    overlay, machine, first = cluster.overlay, machines[cluster.letter], next(iter(machines.values()))
+    fsdp, degrees = overlay["fsdp_config"], degrees_of(overlay)
+    shards = cluster.num_ranks // math.prod(degrees.values())
+    sharding = fsdp["sharding_strategy"]
+    if degrees:
+        degrees |= {"shard": shards} if shards > 1 else {}
+        sharding = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
     emulated = bool(machine.isa) and machine.isa != first.isa
     isa = {"DEFAULT": "SSE"}.get(machine.isa, machine.isa)
     instructions = isa + (" (emulated)" if emulated else "")
     words = [
         f"{cluster.num_ranks} rank{'s' if cluster.num_ranks > 1 else ''}",
-        fsdp["sharding_strategy"],
-        f"microbatch {cluster.overlay['device_train_microbatch_size']}",
-        f"{cluster.overlay['model']['attn_config']['attn_impl']} attention",
+        sharding,
+        f"microbatch {overlay['device_train_microbatch_size']}",
+        *([f"{overlay['model']['attn_config']['attn_impl']} attention"] if "model" in overlay else []),
         *([f"mixed precision {fsdp['mixed_precision']}"] if "mixed_precision" in fsdp else []),
         *([instructions] if isa else []),
     ]
     return {
         "letter": cluster.letter,
         "num_ranks": cluster.num_ranks,
-        "sharding": fsdp["sharding_strategy"],
+        "sharding": sharding,
         "instructions": instructions or machine.device,
         "words": ", ".join(words),
         "emulated": emulated,
         "device": machine.device,
         "torch": machine.torch,
-        "overlay": cluster.overlay,
+        "overlay": overlay,
     }
