@@ -255,6 +255,7 @@ def saves(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_checkpoint_of_composers_trainer_becomes_a_portable_one(saves, tmp_path, capsys):
     source = saves / "composer" / "ep0-ba2-rank0.pt"

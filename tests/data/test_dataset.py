@@ -128,7 +128,7 @@ if sys.argv[2] == "kept":
 """
 
 
-@pytest.mark.parametrize("workers", ["kept", pytest.param("in the middle of an epoch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["kept", pytest.param("in the middle of an epoch", marks=pytest.mark.long)])
 def test_a_rank_that_ends_does_not_wait_for_its_workers(shards, workers):
     command = [sys.executable, "-c", LEAVE_WITH_WORKERS, str(shards), workers]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)  # a hang, not a slow machine

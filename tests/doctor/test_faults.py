@@ -29,6 +29,7 @@ def flip_bit(values: torch.Tensor, index: int, bit: int) -> None:
 # ------------------------------------------------------------------------------------------------ matrix products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bit"), [(torch.float32, 8), (torch.bfloat16, 0), (torch.float16, 0)])
 @pytest.mark.parametrize("where", ["input", "output"])
 def test_one_low_bit_that_is_always_flipped_in_one_precision_is_found_there_alone(dtype, bit, where):

@@ -116,9 +116,12 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+KEPT = dict.fromkeys(("zero bubble, sharded", "four stages, llama", "blocks as given"), pytest.mark.slow)
+"""Others are in the long tier: `test_layouts.py` has pairs of ways."""
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=KEPT.get(name, pytest.mark.long)) for name in WAYS])
 def test_stages_go_with_every_schedule_and_every_other_way_to_compute(tmp_path, data, name):
     num_ranks, model, changes = WAYS[name]
     config = pipelined(data)
