@@ -280,6 +280,7 @@ def test_a_checkpoint_of_composers_trainer_becomes_a_portable_one(saves, tmp_pat
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_sharded_checkpoint_is_put_together(saves, tmp_path):
     source = saves / "sharded" / "ep0-ba2"
@@ -295,6 +296,7 @@ def test_a_sharded_checkpoint_is_put_together(saves, tmp_path):
     assert imported.checkpoint.manifest.fingerprints == one_file.checkpoint.manifest.fingerprints
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_lost_shard_is_named(saves, tmp_path):
     shutil.copytree(saves / "sharded" / "ep0-ba2", tmp_path / "lossy")
