@@ -163,7 +163,7 @@ WAYS: dict[str, tuple[str, int, int, str, dict[str, Any]]] = {
 }
 
 
-SLOW = ("heads, sharded", "gather, layers divided")
+SLOW = ("heads, sharded",)
 
 
 @pytest.mark.multiprocess
@@ -268,7 +268,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "stages" else pytest.mark.long) for name in RUNS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "stream divided twice" else pytest.mark.long)
+        for name in RUNS
+    ],
 )
 def test_divided_samples_go_with_every_other_way_to_compute(tmp_path, data, name):
     num_ranks, changes = RUNS[name]

@@ -158,9 +158,12 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
+KEPT = dict.fromkeys(("stream, selective", "stream, compiled", "clipped"), pytest.mark.slow)
+"""Others are in the long tier: `test_layouts.py` has pairs of ways."""
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=KEPT.get(name, pytest.mark.long)) for name in WAYS])
 def test_division_goes_with_every_other_way_to_compute(tmp_path, data, name):
     num_ranks, changes = WAYS[name]
     config = divisible(data, global_train_batch_size=12, train_loader__num_workers=2)
@@ -174,7 +177,11 @@ def test_division_goes_with_every_other_way_to_compute(tmp_path, data, name):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("precision", "mixed_precision"),
-    [("amp_bf16", "DEFAULT"), ("amp_bf16", "PURE"), ("amp_bf16", "FULL"), ("amp_fp16", "DEFAULT")],
+    [
+        ("amp_bf16", "DEFAULT"),
+        *(pytest.param(*mixed, marks=pytest.mark.long) for mixed in (("amp_bf16", "PURE"), ("amp_bf16", "FULL"))),
+        pytest.param("amp_fp16", "DEFAULT", marks=pytest.mark.long),
+    ],
 )
 def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, mixed_precision):
     config = divisible(data, max_duration="10ba")

@@ -242,7 +242,7 @@ def tightest(device: str) -> list[Published]:
     return [row for _, row in sorted(needs.values(), reverse=True)]
 
 
-@pytest.mark.parametrize("device", ["A100-40GB", "H100-80GB"])
+@pytest.mark.parametrize("device", [pytest.param("A100-40GB", marks=pytest.mark.long), "H100-80GB"])
 @pytest.mark.parametrize("which", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.long)], ids=["one", "all"])
 def test_published_microbatches_fit(stage, device, which):
     """2 GiB are kept free for what is not rehearsed."""
