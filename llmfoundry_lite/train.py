@@ -19,8 +19,8 @@ from llmfoundry_lite.lean_imports import FULL_IMPORTS, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 
-HEAVY = ("composer", "streaming")
-"""Packages that take seconds to import."""
+HEAVY = ("composer", "composer.algorithms", "streaming")
+"""What takes seconds to import. Composer imports its algorithms as the first event of a run happens."""
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here]]

@@ -34,7 +34,7 @@ def main(parent: int, folder: str) -> None:
     """Each line of standard input names a folder with a `request.json`; the exit code is the answer."""
     end_with(parent, folder)
     replace_the_world()
-    import_lean("composer", "streaming")
+    import_lean("composer", "composer.algorithms", "streaming")
     import llmfoundry_lite.training.train  # noqa: F401 - takes longer than a small rehearsal
 
     for line in sys.stdin:

@@ -220,7 +220,7 @@ def drop_apart() -> None:
     assert len(set(runs)) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_ranks_that_have_other_tokens_of_a_sample_drop_something_else(tmp_path):
     launch(drop_apart, (), tmp_path, 4).check()

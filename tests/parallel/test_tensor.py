@@ -1,5 +1,6 @@
 """Layers divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check import check_batch
-from llmfoundry_lite.config.layout import DataRanks, divide_devices, layout_of
+from llmfoundry_lite.config.layout import Coordinates, DataRanks, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -345,13 +346,15 @@ def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data)
     assert losses(tmp_path, "compiled") == pytest.approx(losses(tmp_path, "first"), abs=0.2)
 
 
-def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else():
+@pytest.mark.parametrize(("has_runs", "num_drawn"), [(False, 4), (True, 8)], ids=["whole stream", "divided stream"])
+def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(has_runs, num_drawn):
     state = SimpleNamespace(timestamp=SimpleNamespace(batch=3))
     ranks, drawn = DataRanks(rank=0, size=1, speaks=True), set()
-    for stage, one in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        DropoutSeed(17, ranks, stage, one).batch_start(state, None)  # type: ignore[arg-type]
+    for pipeline, context, tensor in itertools.product(range(2), repeat=3):
+        place = Coordinates(pipeline=pipeline, replicate=0, shard=0, context=context, tensor=tensor)
+        DropoutSeed(17, ranks, place, has_runs=has_runs).batch_start(state, None)  # type: ignore[arg-type]
         drawn.add(int(torch.randint(1 << 48, ())))
-    assert len(drawn) == 4
+    assert len(drawn) == num_drawn
 
 
 def compare_heads() -> None:
