@@ -255,6 +255,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages, gathered": (4, over(2, "gather") | STAGES | {"pp_config": STAGES["pp_config"] | {"schedule": "gpipe"}}),
     "stages of layers": (8, over() | STAGES | LAYERS),
     "stream divided twice": (4, over() | STREAM),
+    "stream divided twice, in stages": (8, over() | STREAM | STAGES),
     "optimizer sharded": (4, over() | ZERO),
     "compiled": (2, over() | {"compile_config": EAGER}),
     "compiled, gathered": (2, over(2, "gather") | {"compile_config": EAGER}),
