@@ -21,6 +21,9 @@ from typing import Any
 FULL_IMPORTS = "LLMFOUNDRY_LITE_FULL_IMPORTS"
 """Set in the environment, nothing is left out."""
 
+HEAVY = ("composer", "composer.algorithms", "streaming")
+"""What a training process imports lean. Composer imports its algorithms as the first event of a run happens."""
+
 DOMAINS = (
     *("audio", "clustering", "detection", "image", "multimodal", "nominal", "retrieval", "segmentation", "shape"),
     *("text", "video"),

@@ -15,12 +15,9 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
-from llmfoundry_lite.lean_imports import FULL_IMPORTS, import_lean
+from llmfoundry_lite.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
-
-HEAVY = ("composer", "composer.algorithms", "streaming")
-"""What takes seconds to import. Composer imports its algorithms as the first event of a run happens."""
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here]]

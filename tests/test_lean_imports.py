@@ -70,8 +70,7 @@ def test_a_component_of_the_users_own_may_need_everything(changes, is_own, tmp_p
 def test_composer_is_imported_without_what_it_never_uses_here():
     program = """
 import json, sys
-from llmfoundry_lite.lean_imports import import_lean
-from llmfoundry_lite.train import HEAVY
+from llmfoundry_lite.lean_imports import HEAVY, import_lean
 import_lean(*HEAVY)
 import llmfoundry_lite.training.train
 from composer import Callback, Trainer

@@ -23,11 +23,12 @@ LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = 3, log_dir: LogDir = None) -> None:
     """Train a model: YAML files or names, then key=value; --help has more."""
-    from llmfoundry_lite.train import HEAVY, check, main, prepare_environment
+    from llmfoundry_lite.train import check, main, prepare_environment
 
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.train", main, context.args)
     from llmfoundry_lite.launcher.launch import Launcher, Program
+    from llmfoundry_lite.lean_imports import HEAVY
     from llmfoundry_lite.status import read_status
 
     config = check(context.args)[0].config

@@ -23,7 +23,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoaderConfig, LoggersConfig, TrainConfig
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
-from llmfoundry_lite.lean_imports import import_lean
+from llmfoundry_lite.lean_imports import HEAVY, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
 
 GRADIENT_NORM = 1000.0
@@ -34,7 +34,7 @@ def main(parent: int, folder: str) -> None:
     """Each line of standard input names a folder with a `request.json`; the exit code is the answer."""
     end_with(parent, folder)
     replace_the_world()
-    import_lean("composer", "composer.algorithms", "streaming")
+    import_lean(*HEAVY)
     import llmfoundry_lite.training.train  # noqa: F401 - takes longer than a small rehearsal
 
     for line in sys.stdin:
