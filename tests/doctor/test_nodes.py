@@ -76,14 +76,13 @@ def examine(fault: str) -> None:
     """As a rank of three nodes."""
 
     def break_something(rank: int) -> None:
+        if fault == "slow":  # said on every rank: three processes on two cores measure rates a factor of three apart
+            nodes.measure_flops = lambda *arguments: 1e12 if rank != 2 else 1e12 / 3
         if rank != 2:
             return
         if fault == "late":
             real = nodes.time.time
             nodes.time = type("late", (), {"time": lambda: real() + 60, "perf_counter": time.perf_counter})
-        if fault == "slow":
-            rate = nodes.measure_flops
-            nodes.measure_flops = lambda *arguments: rate(*arguments) / 3
         if fault == "other version":
             mine = nodes.versions_here()
             nodes.versions_here = lambda: {**mine, "torch": "1.13.1"}
