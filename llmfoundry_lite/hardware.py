@@ -44,6 +44,8 @@ class Accelerator:
     power_watts: float
     """The most one device draws."""
     source: str
+    pci_ids: tuple[int, ...] = ()
+    """AMD: the PCI device numbers under which the kernel lists it (pci.ids, vendor 1002). NVIDIA's lists names."""
 
     @property
     def free_bytes(self) -> int:
@@ -83,7 +85,7 @@ def accelerator_named(name: str) -> Accelerator:
 
     Raises ConfigError, which lists the rows, for a name that none has or several have.
     """
-    rows = _rows_named(name)
+    rows = rows_named(name)
     if len(rows) > 1:
         names = " and ".join(row.name for row in rows)
         raise ConfigError(f"hardware {name!r} may be {names}; name one of them")
@@ -97,10 +99,10 @@ def accelerator_named(name: str) -> Accelerator:
 
 def is_named(name: str) -> bool:
     """Whether the table has a row, or several, that `accelerator_named` could mean."""
-    return bool(_rows_named(name))
+    return bool(rows_named(name))
 
 
-def _rows_named(name: str) -> list[Accelerator]:
+def rows_named(name: str) -> list[Accelerator]:
     exact = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
     stem = re.sub(r"-\d+$", "", name.lower())
     rows = exact or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
@@ -273,6 +275,7 @@ _ROWS = (
         memory_bandwidth_bytes_per_second=1638.4e9,
         power_watts=300,
         source=CDNA2_SOURCE,
+        pci_ids=(0x740F,),
     ),
     Accelerator(
         name="MI250",
@@ -285,6 +288,7 @@ _ROWS = (
         memory_bandwidth_bytes_per_second=1638.4e9,
         power_watts=280,
         source=f"{CDNA2_SOURCE}: a card has 362 TFLOP/s, 128 GB, 3277 GB/s, 560 W",
+        pci_ids=(0x740C,),
     ),
     Accelerator(
         name="MI250X",
@@ -297,6 +301,7 @@ _ROWS = (
         memory_bandwidth_bytes_per_second=1638.4e9,
         power_watts=280,
         source=f"{CDNA2_SOURCE}: a card has 383 TFLOP/s, 128 GB, 3277 GB/s, 560 W",
+        pci_ids=(0x7408, 0x740C),
     ),
     Accelerator(
         name="MI300X",
@@ -308,6 +313,7 @@ _ROWS = (
         memory_bandwidth_bytes_per_second=5300e9,
         power_watts=750,
         source="AMD Instinct MI300X data sheet, December 2023",
+        pci_ids=(0x74A1, 0x74B5),
     ),
     Accelerator(
         name="MI325X",
@@ -319,6 +325,7 @@ _ROWS = (
         memory_bandwidth_bytes_per_second=6000e9,
         power_watts=1000,
         source="AMD Instinct MI325X data sheet, October 2024",
+        pci_ids=(0x74A5, 0x74B9),
     ),
 )
 

@@ -25,6 +25,7 @@ usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...
 
 YAML        a file, or one that comes with the package, by name: mpt-1b, h100-8. Later ones are laid over earlier ones.
 key=value   laid over all files: max_duration=1000ba model.d_model=256
+hardware=auto    the overlay for the devices of this machine; hardware=h100-8 names one
 --dry-run   print the resolved configuration, its arithmetic, a memory estimate and what was not checked, and exit
 --dry-run=here   the same, and exit code 2 where data, tokenizer or memory of this machine's devices do not suffice
 

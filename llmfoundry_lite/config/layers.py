@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from llmfoundry_lite.config.shipped import find_yaml, near_names
+from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
+from llmfoundry_lite.config.shipped import find_yaml, near_names, shipped_folder
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -24,14 +25,26 @@ class Layer(NamedTuple):
     source: str
     """A file's name, or `command line`."""
     values: dict[str, Any]
+    note: str = ""
+    """Why this file, where the machine has chosen it."""
+
+
+HARDWARE = "hardware="
+AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
 
 def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_file: bool = True) -> list[Layer]:
-    """Files first, then the `key=value` arguments as one last layer."""
+    """Files first, then the overlay that `hardware=NAME` or `hardware=auto` means, then the other `key=value` arguments
+    as one last layer. An evaluation, which needs no file, has no overlays."""
     layers: list[Layer] = []
+    overlays: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:
-        if is_key_value(argument):
+        if needs_file and argument.startswith(HARDWARE):
+            overlays.append(_read_overlay(argument.removeprefix(HARDWARE)))
+        elif needs_file and argument in AUTO_NAMES:
+            layers.append(_read_overlay("auto"))
+        elif is_key_value(argument):
             dotlist.append(_quote_run_name(argument))
         elif is_yaml(argument):
             layers.append(_read_file(argument))
@@ -39,6 +52,7 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{_spell(argument)}")
     if needs_file and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
+    layers += overlays
     for layer in layers if check_overlays else ():
         _check_overlay(layer, is_first=layer is layers[0])
     if dotlist:
@@ -46,6 +60,22 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
     return layers
+
+
+def _read_overlay(name: str) -> Layer:
+    """One of ours by its name, one of the user's by its file, or `auto`. Raises ConfigError for another YAML."""
+    if name == "auto":
+        values, note = choose_overlay()
+        if isinstance(values, Path):
+            return _read_file(str(values))._replace(note=note)
+        return Layer(AUTO, {"overlay": "hardware", **values}, note)
+    layer = _read_file(name) if is_yaml(name) else None
+    if layer is None or layer.values.get("overlay") != "hardware":
+        ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
+        raise ConfigError(
+            f"command line: hardware: {name!r} is not a hardware overlay; expected auto, a file, or {ours}"
+        )
+    return layer
 
 
 def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:

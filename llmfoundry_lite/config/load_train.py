@@ -27,7 +27,8 @@ class Invocation(NamedTuple):
     dry_run: str
     """Empty for a launch; `plan` checks what the configuration tells, `here` also this machine."""
     notes: list[str]
-    """One line for each key that was accepted without effect, or that may not mean what it seems to."""
+    """One line for the overlay that `hardware=auto` has chosen, and for each key that was accepted without effect, or
+    that may not mean what it seems to."""
 
 
 def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Invocation:
@@ -44,7 +45,8 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
     refuse_fine_tuning(values, layers)
-    notes = drop_keys_without_effect(values, layers)
+    notes = [layer.note for layer in layers if layer.note]
+    notes += drop_keys_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     check_kinds(values, layers)

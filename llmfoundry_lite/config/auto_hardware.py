@@ -1,0 +1,143 @@
+"""`hardware=auto`: the hardware overlay for the devices that this machine has.
+
+Owns finding them without torch, and which overlay is theirs. A configuration is checked before torch is imported, and
+in every rank, so devices are read from the files in which the kernel lists them: a millisecond, where `nvidia-smi`
+takes up to seconds and NVML or HIP a library that is loaded. Only kernels without NVIDIA's files (WSL, gVisor) are
+asked by `nvidia-smi`. ROCm reads the same files of AMD's (KFD's topology).
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.config.shipped import shipped_folder
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_accelerator, rows_named
+
+AUTO = "hardware=auto"
+HIDDEN_BY = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+SAFE: dict[str, Any] = {
+    "device_train_microbatch_size": "auto",
+    "fsdp_config": {"sharding_strategy": "FULL_SHARD"},
+    "train_loader": {"num_workers": 2},
+}
+"""For accelerators without an overlay: the least memory on each, and microbatches by what is measured there."""
+
+
+class Found(NamedTuple):
+    """Devices of one kind."""
+
+    name: str
+    """As torch would say it, or the kernel where the table does not know the device."""
+    row: Accelerator | None
+    num_devices: int
+
+
+class Choice(NamedTuple):
+    values: Path | dict[str, Any]
+    """An overlay's file; or what to lay over a run where there is none."""
+    note: str
+    """One line: what was found, and what that means."""
+
+
+def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Choice:
+    """`root` is where /proc and /sys are. Raises ConfigError on a machine with two kinds of devices."""
+    found = find_devices(root, environ)
+    if found is None:
+        return Choice(shipped_folder("yamls") / "hardware/cpu.yaml", f"{AUTO}: cpu; no accelerator was found")
+    devices = f"{found.num_devices} x {found.name}"
+    if path := _overlay_for(found):
+        return Choice(path, f"{AUTO}: {path.stem}, for {devices}")
+    name = slug(found.row.name if found.row else found.name)
+    return Choice(
+        SAFE,
+        f"{AUTO}: no overlay for {devices}; FULL_SHARD, with microbatches as large as fit. For settings of its own copy "
+        f"one of {shipped_folder('yamls') / 'hardware'} to yamls/hardware/{name}.yaml here, which {AUTO} then takes",
+    )
+
+
+def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Found | None:
+    """The accelerators of this machine; None where there are none, or all are hidden by a variable such as
+    CUDA_VISIBLE_DEVICES. Those in the table of accelerators go before others, such as a laptop's own graphics.
+
+    Raises ConfigError when that leaves two kinds.
+    """
+    devices = [*_visible(_nvidia(root), "nvidia", environ), *_visible(_amd(root), "amd", environ)]
+    known = [device for device in devices if device.row is not None] or devices
+    kinds = {device.name: device for device in known}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{AUTO}: this machine has {' and '.join(kinds)}; hide one kind (CUDA_VISIBLE_DEVICES, "
+            "HIP_VISIBLE_DEVICES) or name an overlay, as in hardware=h100-8"
+        )
+    return next(iter(kinds.values()))._replace(num_devices=len(known)) if kinds else None
+
+
+def slug(name: str) -> str:
+    """`NVIDIA RTX A6000` -> nvidia-rtx-a6000"""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _nvidia(root: Path) -> list[Found]:
+    """`Model: NVIDIA H100 80GB HBM3`, among other lines, of a file for each."""
+    files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    names = [match[1].strip() for file in files if (match := re.search(r"^Model:(.*)$", _read(file), re.M))]
+    if not files and (program := shutil.which("nvidia-smi")):
+        command = [program, "--query-gpu=name", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            names = result.stdout.splitlines() if result.returncode == 0 else []
+    return [Found(name, find_accelerator(name), 1) for name in names]
+
+
+def _amd(root: Path) -> list[Found]:
+    """KFD has a node for each device of torch's, half a card of an MI250; and for the processors, without SIMDs."""
+    found = []
+    for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+        facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _read(file), re.M)}
+        if not facts.get("simd_count") or not facts.get("simd_per_cu"):
+            continue
+        pci, units = facts.get("device_id"), facts["simd_count"] // facts["simd_per_cu"]
+        rows = [row for row in ACCELERATORS.values() if pci in row.pci_ids and units == row.num_compute_units]
+        name = f"AMD Instinct {rows[0].name}" if rows else f"AMD device {pci or 0:x}"
+        found.append(Found(name, rows[0] if rows else None, 1))
+    return found
+
+
+def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> list[Found]:
+    """As many as a variable lets programs see. An empty one, or -1, hides all."""
+    for variable in HIDDEN_BY[vendor]:
+        if (value := environ.get(variable)) is not None:
+            seen = [word for word in value.split(",") if word.strip()]
+            devices = devices[: 0 if seen[:1] in ([], ["-1"]) else len(seen)]
+    return devices
+
+
+def _read(file: Path) -> str:
+    """Nothing of a device that a container does not have: its file is there, and reading it is refused."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _overlay_for(found: Found) -> Path | None:
+    """The one named after the device: the user's own before ours, one for as many devices before others."""
+    own = Path("yamls/hardware").resolve()
+    folders = dict.fromkeys((own, (shipped_folder("yamls") / "hardware").resolve()))
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml")) if _is_for(path.stem, found)]
+    num_cards = found.num_devices // (found.row.devices_per_card if found.row else 1)
+    return next((path for path in paths if path.stem.endswith(f"-{num_cards}")), next(iter(paths), None))
+
+
+def _is_for(stem: str, found: Found) -> bool:
+    rows: Sequence[Accelerator] = rows_named(stem)
+    return found.row in rows[:1] if len(rows) == 1 else slug(found.name) in (stem, re.sub(r"-\d+$", "", stem))

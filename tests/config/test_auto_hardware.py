@@ -1,0 +1,188 @@
+"""`hardware=auto`: the overlay for the devices that the kernel lists, from folders that stand for /proc and /sys."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmfoundry_lite.config.auto_hardware import choose_overlay, find_devices
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import ACCELERATORS
+from tests.helpers.launch import ROOT
+
+CPU_NODE = {"cpu_cores_count": 64, "simd_count": 0, "simd_per_cu": 0, "device_id": 0, "vendor_id": 0}
+
+
+def nvidia(root: Path, *names: str) -> Path:
+    """As the driver's kernel module lists its devices."""
+    for number, name in enumerate(names):
+        folder = root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0"
+        folder.mkdir(parents=True)
+        lines = f"Model: \t\t {name}\nIRQ:   \t\t 77\nGPU UUID: \t GPU-0\nDevice Minor: \t {number}\n"
+        (folder / "information").write_text(lines)
+    return root
+
+
+def amd(root: Path, *devices: tuple[int, int], processors: int = 2) -> Path:
+    """As KFD does: nodes of processors, then a node for each (number of PCI, compute units)."""
+    nodes = [CPU_NODE] * processors
+    nodes += [
+        {"simd_count": units * 4, "simd_per_cu": 4, "device_id": pci, "vendor_id": 4098} for pci, units in devices
+    ]
+    for number, facts in enumerate(nodes):
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text("".join(f"{key} {value}\n" for key, value in facts.items()))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "overlay"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 8, "a100-40gb-8"),
+        ("NVIDIA A100-SXM4-80GB", 8, "a100-80gb-8"),
+        ("NVIDIA H100 80GB HBM3", 8, "h100-8"),
+        ("NVIDIA H100 80GB HBM3", 1, "h100-8"),
+        ("NVIDIA H200", 8, "h200-8"),
+    ],
+)
+def test_nvidia_devices_have_their_overlay(tmp_path, name, count, overlay):
+    values, note = choose_overlay(nvidia(tmp_path, *[name] * count), {})
+    assert values == ROOT / f"yamls/hardware/{overlay}.yaml"
+    assert note == f"hardware=auto: {overlay}, for {count} x {name}"
+
+
+@pytest.mark.parametrize(
+    ("pci", "units", "count", "overlay", "name"),
+    [
+        (0x740C, 104, 8, "mi250-4", "AMD Instinct MI250"),
+        (0x74A1, 304, 8, "mi300x-8", "AMD Instinct MI300X"),
+        (0x74B5, 304, 1, "mi300x-8", "AMD Instinct MI300X"),
+    ],
+)
+def test_amd_devices_have_their_overlay(tmp_path, pci, units, count, overlay, name):
+    values, note = choose_overlay(amd(tmp_path, *[(pci, units)] * count), {})
+    assert values == ROOT / f"yamls/hardware/{overlay}.yaml"
+    assert note == f"hardware=auto: {overlay}, for {count} x {name}"
+
+
+def test_every_amd_row_is_found_by_one_number_and_its_compute_units(tmp_path):
+    rows = [row for row in ACCELERATORS.values() if row.vendor == "amd"]
+    for row in rows:
+        for pci in row.pci_ids:
+            found = find_devices(amd(tmp_path / f"{row.name}-{pci}", (pci, row.num_compute_units)), {})
+            assert found is not None and found.row is row
+    assert all(row.pci_ids for row in rows)
+
+
+def test_a_machine_without_an_accelerator_or_with_all_hidden_takes_the_cpu_s(tmp_path):
+    cpu = ROOT / "yamls/hardware/cpu.yaml"
+    assert choose_overlay(amd(tmp_path / "empty"), {}).values == cpu
+    both = amd(nvidia(tmp_path / "both", "NVIDIA H200"), (0x74A1, 304))
+    for hidden in ("", "-1"):
+        assert choose_overlay(both, {"CUDA_VISIBLE_DEVICES": hidden}).values == cpu
+
+
+def test_hidden_devices_are_not_counted(tmp_path):
+    root = nvidia(tmp_path, *["NVIDIA H200"] * 8)
+    found = find_devices(root, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+    assert found is not None and found.num_devices == 3
+
+
+def test_a_device_without_an_overlay_gets_safe_values_and_a_line_on_how_to_write_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values, note = choose_overlay(nvidia(tmp_path / "root", *["NVIDIA RTX A6000"] * 2), {})
+    assert values["device_train_microbatch_size"] == "auto"
+    assert values["fsdp_config"] == {"sharding_strategy": "FULL_SHARD"}
+    assert "no overlay for 2 x NVIDIA RTX A6000; FULL_SHARD, with microbatches as large as fit" in note
+    named = re.search(r"to (yamls/hardware/[\w-]+\.yaml) here, which hardware=auto then takes", note)
+    assert named and named[1] == "yamls/hardware/nvidia-rtx-a6000.yaml"
+    Path(named[1]).parent.mkdir(parents=True)
+    Path(named[1]).write_text((ROOT / "yamls/hardware/h100-8.yaml").read_text())
+    assert choose_overlay(tmp_path / "root", {}).values == tmp_path / named[1]
+
+
+def test_a_part_of_a_device_is_not_the_device(tmp_path, monkeypatch):
+    """An MI300X in partitions: eight nodes with the number of the whole, and 38 of its compute units each."""
+    monkeypatch.chdir(tmp_path)
+    _, note = choose_overlay(amd(tmp_path, *[(0x74A1, 38)] * 8), {})
+    assert "no overlay for 8 x AMD device 74a1" in note and "amd-device-74a1.yaml" in note
+
+
+def test_the_user_s_own_overlay_goes_first_and_one_for_as_many_devices_before_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "yamls/hardware"
+    own.mkdir(parents=True)
+    for count in (2, 4):
+        (own / f"h100-{count}.yaml").write_text("overlay: hardware\ndevice_train_microbatch_size: 1\n")
+    h100 = "NVIDIA H100 80GB HBM3"
+    for count, expected in ((2, own / "h100-2.yaml"), (4, own / "h100-4.yaml"), (1, own / "h100-2.yaml")):
+        assert choose_overlay(nvidia(tmp_path / str(count), *[h100] * count), {}).values == expected
+    assert choose_overlay(nvidia(tmp_path / "8", *[h100] * 8), {}).values == ROOT / "yamls/hardware/h100-8.yaml"
+
+
+def test_two_kinds_of_devices_are_refused_unless_one_is_a_laptop_s_own(tmp_path):
+    both = amd(nvidia(tmp_path / "both", "NVIDIA H200"), (0x74A1, 304))
+    with pytest.raises(ConfigError, match="this machine has NVIDIA H200 and AMD Instinct MI300X; hide one kind"):
+        choose_overlay(both, {})
+    assert choose_overlay(both, {"HIP_VISIBLE_DEVICES": ""}).note.endswith("h200-8, for 1 x NVIDIA H200")
+    own_graphics = amd(nvidia(tmp_path / "laptop", "NVIDIA H200"), (0x1681, 12))
+    assert choose_overlay(own_graphics, {}).note.endswith("h200-8, for 1 x NVIDIA H200")
+
+
+def test_a_device_that_a_container_does_not_have_is_not_counted(tmp_path):
+    """Its file is in sysfs, and reading it is refused. (Root may read all, so a folder stands for the refusal.)"""
+    root = amd(tmp_path, *[(0x74A1, 304)] * 2)
+    refused = root / "sys/class/kfd/kfd/topology/nodes/3/properties"
+    refused.unlink()
+    refused.mkdir()
+    found = find_devices(root, {})
+    assert found is not None and found.num_devices == 1
+
+
+@pytest.mark.parametrize(("code", "note"), [(0, "h100-8, for 2 x NVIDIA H100 80GB HBM3"), (9, "cpu; no accelerator")])
+def test_where_the_kernel_lists_none_nvidia_smi_is_asked(tmp_path, monkeypatch, code, note):
+    program = tmp_path / "nvidia-smi"
+    name = "NVIDIA H100 80GB HBM3"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=name ] && printf "{name}\\n{name}\\n"\nexit {code}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choose_overlay(tmp_path / "nothing", {}).note.startswith(f"hardware=auto: {note}")
+
+
+RUN = str(ROOT / "yamls/pretrain/mpt-125m.yaml")
+
+
+@pytest.mark.parametrize("word", ["hardware=auto", "auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml"])
+def test_the_chosen_overlay_lies_below_the_command_line_and_is_said(monkeypatch, word):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    invocation = load_train_config([RUN, word, "fsdp_config.sharding_strategy=NO_SHARD"], {})
+    assert invocation.notes == ["hardware=auto: cpu; no accelerator was found"]
+    assert invocation.config.train_loader.pin_memory is False  # the cpu's
+    assert invocation.config.sharding.sharding_strategy == "NO_SHARD"
+
+
+def test_hardware_names_an_overlay_wherever_it_stands():
+    assert load_train_config(["hardware=mi300x-8", RUN], {}).config.sharding.sharding_strategy == "HYBRID_SHARD"
+
+
+@pytest.mark.parametrize("name", ["h1000-8", "mpt-1b", RUN])
+def test_another_yaml_is_no_hardware(name):
+    with pytest.raises(ConfigError, match=r"hardware: '.*' is not a hardware overlay; expected auto, a file, or a100-"):
+        load_train_config([RUN, f"hardware={name}"], {})
+
+
+def test_a_dry_run_says_which_overlay_it_took_without_torch(tmp_path):
+    code = "import sys; from llmfoundry_lite.train import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    result = subprocess.run(
+        [sys.executable, "-c", code, RUN, "hardware=auto", "--dry-run"],
+        cwd=ROOT,
+        env={"PATH": "", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.startswith("hardware=auto: cpu; no accelerator was found\n")
