@@ -2,6 +2,7 @@
 
     plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
+    plot_relay(path, legs, title=…)                which place had a run when, and how far it came
 
 A hundred thousand batches are thinned before they are drawn: of each stretch its lowest and its highest value.
 A figure is PNG, PDF or SVG, as the suffix of its path says. Batches are placed by `Axis`: tokens or FLOPs may stand
@@ -189,6 +190,46 @@ def plot_comparison(
         axes = [curve.axis for curve in curves]
         _label_strips(figure, strip, spans, [curve.name for curve in curves], axes)
     figure.axes[0].set_title(title, fontsize=11)
+    _write(figure, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """A launch at one place. Hours count from the first leg's beginning."""
+
+    place: str
+    began_hours: float
+    hours: float
+    first_batch: int
+    last_batch: int
+
+
+def plot_relay(path: Path, legs: Sequence[Leg], *, title: str) -> None:
+    """Batches over the hours, and below which place had the run; written to `path`."""
+    places = list(dict.fromkeys(leg.place for leg in legs))
+    colors = {place: CURVES[i % len(CURVES)] for i, place in enumerate(places)}
+    unit, per_hour = ("hours", 1) if max(leg.began_hours + leg.hours for leg in legs) >= 1 else ("seconds", 3600)
+    figure, (progress, rows) = plt.subplots(
+        *(2, 1),
+        sharex=True,
+        figsize=(8, 3.4 + 0.4 * len(places)),
+        height_ratios=(3, 0.4 * len(places) + 0.4),
+        layout="constrained",
+        dpi=130,
+    )
+    for leg in legs:
+        start, end = leg.began_hours * per_hour, (leg.began_hours + leg.hours) * per_hour
+        look = {"color": colors[leg.place], "linewidth": 2.2, "solid_capstyle": "butt"}
+        progress.plot([start, end], [leg.first_batch - 1, leg.last_batch], **look)
+        rows.barh(places.index(leg.place), end - start, left=start, color=colors[leg.place], height=0.7)
+    progress.set_ylabel("batch")
+    progress.grid(alpha=0.25, linewidth=0.6)
+    rows.set_yticks(range(len(places)), places)
+    rows.invert_yaxis()
+    rows.set_xlabel(f"{unit} since the first launch")
+    for axes in (progress, rows):
+        axes.spines[["top", "right"]].set_visible(False)
+    progress.set_title(title, fontsize=11)
     _write(figure, path)
 
 

@@ -19,6 +19,7 @@ from llmfoundry_lite.cli.data import data
 from llmfoundry_lite.cli.doctor import doctor_command
 from llmfoundry_lite.cli.plan import fabric_command, plan_command
 from llmfoundry_lite.cli.rehearse import rehearse_command
+from llmfoundry_lite.cli.relay import relay_command
 from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
 from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError, printable
@@ -43,6 +44,7 @@ app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)
 app.command("fabric")(fabric_command)
 app.command("rehearse")(rehearse_command)
+app.command("relay")(relay_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -59,7 +59,7 @@ def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.envir
     name = slug(found.row.name if found.row else found.name)
     return Choice(
         SAFE,
-        f"{AUTO}: no overlay for {devices}; FULL_SHARD, with microbatches as large as fit. For settings of its own copy "
+        f"{AUTO}: no overlay for {devices}; FULL_SHARD, with microbatches as large as fit. For its own settings copy "
         f"one of {shipped_folder('yamls') / 'hardware'} to yamls/hardware/{name}.yaml here, which {AUTO} then takes",
     )
 

@@ -39,6 +39,8 @@ def build_sections(facts: Facts) -> list[Section]:
             sections.append(launches(run))
         if run["segments"]:
             sections.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
+        if run["relay"]:
+            sections += [places(run), legs(run)]
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
     for sample in facts["samples"]:
@@ -168,6 +170,50 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     )
 
 
+def places(run: Facts) -> Section:
+    facts = run["relay"]
+    total = {"place": "total", **facts["total"]}
+    rows = [
+        (
+            part["place"],
+            count(part["num_legs"]),
+            count(part["batches"]),
+            clock(part["hours"]),
+            clock(part["training_hours"]),
+            UNKNOWN if part["utilisation"] is None else f"{part['utilisation']:.0%}",
+            small(part["cost"]),
+        )
+        for part in (*facts["places"], total)
+    ]
+    lines = [
+        f"in {clock(facts['hours'])} from the first launch on; no place had the run for {clock(facts['idle_hours'])}",
+        "utilisation is the time of batches that count over the time held, start-up and saves included",
+    ]
+    if any(part["cost"] is not None for part in facts["places"]):
+        lines.append("cost is the time held x the price in relay.yaml")
+    columns = ("place", "legs", "batches", "held", "training", "utilisation", "cost")
+    return Section(f"Places of {run['name']}", columns, rows, (1, 2, 3, 4, 5, 6), lines)
+
+
+def legs(run: Facts) -> Section:
+    facts = run["relay"]["legs"]
+    rows: list[Sequence[str]] = [
+        (
+            f"{leg['number']}",
+            leg["place"],
+            f"{leg['first_batch']:,}-{leg['last_batch']:,}" if leg["last_batch"] >= leg["first_batch"] else UNKNOWN,
+            clock(leg["began_hours"]),
+            clock(leg["hours"]),
+            (leg["ended"] or "running") + (f": {leg['reason']}" if leg["reason"] else ""),
+        )
+        for leg in facts[-MOST_LAUNCHES:]
+    ]
+    more = len(facts) - len(rows)
+    lines = [f"the {more:,} legs before are in report.json"] if more else []
+    columns = ("leg", "place", "batches", "began", "held", "ended")
+    return Section(f"Time line of {run['name']}", columns, rows, (0, 2, 3, 4), lines)
+
+
 def comparisons(facts: Sequence[Facts]) -> Section:
     rows, lines = [], []
     for pair in facts:
@@ -264,8 +310,8 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
         console.print()
 
 
-def markdown(sections: Sequence[Section], figure: str) -> str:
-    """GitHub's dialect, with the figure after the first section."""
+def markdown(sections: Sequence[Section], figure: str, relay_figure: str | None = None) -> str:
+    """GitHub's dialect, with the figure after the first section, and a relay's after its time line."""
     blocks = []
     for i, section in enumerate(sections):
         blocks.append(f"## {markdown_text(section.title)}")
@@ -277,4 +323,6 @@ def markdown(sections: Sequence[Section], figure: str) -> str:
             blocks.append(f"{fence}text\n{section.text}\n{fence}")
         if i == 0:
             blocks.append(f"![loss]({figure})")
+        if relay_figure and section.title.startswith("Time line"):
+            blocks.append(f"![time line]({relay_figure})")
     return "\n\n".join(block for block in blocks if block) + "\n"

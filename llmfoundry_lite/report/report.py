@@ -36,6 +36,7 @@ from llmfoundry_lite.report.reading import (
     is_local,
     read_run,
 )
+from llmfoundry_lite.report.relay import describe_relay
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 
 PROMPTS = ("def ", "import ", "class ")
@@ -75,6 +76,7 @@ def report(
         "samples": samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else [],
         "prices_per_device_hour": by_device,
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
+        "relay_figure": None,
     }
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
@@ -91,10 +93,17 @@ def report(
         facts["comparisons"] = [asdict(comparison) for comparison, _ in pairs]
         differences = [difference for _, difference in pairs]
         plots.plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
+    relay = facts["runs"][0]["relay"]
+    if len(runs) == 1 and relay is not None:
+        facts["relay_figure"] = f"relay.{form}"
+        legs = [plots.Leg(**{key: leg[key] for key in plots.Leg.__slots__}) for leg in relay["legs"]]
+        plots.plot_relay(folder / facts["relay_figure"], legs, title=runs[0].name)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
-    (folder / "report.md").write_text(markdown(sections, facts["figure"]))
+    (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]))
     (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    if facts["relay_figure"]:
+        print(f"plot: {folder / facts['relay_figure']}")
     print(f"plot: {figure}\nthe same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}")
     if with_csv:
         write_csv(folder / "report.csv", runs, names)
@@ -165,6 +174,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "not_finite": log.not_finite,
         "dead_branches": [branch.as_dict() for branch in log.dead],
         "failures": describe_failures(run),
+        "relay": describe_relay(run),
         "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
         "segments": [asdict(segment) for segment in segments],

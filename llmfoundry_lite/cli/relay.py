@@ -1,0 +1,18 @@
+"""`llmfoundry-lite relay`: one run, several places, in turn."""
+
+from typing import Annotated
+
+import typer
+
+
+def relay_command(
+    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its places, and when it moves.")],
+) -> None:
+    """Move a run between places, every so many batches or when one preempts it, until it is done.
+
+    May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
+    """
+    from llmfoundry_lite.relay.places import load_relay
+    from llmfoundry_lite.relay.relay import run
+
+    raise typer.Exit(run(load_relay(path)))

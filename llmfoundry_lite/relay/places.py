@@ -1,0 +1,158 @@
+"""relay.yaml -> the places a run may be at, and when it moves: read, checked, nothing launched.
+
+run: runs/mpt-1b
+policy: {every: 200ba}                     or on_preemption
+places:
+  a100:
+    launch: composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml hardware=auto
+  mi250:
+    launch: ssh mi250 'cd llmfoundry_lite && llmfoundry-lite train -n 8 mpt-1b hardware=auto {arguments}'
+    leave: ssh mi250 touch llmfoundry_lite/runs/mpt-1b/STOP
+"""
+
+import difflib
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.layers import merge_layers, read_layers
+from llmfoundry_lite.config.schema import Duration, parse_seconds
+from llmfoundry_lite.errors import ConfigError
+
+ON_PREEMPTION = "on_preemption"
+FAR = ("ssh", "sbatch", "salloc", "sky", "kubectl")
+"""Programs that go on elsewhere when they are terminated here, or that take the run down without a save."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Place:
+    launch: str
+    """A shell command that ends when its launch ends. The relay's arguments for the run come at its end, or where it
+    says {arguments}."""
+    leave: str | None = None
+    """A shell command that asks the launch to save and leave. By default its launcher gets SIGTERM."""
+    status: str | None = None
+    """A shell command that prints this place's status.json, where its run folder is not the relay's."""
+    price: float | None = None
+    """Of an hour of the whole place, in any currency, for `report`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Policy:
+    every: str | None = None
+    """The run moves after so many batches (200ba). None: when a place is preempted or fails."""
+    order: list[str] = field(default_factory=list)
+    """Names of places, again and again from the first. By default all of them as they stand in the file."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Relay:
+    run: str
+    """The run folder, as the relay sees it; its journal and the launches' output lie here."""
+    checkpoints: str | None = None
+    """The run's save_folder, if it has one: a folder or a URL. By default `checkpoints` in the run folder."""
+    policy: Policy
+    places: dict[str, Place]
+    rest: str = "5s"
+    """Of a place that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
+    silence: str = "10m"
+    """A launch whose launcher has ended is given up when status.json has not changed for so long."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run)
+
+    @property
+    def store(self) -> str:
+        return self.checkpoints or str(self.folder / "checkpoints")
+
+    @property
+    def order(self) -> list[str]:
+        return self.policy.order or list(self.places)
+
+    @property
+    def every(self) -> int | None:
+        """Batches."""
+        return None if self.policy.every is None else int(Duration.parse(self.policy.every).value)
+
+    @property
+    def rest_seconds(self) -> float:
+        return parse_seconds(self.rest)
+
+    @property
+    def silence_seconds(self) -> float:
+        return parse_seconds(self.silence)
+
+
+def load_relay(path: str) -> Relay:
+    """Raises ConfigError, in one line: the file, the key, what was given, what was expected."""
+    layers = read_layers([path])
+    values = merge_layers(layers)
+    if isinstance(policy := values.get("policy"), str):
+        if policy != ON_PREEMPTION:
+            raise ConfigError(
+                f"{path}: policy: {policy!r} given, expected {ON_PREEMPTION} or, as a block, every: 200ba"
+            )
+        values["policy"] = {}
+    relay: Relay = build_block(Relay, values, "", layers)
+    for key, problem in _problems(relay):
+        raise ConfigError(f"{path}: {key}: {problem}")
+    return relay
+
+
+def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it)."""
+    if not relay.places:
+        yield "places", "none given; name at least one, with its launch command"
+    for name, place in relay.places.items():
+        if not re.fullmatch(r"\w[\w.\-]*", name):
+            yield (
+                "places",
+                f"{name!r} given, expected the name of a file: letters and digits, and . _ - after the first",
+            )
+        for key in ("launch", "leave", "status"):
+            command = getattr(place, key)
+            if command is not None and (problem := _problem_of_command(command)):
+                yield f"places.{name}.{key}", problem
+        if program_of(place.launch) in FAR and place.leave is None:
+            yield (
+                f"places.{name}.leave",
+                f"missing; SIGTERM to {program_of(place.launch)} does not let the launch save, so say which command "
+                f"asks it to leave, such as touching STOP in its run folder",
+            )
+        if place.price is not None and not 0 <= place.price < float("inf"):
+            yield f"places.{name}.price", f"{place.price:g} given, expected the price of an hour, 0 or more"
+    for name in relay.policy.order:
+        if name not in relay.places:
+            near = difflib.get_close_matches(name, relay.places, n=1, cutoff=0.6)
+            meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(relay.places)}"
+            yield "policy.order", f"{name!r} is not a place; {meant}"
+    if relay.policy.every is not None and not re.fullmatch(r"[1-9][0-9_]*ba", relay.policy.every):
+        yield "policy.every", f"{relay.policy.every!r} given, expected batches, such as 200ba"
+    for key in ("rest", "silence"):
+        try:
+            parse_seconds(getattr(relay, key))
+        except ValueError as error:
+            yield key, f"{getattr(relay, key)!r} given, expected {error}"
+
+
+def program_of(command: str) -> str:
+    """The first word that is no assignment."""
+    return next((word for word in shlex.split(command) if not re.match(r"\w+=", word)), "")
+
+
+def _problem_of_command(command: str) -> str | None:
+    try:
+        program = program_of(command)
+    except ValueError as error:
+        return f"{command!r} is not a shell command: {str(error).lower()}"
+    if not program:
+        return "no command given"
+    known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
+    if known.returncode != 0:
+        return f"{program}: command not found; install it, or give its path"
+    return None

@@ -1,0 +1,395 @@
+"""`llmfoundry-lite relay`: who has the run, for how long, and what survives when anything is killed.
+
+Launches are real processes, but for `test_long.py` they do not train: `trainer.py` leaves behind what a launch does.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from llmfoundry_lite.errors import ConfigError, UserError
+from llmfoundry_lite.journal import JOURNAL, Leg, append, read_legs
+from llmfoundry_lite.relay import relay as relay_module
+from llmfoundry_lite.relay.places import load_relay
+from llmfoundry_lite.relay.relay import how_it_ended, rest_until, run, turns_from, with_arguments
+from tests.helpers.launch import ROOT
+
+DEADLINE_SECONDS = 60
+TRAINER = f"PYTHONPATH={ROOT} {sys.executable} -m tests.relay.trainer runs/x"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(places, policy="on_preemption", **more):
+    """relay.yaml, of places by name: a launch command, or a whole block."""
+    blocks = {name: place if isinstance(place, dict) else {"launch": place} for name, place in places.items()}
+    content = {"run": "runs/x", "policy": policy, "places": blocks, "rest": "0.1s", **more}
+    Path("relay.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return "relay.yaml"
+
+
+def relay(places, policy="on_preemption", **more):
+    return run(load_relay(write(places, policy, **more)))
+
+
+def begin():
+    """The relay as users start it."""
+    command = [sys.executable, "-m", "llmfoundry_lite", "relay", "relay.yaml"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def legs():
+    return read_legs(Path("runs/x"))
+
+
+def spans():
+    return [(leg.place, leg.from_batch, leg.to_batch, leg.ended) for leg in legs()]
+
+
+def lines():
+    path = Path("runs/x/metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def batches():
+    return [line["batch"] for line in lines()]
+
+
+# ------------------------------------------------------------------------------------------------------- whose turn
+
+
+def test_every_so_many_batches_the_next_place_has_the_run_until_it_is_done(capsys):
+    places = {"a": f"{TRAINER} 50 place=a", "b": f"{TRAINER} 50 place=b {{arguments}}"}
+    assert relay(places, {"every": "20ba"}) == 0
+    assert spans() == [("a", 0, 20, "stopped"), ("b", 20, 40, "stopped"), ("a", 40, 50, "done")]
+    assert [line["place"] for line in lines()] == ["a"] * 20 + ["b"] * 20 + ["a"] * 10
+    assert batches() == list(range(1, 51))
+    assert "relay: the run is done, at batch 50, after 3 legs\n" in capsys.readouterr().out
+
+
+def test_an_order_of_its_own(capsys):
+    places = {"a": f"{TRAINER} 40", "b": f"{TRAINER} 40", "c": f"{TRAINER} 40"}
+    assert relay(places, {"every": "10ba", "order": ["b", "a", "b"]}) == 0
+    assert [leg.place for leg in legs()] == ["b", "a", "b", "b"]
+
+
+def leg(place, ended, turn=0, from_batch=0, to_batch=0, over=100.0):
+    more = {"from_batch": from_batch, "to_batch": to_batch, "over": over, "ended": ended}
+    return Leg(number=1, place=place, turn=turn, began=0.0, host="h", **more)
+
+
+def loaded(policy, **more):
+    return load_relay(write(dict.fromkeys("abc", "true"), policy, **more))
+
+
+def test_a_turn_follows_from_the_batch_alone():
+    """So a leg that was cut short is finished before the next place has its own."""
+    every = loaded({"every": "20ba"})
+    assert [turns_from(every, [], batch)[0] for batch in (0, 19, 20, 39, 40, 60)] == [0, 0, 1, 1, 2, 0]
+    assert turns_from(every, [leg("b", "failed", turn=1)], 25) == [1, 2, 0]
+
+
+def test_on_preemption_the_run_goes_to_the_next_in_the_list():
+    relay = loaded("on_preemption")
+    assert turns_from(relay, [], 0) == [0, 1, 2]
+    assert turns_from(relay, [leg("a", "preempted", turn=0)], 7) == [1, 2, 0]
+    assert turns_from(relay, [leg("c", "failed", turn=2)], 7) == [0, 1, 2]
+
+
+def test_a_place_rests_twice_as_long_each_time_in_a_row_that_it_saved_nothing():
+    relay = loaded("on_preemption", rest="5s")
+    failed, moved = leg("a", "failed"), leg("a", "failed", to_batch=5)
+    assert rest_until(relay, "a", []) == 0
+    assert [rest_until(relay, "a", [failed] * n) - 100 for n in (1, 2, 3, 4)] == [5, 10, 20, 40]
+    assert rest_until(relay, "a", [failed] * 30) - 100 == 3600
+    assert rest_until(relay, "a", [failed, failed, moved]) - 100 == 5
+    assert rest_until(relay, "a", [failed, failed, leg("b", "stopped")]) - 100 == 10
+    assert rest_until(relay, "a", [failed, leg("a", "stopped")]) == 0
+
+
+def test_a_place_that_fails_rests_and_others_go_on(capsys):
+    assert relay({"a": "echo out of order; false", "b": f"{TRAINER} 30"}, {"every": "10ba"}, rest="3s") == 0
+    assert spans()[0] == ("a", 0, 0, "failed")
+    assert spans()[1:] == [("b", 0, 10, "stopped"), ("b", 10, 20, "stopped"), ("b", 20, 30, "done")]
+    assert "leg 1 at a: failed at batch 0: exit code 1: out of order\n" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- how a launch ended
+
+STOPPED, DONE = {"status": "stopped", "batch": 20, "reason": None}, {"status": "done", "batch": 30, "reason": None}
+PREEMPTED = {"status": "preempted", "batch": 25, "reason": "preempted by SIGTERM"}
+FAILED = {"status": "failed", "batch": 25, "reason": "no disk"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "before", "ended", "reason"),
+    [
+        (0, STOPPED, None, "stopped", None),
+        (0, DONE, STOPPED, "done", None),
+        (0, DONE, DONE, "done", None),  # a finished run launched again
+        (1, STOPPED, None, "stopped", None),  # torchrun's code for every end
+        (1, PREEMPTED, STOPPED, "preempted", "preempted by SIGTERM"),
+        (255, FAILED, STOPPED, "failed", "no disk"),
+        (None, PREEMPTED, STOPPED, "preempted", "preempted by SIGTERM"),
+        (75, STOPPED, STOPPED, "preempted", None),  # its status.json is elsewhere
+        (255, STOPPED, STOPPED, "failed", None),  # ssh never got there
+        (2, FAILED, STOPPED, "refused", "no disk"),
+        (2, STOPPED, STOPPED, "refused", None),
+        (127, None, None, "refused", None),
+        (1, {"status": "running", "batch": 3}, STOPPED, "failed", None),  # silent for too long
+    ],
+)
+def test_a_launch_ended_as_status_json_says_if_it_wrote_it_and_else_as_its_exit_code_says(
+    code, status, before, ended, reason
+):
+    assert how_it_ended(code, status, before) == (ended, reason)
+
+
+def test_a_launch_into_another_run_folder_is_noticed(capsys):
+    write({"a": f"{TRAINER}-elsewhere 10"}, rest="3s")
+    process = begin()
+    wait_for(lambda: legs() and legs()[0].over)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert "exit code 0, but this launch has written no status.json here; is `run` its run folder?" in output
+    assert process.returncode == 75
+
+
+def test_saves_in_another_folder_are_noticed():
+    with pytest.raises(UserError, match="checkpoints: elsewhere has no save of batch 20, at which a stopped; name the"):
+        relay({"a": f"{TRAINER} 30"}, {"every": "20ba"}, checkpoints="elsewhere")
+
+
+def test_exit_code_2_is_not_tried_again(capsys):
+    refusing = "echo 'error: lr: unknown key' >&2; exit 2;:"
+    assert relay({"a": refusing, "b": f"{TRAINER} 10"}, rest="0s") == 0
+    assert [leg.place for leg in legs()] == ["a", "b"]
+    with pytest.raises(UserError, match=r"a is not tried again: exit code 2: error: lr: unknown key; b is not tried"):
+        relay({"a": refusing, "b": refusing})
+    assert [leg.ended for leg in legs()[2:]] == ["refused", "refused"]
+
+
+def test_arguments_stand_at_the_end_or_where_they_are_asked_for():
+    assert with_arguments("composer train.py", "a=b") == "composer train.py a=b"
+    assert with_arguments("ssh x 'train {arguments} &'", "a=b") == "ssh x 'train a=b &'"
+
+
+# ---------------------------------------------------------------------------------------------- killed, asked to leave
+
+SLOW = f"{TRAINER} 100000 seconds_per_batch=0.02"
+
+
+def trainers():
+    return {line["pid"] for line in lines()}
+
+
+@pytest.mark.fault
+def test_a_relay_that_is_killed_and_started_again_waits_for_the_launch_that_goes_on():
+    write({"a": f"{TRAINER} 200 seconds_per_batch=0.01", "b": f"{TRAINER} 200"})
+    first = begin()
+    wait_for(batches)
+    first.kill()
+    first.communicate()
+    second = begin()
+    output, _ = second.communicate(timeout=DEADLINE_SECONDS)
+    assert second.returncode == 0, output
+    assert "relay: leg 1 at a had begun; waiting for it\n" in output
+    assert spans() == [("a", 0, 200, "done")] and legs()[0].code == 0
+    assert batches() == list(range(1, 201)) and len(trainers()) == 1
+
+
+@pytest.mark.slow
+def test_one_relay_moves_a_run_and_its_lock_ends_with_it():
+    write({"a": SLOW})
+    first = begin()
+    wait_for(batches)
+    with pytest.raises(UserError, match="run: another relay moves runs/x; stop that one, or leave the run to it"):
+        run(load_relay("relay.yaml"))
+    first.kill()
+    first.communicate()
+    (pid,) = trainers()
+    assert psutil.pid_exists(pid)  # the launch does not hold the lock
+    third = begin()
+    wait_for(lambda: "waiting for it" in third.stdout.readline())
+    third.send_signal(signal.SIGTERM)
+    output, _ = third.communicate(timeout=DEADLINE_SECONDS)
+    assert third.returncode == 75, output
+    assert legs()[0].ended == "preempted" and len(legs()) == 1
+
+
+@pytest.mark.fault
+def test_a_relay_that_was_killed_before_its_launch_had_begun_goes_on():
+    Path("runs/x").mkdir(parents=True)
+    begun = {"turn": 1, "began": time.time(), "from_batch": 0, "host": "h", "price": None, "status_before": None}
+    append(Path("runs/x"), number=1, place="b", **begun)
+    assert relay({"a": f"{TRAINER} 10", "b": f"{TRAINER} 10"}) == 0
+    assert spans() == [("b", 0, 0, "lost"), ("a", 0, 10, "done")]
+
+
+@pytest.mark.parametrize("leave", [None, pytest.param("kill -TERM $(cat pid)", marks=pytest.mark.slow)])
+def test_a_relay_that_is_asked_to_leave_asks_its_place_and_waits_for_the_save(leave):
+    launch = f"echo $$ > pid; exec env {SLOW}" if leave else SLOW
+    launch = f"sh -c '{launch} {{arguments}}'" if leave else launch
+    write({"a": {"launch": launch, **({"leave": leave} if leave else {})}})
+    process = begin()
+    wait_for(batches)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, output
+    assert output.endswith("relay: asked to leave; start the relay again to carry on\n")
+    (leg,) = legs()
+    assert (leg.ended, leg.code, leg.to_batch) == ("preempted", 75, batches()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_ranks_that_outlive_their_launcher_are_asked_to_leave_before_the_next_place_begins():
+    """As composer's do when it is killed."""
+    launch = f"sh -c '{SLOW} place=a & echo $$ > launcher; wait'"
+    write({"a": launch, "b": f"{TRAINER} 0 place=b"})
+    process = begin()
+    wait_for(batches)
+    os.kill(int(Path("launcher").read_text()), signal.SIGKILL)
+    wait_for(lambda: len(legs()) > 1)
+    (pid,) = trainers()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    first = legs()[0]
+    assert (first.ended, first.code, first.to_batch) == ("preempted", 137, batches()[-1])
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=DEADLINE_SECONDS)
+
+
+def test_a_launch_elsewhere_that_ssh_has_lost_is_asked_to_leave_through_its_own_command():
+    """status.json is another host's, which nobody here can ask; the place's commands can."""
+    Path("far").mkdir()
+    begins = "cp running.json far/status.json; exit 255;:"
+    Path("running.json").write_text(json.dumps({"status": "running", "batch": 3, "reason": None}))
+    Path("left.json").write_text(json.dumps(PREEMPTED))
+    far = {"launch": begins, "leave": "cp left.json far/status.json", "status": "cat far/status.json"}
+    assert relay({"far": far, "here": f"{TRAINER} 10"}) == 0
+    assert [(leg.place, leg.ended, leg.code) for leg in legs()] == [("far", "preempted", 255), ("here", "done", 0)]
+
+
+def test_a_launch_elsewhere_that_has_fallen_silent_is_given_up():
+    Path("running.json").write_text(json.dumps({"status": "running", "batch": 3, "reason": None}))
+    far = {"launch": "cp running.json far.json; exit 255;:", "leave": "true", "status": "cat far.json"}
+    assert relay({"far": far, "here": f"{TRAINER} 10"}, silence="0.1s") == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("far", "failed"), ("here", "done")]
+
+
+def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
+    process = subprocess.Popen(f"exec env {SLOW}", shell=True)
+    wait_for(batches)
+    with pytest.raises(UserError, match=r"run: a launch that no relay began still runs in runs/x; touch runs/x/STOP, "):
+        relay({"a": SLOW})
+    process.terminate()
+    assert process.wait(DEADLINE_SECONDS) == 75
+
+
+def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, capsys):
+    real, reads = relay_module.CheckpointStore, []
+
+    def broken(url):
+        reads.append(url)
+        if len(reads) == 2:
+            raise relay_module.CheckpointError("s3://b: no answer")
+        return real(url)
+
+    monkeypatch.setattr(relay_module, "CheckpointStore", broken)
+    assert relay({"a": f"{TRAINER} 10"}, {"every": "10ba"}) == 0
+    assert "relay: s3://b: no answer; looking again in 0.1s\n" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"polic": 1}, "relay.yaml: polic: unknown key; did you mean policy?"),
+        (
+            {"places": {"a": {"launch": "true", "leaves": "true"}}},
+            "places.a.leaves: unknown key; did you mean places.a",
+        ),
+        ({"places": {}}, "places: none given; name at least one, with its launch command"),
+        ({"places": {"a": {}}}, "relay.yaml: places.a.launch: missing; expected text"),
+        ({"places": {"a/b": {"launch": "true"}}}, "places: 'a/b' given, expected the name of a file"),
+        ({"run": None}, "relay.yaml: run: missing; expected text"),
+        (
+            {"policy": "sometimes"},
+            "relay.yaml: policy: 'sometimes' given, expected on_preemption or, as a block, every: 200ba",
+        ),
+        ({"policy": {"every": "200"}}, "policy.every: '200' given, expected batches, such as 200ba"),
+        ({"policy": {"every": "2h"}}, "policy.every: '2h' given, expected batches, such as 200ba"),
+        ({"policy": {"order": ["mi25"]}}, "policy.order: 'mi25' is not a place; did you mean mi250?"),
+        ({"policy": {"order": ["x"]}}, "policy.order: 'x' is not a place; expected one of mi250"),
+        ({"rest": "soon"}, "rest: 'soon' given, expected a time such as 3h55m, 90s"),
+        ({"places": {"a": {"launch": "tarin -n 8"}}}, "places.a.launch: tarin: command not found; install it, or give"),
+        ({"places": {"a": {"launch": "true 'x"}}}, 'places.a.launch: "true \'x" is not a shell command: no closing'),
+        ({"places": {"a": {"launch": "ssh x y"}}}, "places.a.leave: missing; SIGTERM to ssh does not let the launch"),
+        ({"places": {"a": {"launch": "true", "leave": "scancle"}}}, "places.a.leave: scancle: command not found"),
+        ({"places": {"a": {"launch": "true", "price": -1}}}, "places.a.price: -1 given, expected the price of an hour"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_with_relay_yaml_is_said_in_one_line(changes, message, monkeypatch, tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ssh").write_text("#!/bin/sh\n")
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    content = {"run": "runs/x", "policy": "on_preemption", "places": {"mi250": {"launch": "true"}}} | changes
+    content = {key: value for key, value in content.items() if value is not None}
+    Path("relay.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError) as error:
+        load_relay("relay.yaml")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_folder_that_cannot_be_reached_is_refused():
+    Path("file").touch()
+    with pytest.raises(UserError, match=r"run: file/x cannot be reached from here \(Not a directory\); name the run"):
+        relay({"a": "true"}, run="file/x")
+
+
+def test_a_place_that_has_the_run_must_be_in_the_file():
+    Path("runs/x").mkdir(parents=True)
+    begun = {"turn": 1, "began": time.time(), "from_batch": 0, "host": "h", "price": None, "status_before": None}
+    append(Path("runs/x"), number=1, place="gone", **begun)
+    with pytest.raises(
+        UserError, match=r"places: gone is missing, where the run still is, by runs/x/relay\.jsonl; put"
+    ):
+        relay({"a": "true"})
+
+
+@pytest.mark.fault
+def test_a_journal_whose_last_line_was_cut_off_is_carried_on():
+    folder = Path("runs/x")
+    folder.mkdir(parents=True)
+    begun = {"turn": 0, "began": 1.0, "from_batch": 0, "host": "h"}
+    append(folder, number=1, place="a", **begun)
+    with (folder / JOURNAL).open("a") as file:
+        file.write('{"number": 1, "over": 2.0, "to_b')
+    append(folder, number=1, over=3.0, to_batch=4, code=0, ended="done", reason=None)
+    (found,) = read_legs(folder)
+    assert (found.over, found.to_batch) == (3.0, 4)
