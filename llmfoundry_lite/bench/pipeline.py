@@ -27,8 +27,7 @@ from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
-from llmfoundry_lite.plan.schedule import SCHEDULES as WITH_ARITHMETIC
-from llmfoundry_lite.plan.schedule import bubble, simulate_bubble
+from llmfoundry_lite.plan.schedule import WITH_FORMULA, bubble, simulate_bubble
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -38,7 +37,7 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
 NOTES = (
     "measured: torch's schedules, messages and Python among what a device waits",
     "formula and played: `plan/schedule.py`, without time for messages",
-    "`plan/schedule.py` has no arithmetic of zbv",
+    "zbv has no formula",
 )
 NUM_PASSES = 3
 """Of a microbatch: forward, inputs' gradient, weights' gradient."""
@@ -105,7 +104,6 @@ def row_of(
     schedule: str, degree: int, count: int, num_runs: int, seconds: Sequence[float], pass_seconds: float
 ) -> dict[str, Any]:
     """Shares are of the time that a device computes."""
-    has_arithmetic = schedule in WITH_ARITHMETIC
     busy = count * NUM_PASSES * pass_seconds
     return {
         "schedule": schedule,
@@ -114,8 +112,8 @@ def row_of(
         "virtual_stages": num_runs,
         "seconds": spread(seconds).median,
         "measured": spread(one / busy - 1 for one in seconds)._asdict(),
-        "formula": bubble(schedule, degree, count, num_runs) if has_arithmetic else None,
-        "played": simulate_bubble(schedule, degree, count, num_runs) if has_arithmetic else None,
+        "formula": bubble(schedule, degree, count, num_runs) if schedule in WITH_FORMULA else None,
+        "played": simulate_bubble(schedule, degree, count, num_runs),
     }
 
 
@@ -230,7 +228,7 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """A panel for each number of stages: measured as points, the formula as lines."""
+    """A panel for each number of stages: measured as points, played as lines."""
     stages = sorted({row["num_stages"] for row in report["rows"]})
     names = list(dict.fromkeys(row["schedule"] for row in report["rows"]))
     figure, panels = plt.subplots(
@@ -241,8 +239,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
             rows = [row for row in report["rows"] if (row["schedule"], row["num_stages"]) == (name, degree)]
             x = [row["num_microbatches"] for row in rows]
             colour = COLOURS[names.index(name) % len(COLOURS)]
-            if all(row["formula"] is not None for row in rows):
-                axes.plot(x, [100 * row["formula"] for row in rows], "-", color=colour, lw=1)
+            axes.plot(x, [100 * row["played"] for row in rows], "-", color=colour, lw=1)
             axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
         ticks = sorted({row["num_microbatches"] for row in report["rows"]})
         axes.set_xscale("log", base=2)
@@ -256,7 +253,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     panels[0][-1].legend(
         frameon=False,
         fontsize=8,
-        title="points: measured\nlines: formula",
+        title="points: measured\nlines: played",
         title_fontsize=8,
         loc="center left",
         bbox_to_anchor=(1, 0.5),

@@ -19,9 +19,11 @@ def plan_command(
         float | None, typer.Option(min=0.01, max=1, help="Of the peak that matrix products reach.")
     ] = None,
     calibrate: Annotated[Path | None, typer.Option(help="mfu.json of `bench mfu`, measured on such a device.")] = None,
-    pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; default: the run's.")] = None,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble.")] = "1f1b",
-    virtual: Annotated[int, typer.Option(min=1, help="Runs of blocks on a device (interleaved).")] = 1,
+    pipeline: Annotated[
+        int | None, typer.Option(min=1, help="Stages of a pipeline; default: the run's, else searched.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="Of --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv.")] = "1f1b",
+    virtual: Annotated[int | None, typer.Option(min=1, help="Runs of blocks on a device.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None,
     mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None,

@@ -4,6 +4,7 @@ Blocks stay in order. A stage is one run of them; interleaved schedules give eac
 `parallel/pipeline.py` builds the stages, the preflight explains them, `plan/memory.py` finds the fullest.
 """
 
+import heapq
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
@@ -66,14 +67,23 @@ def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
     Counted in parameters: the embedding is the first stage's and the head the last one's, whether or not they are one
     matrix. Among equals the later stage gets more, since the earlier ones keep more microbatches' activations.
     """
-    d = model.d_model
-    block = d * (2 * d + 2 * model.num_kv_heads * model.head_dim)
-    block += d * model.ffn_dim * (3 if model.ffn_config.ffn_type == "mptglu" else 2)
-    costs = [0] * num_stages
-    costs[0] += model.vocab_size * d
-    costs[-1] += model.vocab_size * d
+    block, head = block_and_head(model)
+    costs = [block] * num_stages
+    costs[0] += head
+    costs[-1] += head
+    queue = [(cost, -i) for i, cost in enumerate(costs)]
+    heapq.heapify(queue)
     counts = [1] * num_stages
     for _ in range(model.n_layers - num_stages):
-        cheapest = min(range(num_stages), key=lambda i: (costs[i] + counts[i] * block, -i))
-        counts[cheapest] += 1
+        cost, i = queue[0]
+        heapq.heapreplace(queue, (cost + block, i))
+        counts[-i] += 1
     return counts
+
+
+def block_and_head(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of a block's matrices, and of the head."""
+    d = model.d_model
+    attention = d * (2 * d + 2 * model.num_kv_heads * model.head_dim)
+    feed_forward = d * model.ffn_dim * (3 if model.ffn_config.ffn_type == "mptglu" else 2)
+    return attention + feed_forward, model.vocab_size * d

@@ -8,6 +8,7 @@ Legend: n tokens of a microbatch, d model width, f feed-forward width, h heads, 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_lite.plan.schedule import Pass, order_of
+from llmfoundry_lite.plan.schedule import Pass, few_rounds, order_of
 
 FP32_BYTES = 4
 INT64_BYTES = 8
@@ -24,8 +25,6 @@ WORKSPACES_BYTES = 65 * MIB
 Source: torch's `getChosenWorkspaceSize`, and rehearsals. And one of tensors too small to be counted."""
 ROUNDING = 1 / 300
 """By how much more torch's allocator gives, which rounds up; by rehearsals."""
-LOGITS_CHUNK_BYTES = 1 << 28
-"""Of fp32 logits that the loss holds at a time."""
 GATHER_BYTES = 1 << 27
 """Of parameters that ZeRO-1 gathers at a time after a step."""
 OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
@@ -57,20 +56,24 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(map(self.__getattribute__, self.__slots__))
 
     def __str__(self) -> str:
         unit, unit_bytes = ("GiB", GIB) if self.total_bytes >= GIB else ("MiB", MIB)
-        names = [field.name for field in dataclasses.fields(self)]
+        names = self.__slots__
         parts = [f"{name.removesuffix('_bytes')} {getattr(self, name) / unit_bytes:.2f}" for name in names]
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstimate:
     """The estimate for a run on devices that are divided so; of a pipeline, for its fullest stage."""
-    if layout.pipeline > 1:
-        return max((of for _, of in estimate_stages(config, layout)), key=lambda estimate: estimate.total_bytes)
-    return _estimate_part(config, layout)
+    if layout.pipeline == 1:
+        return _estimate_part(config, layout)
+    ranks: dict[Any, tuple[int, list[Stage]]] = {}
+    for rank, stages in enumerate(stages_of(config.model, config.pipeline)):
+        # Of ranks whose stages are alike, the first keeps the most.
+        ranks.setdefault(tuple((len(s.blocks), s.is_first, s.is_last) for s in stages), (rank, stages))
+    return max((_play(config, layout, *of) for of in ranks.values()), key=lambda estimate: estimate.total_bytes)
 
 
 def estimate_stages(config: TrainConfig, layout: Layout) -> list[tuple[list[Stage], MemoryEstimate]]:
@@ -159,12 +162,11 @@ def _play(config: TrainConfig, layout: Layout, rank: int, stages: list[Stage]) -
     return _with_the_rest(dataclasses.replace(config, model=model), layout, estimate)
 
 
-def _order(pipeline: PipelineConfig, rank: int, num_microbatches: int) -> list[Pass]:
+def _order(pipeline: PipelineConfig, rank: int, num_microbatches: int) -> Sequence[Pass]:
     """Of a few rounds: after those nothing changes, but where all microbatches go forward first."""
     degree = pipeline.pipeline_parallel_degree
     if pipeline.schedule != "gpipe":
-        num_rounds = max(1, num_microbatches // degree)
-        num_microbatches = min(num_microbatches, num_microbatches // num_rounds * 4)
+        num_microbatches = few_rounds(degree, num_microbatches)
     return order_of(pipeline.schedule, rank, degree, num_microbatches, pipeline.num_runs)
 
 
@@ -182,11 +184,11 @@ def _model_of(model: ModelConfig, stages: list[Stage]) -> ModelConfig:
 
 def _copies_bytes(model: ModelConfig, options: dict[str, Any]) -> int:
     """Of `unsharded_bytes` in the loss: parameters that one microbatch's forward pass has cast."""
+    if options["has_fsdp"] and (options["mixed_precision"] != "FULL" or options["precision"] in ("fp32", "tf32")):
+        return 0
     whole_bytes = estimate_moments(model, **options)["in_loss"].unsharded_bytes
     if not options["has_fsdp"]:
         return whole_bytes
-    if options["mixed_precision"] != "FULL" or options["precision"] in ("fp32", "tf32"):
-        return 0
     half = estimate_moments(model, **{**options, "mixed_precision": "DEFAULT"})["in_loss"]
     return whole_bytes - FP32_BYTES // 2 * half.unsharded_bytes
 
@@ -273,6 +275,7 @@ def _options_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and layout.pipeline == 1,
         activation_checkpointing=fsdp.activation_checkpointing,
         activation_cpu_offload=fsdp.activation_cpu_offload,
+        logits_chunk_bytes=config.loss_chunk_mib * MIB,
         num_optimizer_slots=slots_of(config)[0],
         num_outside_slots=slots_of(config)[-1],
     )
@@ -332,7 +335,7 @@ def estimate_moments(
     activation_cpu_offload: bool = False,
     num_optimizer_slots: int = 2,
     num_outside_slots: int | None = None,
-    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
+    logits_chunk_bytes: int = 256 * MIB,
 ) -> dict[str, MemoryEstimate]:
     """Bytes of one device at the moments when it may hold the most: in the loss, and in the backward pass at its first
     block, its last, and the embeddings.

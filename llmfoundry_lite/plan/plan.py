@@ -38,7 +38,6 @@ class Plan:
     """Of the run; None where its length is counted in epochs, of data that is not looked at."""
     candidates: list[Candidate]
     rejected: list[Rejected]
-    pipeline: PipelineConfig
     would_fit: int | None
     """Where nothing fits: the next number of devices, twice as many or more, that something fits on."""
     cost: Cost | None
@@ -60,7 +59,8 @@ def make_plan(
     dollars_per_device_hour: float | None = None,
     device_hours_between_failures: float | None = None,
 ) -> Plan:
-    """`measured`: mfu.json of `bench mfu`, on such a device. `pipeline`: another one than the run's pp_config.
+    """`measured`: mfu.json of `bench mfu`, on such a device. `pipeline`: another one than the run's pp_config; without
+    either, stages are searched as all else is.
 
     Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
     accelerator = accelerator_named(hardware)
@@ -83,8 +83,8 @@ def make_plan(
             f"--devices: {num_devices} are no whole number of nodes of {node.num_devices}; the nearest counts are "
             f"{below} and {below + node.num_devices} (--per-node says how many a node has)"
         )
-    pipeline = pipeline or config.pipeline
-    num_stages = pipeline.pipeline_parallel_degree
+    pipeline = pipeline or config.pp_config
+    num_stages = pipeline.pipeline_parallel_degree if pipeline else 1
     if num_devices % num_stages:
         raise ConfigError(f"--pipeline: {num_stages} stages do not divide {num_devices} devices")
     num_parts = config.context.context_parallel_degree
@@ -92,7 +92,8 @@ def make_plan(
         raise ConfigError(
             f"cp_config.context_parallel_degree: {num_parts} does not divide {num_devices // num_stages} devices"
         )
-    check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
+    if pipeline:
+        check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
     candidates, rejected = search_layouts(config, num_devices, accelerator, node, shares, pipeline)
     num_tokens = num_tokens or count_run_tokens(config)
     cost = None
@@ -120,7 +121,6 @@ def make_plan(
         num_tokens=num_tokens,
         candidates=candidates,
         rejected=rejected,
-        pipeline=pipeline,
         would_fit=None if candidates else smallest_that_fits(config, num_devices, accelerator, node, shares),
         cost=cost,
     )

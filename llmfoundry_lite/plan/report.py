@@ -1,15 +1,15 @@
 """A plan as lines for people, and as plain values for programs. No torch."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.cost import Joined, compute_optimal, model_state_bytes
 from llmfoundry_lite.plan.plan import Plan
-from llmfoundry_lite.plan.search import Candidate, usable_bytes
+from llmfoundry_lite.plan.search import Candidate, Rejected, usable_bytes
 from llmfoundry_lite.tables import markdown_table
 
 CANNOT_PROMISE = (
@@ -18,7 +18,7 @@ CANNOT_PROMISE = (
 )
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
 HEADINGS = (
-    *("hardware", "devices", "samples", "copies", "shards", "tensor", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
+    *("hardware", "devices", "samples", "layout", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
     *("scaling", "days", "of it lost"),
 )
 PARTS = {
@@ -52,15 +52,6 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         f"({model_state_bytes(plan.num_parameters, 'published') / 1e12:.3g} TB at the 14 that papers count)",
         "",
     ]
-    if plan.pipeline.pipeline_parallel_degree > 1:
-        pipeline = plan.pipeline
-        runs = f", {pipeline.num_runs} runs of blocks on each device" if pipeline.num_runs > 1 else ""
-        lines[-1:] = [f"pipeline  {pipeline.pipeline_parallel_degree} stages, {pipeline.schedule}{runs}", ""]
-    if config.context.context_parallel_degree > 1:
-        lines[-1:] = [
-            f"context   each sample on {config.context.context_parallel_degree} devices, {config.context.kind}",
-            "",
-        ]
     if plan.candidates:
         lines += _table(plan, num_shown)
         lines += ["", *_explain(plan)]
@@ -88,7 +79,7 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         rate = c.time.tokens_per_second / plan.num_devices
         rows.append(
             [
-                *(*head, str(c.layout.replicate), str(c.layout.shard), str(c.layout.tensor)),
+                *(*head, name_layout(c.layout, c.strategy)),
                 *(str(c.work.microbatch_size), CHECKPOINTING[c.work.activation_checkpointing]),
                 *(f"{c.memory.total_bytes / GIB:.1f}", f"{c.time.tokens_per_second:,.0f}", f"{c.mfu:.1%}"),
                 f"{rate / base.setdefault(name, rate):.1%}",
@@ -103,17 +94,28 @@ def describe_plans(plans: Sequence[Plan]) -> str:
 
 
 def _table(plan: Plan, num_shown: int) -> list[str]:
-    rows = ["    copies shards tensor micro  recomputed    GiB     tokens/s    MFU"]
+    rows = ["   stages copies shards context tensor  micro  recomputed    GiB     tokens/s    MFU"]
     for number, c in enumerate(plan.candidates[:num_shown], 1):
         recomputed = CHECKPOINTING[c.work.activation_checkpointing]
+        layout, rate = c.layout, f"{c.time.tokens_per_second:,.0f}"
+        copies = f"{layout.replicate}{'*' if c.strategy == 'ZERO_1' else ''}"
         rows.append(
-            f"{number:<3}{c.layout.replicate:>7}{c.layout.shard:>7}{c.layout.tensor:>7}{c.work.microbatch_size:>6}  "
-            f"{recomputed:<11}{c.memory.total_bytes / GIB:>6.1f}{c.time.tokens_per_second:>13,.0f}{c.mfu:>7.1%}"
+            f"{number:<3}{layout.pipeline:>6}{copies:>7}{layout.shard:>7}{layout.context:>8}{layout.tensor:>7}"
+            f"{c.work.microbatch_size:>7}  {recomputed:<11}{c.memory.total_bytes / GIB:>6.1f}{rate:>13}{c.mfu:>7.1%}"
         )
     more = len(plan.candidates) - num_shown
     if more > 0:
         rows.append(f"   and {more} more that fit")
+    if any(c.strategy == "ZERO_1" for c in plan.candidates[:num_shown]):
+        rows.append("   *  ZERO_1: the copies divide the optimizer's state")
     return rows
+
+
+def name_layout(layout: Layout, strategy: str) -> str:
+    """4 stages x 2 copies x 8 shards; dimensions of one device are left out."""
+    words = {"pipeline": "stages", "replicate": "copies", "shard": "shards", "context": "parts", "tensor": "tensor"}
+    parts = [f"{degree} {word}" for name, word in words.items() if (degree := getattr(layout, name)) > 1]
+    return (" x ".join(parts) or "1 device") + (", ZERO_1" if strategy == "ZERO_1" else "")
 
 
 def _explain(plan: Plan) -> list[str]:
@@ -152,15 +154,19 @@ def _against(best: Candidate, second: Candidate) -> str:
 
 
 def _rejections(plan: Plan) -> list[str]:
-    """One line for each layout that does not fit; those with one reason together."""
+    """A line for each reason; those that differ in a number alone together."""
     if not plan.rejected:
         return ["every layout fits"]
-    reasons = Counter(rejected.reason for rejected in plan.rejected)
+    groups: dict[str, list[Rejected]] = {}
+    for rejected in plan.rejected:
+        kind = "memory" if rejected.needed else "speed" if rejected.slower else rejected.reason
+        groups.setdefault(kind, []).append(rejected)
     lines = []
-    for reason, number in reasons.items():
-        layouts = [r.layout for r in plan.rejected if r.reason == reason]
-        names = [f"{x.replicate}x{x.shard}x{x.tensor}" for x in layouts[:3]] + (["..."] if number > 3 else [])
-        lines.append(f"rejected  {', '.join(names)} (copies x shards x tensor): {reason}")
+    for group in groups.values():
+        nearest = min(group, key=lambda one: (one.needed, one.slower))
+        first = name_layout(nearest.layout, nearest.strategy)
+        more = f"{len(group) - 1} more do no better" if nearest.needed or nearest.slower else f"{len(group)} in all"
+        lines.append(f"rejected  {first}: {nearest.reason}{f'; {more}' if len(group) > 1 else ''}")
     return lines
 
 
@@ -198,11 +204,12 @@ def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: fl
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """For `--json`."""
 
+    def degrees(of: Candidate | Rejected) -> dict[str, Any]:
+        return of.layout.degrees._asdict() | {"sharding_strategy": of.strategy}
+
     def facts(c: Candidate) -> dict[str, Any]:
         return {
-            "replicate": c.layout.replicate,
-            "shard": c.layout.shard,
-            "tensor": c.layout.tensor,
+            **degrees(c),
             "overlay": c.overlay(),
             "memory_bytes": c.memory.total_bytes,
             "step_seconds": c.time.seconds,
@@ -222,9 +229,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "rates": {"products": plan.shares.products, "attention": plan.shares.attention, "source": plan.shares.source},
         "layouts": [facts(c) for c in plan.candidates],
         "would_fit": plan.would_fit,
-        "rejected": [
-            {"replicate": r.layout.replicate, "shard": r.layout.shard, "tensor": r.layout.tensor, "reason": r.reason}
-            for r in plan.rejected
-        ],
+        "rejected": [degrees(r) | {"reason": r.reason} for r in plan.rejected],
         "cost": cost and {name: getattr(cost, name) for name in cost.__dataclass_fields__},
     }

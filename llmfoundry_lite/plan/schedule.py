@@ -3,22 +3,24 @@
 p stages on p devices, m microbatches, v runs of blocks on each device. GPipe (Huang et al. 2019) and 1F1B (Narayanan et
 al. 2019) wait (p - 1) / m of the time they compute; interleaving divides that by v (Narayanan et al. 2021, section
 2.2). Zero bubble (Qi et al. 2024, ZB-H1) splits the backward pass into the part that the stage before waits for and
-the weights' gradients, which fill the gaps: (p - 1) (F + B - W) / (m (F + B + W)).
+the weights' gradients, which fill the gaps: (p - 1) (F + B - W) / (m (F + B + W)). ZBV has no formula: it is played.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-"""Of which the arithmetic is here; zbv's is not."""
+WITH_FORMULA = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = (*WITH_FORMULA, "zbv")
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Time of one microbatch in one run of blocks."""
+    """Time of one microbatch on one device."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -31,8 +33,13 @@ def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages
     """Time that a device waits over time that it computes, by formula."""
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
     costs = costs or Costs()
+    assert schedule in WITH_FORMULA
     share = (num_stages - 1) / num_microbatches
     if schedule == "interleaved":
+        if num_microbatches % num_stages:
+            raise ConfigError(
+                f"schedule interleaved: {num_microbatches} microbatches are no multiple of {num_stages} stages"
+            )
         return share / virtual_stages
     if schedule == "zero_bubble":
         whole = costs.forward + costs.backward + costs.weights
@@ -41,15 +48,51 @@ def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages
 
 
 def simulate_bubble(
-    schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1, costs: Costs | None = None
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    virtual_stages: int = 1,
+    costs: Costs | None = None,
+    loads: Sequence[float] | None = None,
 ) -> float:
-    """The same, by playing the schedule event by event, without time for sending."""
+    """The same, by playing the schedule event by event, without time for sending.
+
+    `loads`: for each run of blocks, through the model, by how much it takes longer than `costs` say. The time that is
+    waited is that of the device that computes the longest.
+    """
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
-    costs = costs or Costs()
-    num_runs = virtual_stages if schedule == "interleaved" else 1
+    num_runs = {"interleaved": virtual_stages, "zbv": 2}.get(schedule, 1)
+    loads = tuple(loads or [1.0] * num_stages * num_runs)
+    return _play(schedule, num_stages, num_microbatches, num_runs, costs or Costs(), loads)
+
+
+def played_bubble(
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    virtual_stages: int = 1,
+    costs: Costs | None = None,
+    loads: Sequence[float] | None = None,
+) -> float:
+    """The same, from a few rounds: once all devices are busy, each further microbatch adds its own time alone."""
+    num_played = few_rounds(num_stages, num_microbatches)
+    waited = simulate_bubble(schedule, num_stages, num_played, virtual_stages, costs, loads)
+    return waited * num_played / num_microbatches
+
+
+def few_rounds(num_stages: int, num_microbatches: int) -> int:
+    """So many microbatches that what a schedule does with more of them is more of the same."""
+    num_rounds = max(1, num_microbatches // num_stages)
+    return min(num_microbatches, num_microbatches // num_rounds * 4)
+
+
+@cache
+def _play(
+    schedule: str, num_stages: int, num_microbatches: int, num_runs: int, costs: Costs, loads: tuple[float, ...]
+) -> float:
     orders = [order_of(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
     seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weights}
-    if schedule != "zero_bubble":
+    if schedule not in ("zero_bubble", "zbv"):
         seconds["B"] += costs.weights
     last_run = num_stages * num_runs - 1
     ends: dict[tuple[str, int, int], float] = {}
@@ -69,12 +112,12 @@ def simulate_bubble(
                 if needs is not None and needs not in ends:
                     break
                 start = max(clocks[rank], ends[needs] if needs else 0.0)
-                clocks[rank] = ends[kind, run, microbatch] = start + seconds[kind] / num_runs
+                clocks[rank] = ends[kind, run, microbatch] = start + seconds[kind] * loads[run] / num_runs
                 positions[rank] += 1
                 remaining -= 1
         assert remaining < before, f"{schedule} waits for itself"
-    busy = num_microbatches * (costs.forward + costs.backward + costs.weights)
-    return max(clocks) / busy - 1
+    busiest = max(sum(seconds[one.kind] * loads[one.run] for one in order) for order in orders) / num_runs
+    return max(clocks) / busiest - 1
 
 
 class Pass(NamedTuple):
@@ -85,7 +128,8 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, num_runs: int = 1) -> list[Pass]:
+@cache
+def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, num_runs: int = 1) -> Sequence[Pass]:
     """What a device does, one pass after the other, as torch's schedules have it."""
     if schedule == "zbv":
         return _order_of_zbv(rank, num_stages, num_microbatches)
@@ -156,9 +200,5 @@ def _interleaved(index: int, size: int, num_runs: int) -> tuple[int, int]:
 def check_schedule(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int) -> None:
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule: {schedule!r} is none of {', '.join(SCHEDULES)}")
-    if schedule == "interleaved" and num_microbatches % num_stages:
-        raise ConfigError(
-            f"schedule interleaved: {num_microbatches} microbatches are no multiple of {num_stages} stages"
-        )
     if virtual_stages < 1 or num_stages < 1 or num_microbatches < 1:
         raise ConfigError("stages, runs of blocks and microbatches are counted from 1")

@@ -1,25 +1,40 @@
 """Which way of dividing the devices trains a run fastest: every layout tried, each rejected one with its reason."""
 
+import bisect
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.intervals import choose_save_interval
+from llmfoundry_lite.config.check import check_config
 from llmfoundry_lite.config.layout import Layout, divisors
-from llmfoundry_lite.config.schema import PipelineConfig, SaveInterval, TensorParallelConfig, TrainConfig
+from llmfoundry_lite.config.schema import (
+    NEWTON_SCHULZ_STEPS,
+    ContextParallelConfig,
+    PipelineConfig,
+    SaveInterval,
+    TensorParallelConfig,
+    TrainConfig,
+)
 from llmfoundry_lite.config.stages import takes_microbatches
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.cost import save_seconds
 from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
 from llmfoundry_lite.plan.network import Node
-from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, step_time
+from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, find_shares, step_time
 
 CONTEXT_BYTES = 1 * GIB
 """The device's context, libraries and communication buffers, which `plan.memory` leaves out."""
 CHECKPOINTING = (False, "selective", True)
 MOST_DEVICES = 65_536
+MOST_STAGES = 64
+SLOW = 1.1
+"""Layouts that take so much longer than the fastest are not looked at more closely."""
 AS_FAST = 0.01
 """Times that differ by less are alike: the model of a step is not that exact."""
 
@@ -51,8 +66,14 @@ class Candidate:
         if self.layout.context > 1:
             keys["cp_config"] = dataclasses.asdict(self.work.context)
         if self.layout.pipeline > 1:
-            pipeline = {"pipeline_parallel_degree": self.layout.pipeline, "schedule": self.work.schedule}
-            keys["pp_config"] = pipeline | {"virtual_stages": self.work.virtual_stages}
+            pipeline = self.work.pipeline
+            keys["pp_config"] = {
+                "pipeline_parallel_degree": self.layout.pipeline,
+                "schedule": pipeline.schedule,
+                "virtual_stages": pipeline.num_runs,
+            }
+            if pipeline.blocks is not None:
+                keys["pp_config"]["blocks"] = list(pipeline.blocks)
         return keys
 
 
@@ -61,6 +82,10 @@ class Rejected:
     layout: Layout
     strategy: str
     reason: str
+    needed: int = 0
+    """Bytes, where memory is the reason."""
+    slower: float = 0.0
+    """How many times as long as the fastest it takes, where that is the reason."""
 
 
 def search_layouts(
@@ -73,20 +98,20 @@ def search_layouts(
 ) -> tuple[list[Candidate], list[Rejected]]:
     """The layouts that fit, the fastest first, each with its best microbatch and checkpointing; and those that do not.
 
-    First of all stands the one that takes the least memory among those that are as fast as the fastest.
+    First of all stands the one that takes the least memory among those that are as fast as the fastest. Stages and
+    parts of a sample are searched where neither `pipeline` nor the run says how many.
     Raises ConfigError where the hardware has no peak for the run's precision.
     """
-    candidates: list[Candidate] = []
+    search = _Search(config, accelerator, node, shares or find_shares(accelerator), pipeline or config.pp_config)
     rejected: list[Rejected] = []
-    pipeline = pipeline or config.pipeline
-    for layout, strategy in layouts_of(
-        num_devices, node.num_devices, pipeline.pipeline_parallel_degree, config.context.context_parallel_degree
-    ):
-        found = _best(config, layout, strategy, accelerator, node, shares, pipeline)
-        if isinstance(found, str):
-            rejected.append(Rejected(layout=layout, strategy=strategy, reason=found))
-        else:
-            candidates.append(found)
+    divided: list[_Divided] = []
+    for layout, strategy in search.layouts(num_devices):
+        found = search.divide(layout, strategy)
+        (rejected if isinstance(found, Rejected) else divided).append(found)  # type: ignore[arg-type]
+    candidates: list[Candidate] = []
+    for one in sorted(divided, key=lambda one: one.least_seconds):
+        found = search.best(one)
+        (rejected if isinstance(found, Rejected) else candidates).append(found)  # type: ignore[arg-type]
     candidates.sort(key=lambda c: (c.time.seconds, c.layout.tensor))
     if candidates:
         best = min(_as_fast_as(candidates), key=lambda c: c.memory.total_bytes)
@@ -106,93 +131,188 @@ def smallest_that_fits(
 
 
 def layouts_of(
-    num_devices: int, node_size: int, num_stages: int = 1, num_parts: int = 1
+    num_devices: int, node_size: int, num_stages: Sequence[int] = (1,), num_parts: Sequence[int] = (1,)
 ) -> Iterator[tuple[Layout, str]]:
     """Every way of dividing so many devices: stages x copies x shards x parts of a sample x parts of a layer.
 
-    Tensor parallelism stays within a node. A copy of the model takes whole nodes, or a part of one that divides it.
+    Tensor and context parallelism stay within a node, unless the parts of a sample alone do not. A copy of the model
+    takes whole nodes, or a part of one that divides it.
     """
     node_size = min(node_size, num_devices)
-    num_groups = num_devices // (num_stages * num_parts)
-    if num_devices % (num_stages * num_parts):
-        return
-    for tensor in range(1, node_size + 1):
-        if num_groups % tensor or node_size % tensor:
+    for pipeline, context, tensor in itertools.product(num_stages, num_parts, divisors(node_size)):
+        num_data_ranks, rest = divmod(num_devices, pipeline * context * tensor)
+        if rest or (context * tensor > node_size and tensor > 1):
             continue
-        num_data_ranks = num_groups // tensor
-        for shard in range(1, num_data_ranks + 1):
-            spanned = shard * num_parts * tensor
-            if num_data_ranks % shard or (spanned % node_size and node_size % spanned):
+        for shard in divisors(num_data_ranks):
+            spanned = shard * context * tensor
+            if spanned % node_size and node_size % spanned:
                 continue
             replicate = num_data_ranks // shard
-            strategy = "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
             layout = Layout(
-                pipeline=num_stages,
+                pipeline=pipeline,
                 replicate=replicate,
                 shard=shard,
-                context=num_parts,
+                context=context,
                 tensor=tensor,
                 node_size=node_size,
             )
             if shard == 1:
-                yield dataclasses.replace(layout, has_whole_copies=True), "NO_SHARD"
-            if shard * num_parts > 1:
-                yield layout, strategy
+                copies = dataclasses.replace(layout, has_whole_copies=True)
+                yield copies, "NO_SHARD"
+                if replicate * context > 1:
+                    yield copies, "ZERO_1"
+            if shard * context > 1:
+                yield layout, "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
     return accelerator.free_bytes - CONTEXT_BYTES
 
 
-def _best(
-    config: TrainConfig,
-    layout: Layout,
-    strategy: str,
-    accelerator: Accelerator,
-    node: Node,
-    shares: Shares | None,
-    pipeline: PipelineConfig,
-) -> Candidate | str:
-    """The fastest microbatch and checkpointing of a layout, or why there is none."""
-    reason = _refuse(config, layout, pipeline)
-    if reason:
-        return reason
-    # Divided streams take less memory and no more time.
-    tensor = TensorParallelConfig(
-        tensor_parallel_degree=layout.tensor,
-        sequence_parallel=config.max_seq_len % (layout.context * layout.tensor) == 0,
-    )
-    config = dataclasses.replace(config, pp_config=pipeline, tp_config=tensor)
-    device_batch_size = config.global_train_batch_size // layout.num_data_ranks
-    limit = usable_bytes(accelerator)
-    fitting: list[Candidate] = []
-    least: MemoryEstimate | None = None
-    for checkpointing in CHECKPOINTING:
-        for microbatch_size in divisors(device_batch_size):  # what `auto` tries, too
-            work = work_of(config, strategy, microbatch_size, checkpointing)
-            work = dataclasses.replace(work, schedule=pipeline.schedule, virtual_stages=pipeline.num_runs)
-            if layout.pipeline > 1 and not takes_microbatches(pipeline, device_batch_size // microbatch_size):
+class _Divided(NamedTuple):
+    """A layout that a launch would not refuse."""
+
+    config: TrainConfig
+    layout: Layout
+    strategy: str
+    sizes: list[int]
+    """Of microbatches, those that `auto` tries."""
+    least_seconds: float
+    """Of a step, if memory did not matter."""
+
+    def reject(self, reason: str, **facts: Any) -> Rejected:
+        return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, **facts)
+
+
+class _Search:
+    """Of one run on one kind of device."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        node: Node,
+        shares: Shares,
+        pipeline: PipelineConfig | None,
+    ):
+        self.config, self.accelerator, self.node, self.shares = config, accelerator, node, shares
+        self.pipeline = pipeline
+        self.fastest = math.inf
+        """Seconds of the fastest so far."""
+        self._configs: dict[tuple[int, int, int, str], TrainConfig | str] = {}
+
+    def layouts(self, num_devices: int) -> Iterator[tuple[Layout, str]]:
+        stages = [degree for degree in divisors(num_devices) if degree <= min(MOST_STAGES, self.config.model.n_layers)]
+        if self.pipeline is not None:
+            stages = [self.pipeline.pipeline_parallel_degree]
+        parts = divisors(min(self.node.num_devices, num_devices))
+        if self.config.cp_config is not None:
+            parts = [self.config.context.context_parallel_degree]
+        return layouts_of(num_devices, self.node.num_devices, stages, parts)
+
+    def divide(self, layout: Layout, strategy: str) -> _Divided | Rejected:
+        """The run, divided so; or why that cannot be."""
+        key = (layout.pipeline, layout.context, layout.tensor, strategy)
+        if key not in self._configs:
+            self._configs[key] = self._configure(*key)
+        config = self._configs[key]
+        if isinstance(config, str):
+            return Rejected(layout=layout, strategy=strategy, reason=config)
+        samples = config.global_train_batch_size
+        device_batch_size, rest = divmod(samples, layout.num_data_ranks)
+        sizes = [
+            size
+            for size in divisors(device_batch_size)
+            if layout.pipeline == 1 or takes_microbatches(config.pipeline, device_batch_size // size)
+        ]
+        if rest:
+            reason = f"{samples} samples do not divide over {layout.num_data_ranks} data ranks"
+            return Rejected(layout=layout, strategy=strategy, reason=reason)
+        if not sizes:
+            reason = f"{config.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
+            return Rejected(layout=layout, strategy=strategy, reason=reason)
+        # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
+        works = [work_of(config, strategy, size, False) for size in {sizes[0], sizes[-1]}]
+        least = min(self._time(work, layout).seconds for work in works)
+        return _Divided(config, layout, strategy, sizes, least)
+
+    def best(self, divided: _Divided) -> Candidate | Rejected:
+        """The fastest microbatch and checkpointing of a layout, or why there is none."""
+        config, layout, strategy, sizes, least = divided
+        if least > SLOW * self.fastest:
+            slower = least / self.fastest
+            return divided.reject(
+                f"takes {slower:.1f} times as long as the fastest, even with memory to spare", slower=slower
+            )
+
+        @functools.cache
+        def memory(checkpointing: bool | str, size: int) -> MemoryEstimate:
+            return memory_of(config, layout, strategy, work_of(config, strategy, size, checkpointing))
+
+        @functools.cache
+        def num_fitting(checkpointing: bool | str) -> int:
+            """Of the sizes, from the smallest on."""
+            return bisect.bisect_right(sizes, limit, key=lambda size: memory(checkpointing, size).total_bytes)
+
+        limit = usable_bytes(self.accelerator)
+        splits = layout.pipeline > 1 and config.pipeline.splits_backward
+        choices = (False,) if splits else CHECKPOINTING
+        if not num_fitting(choices[-1]):
+            again = "" if splits else " and every block computed again"
+            needed = memory(choices[-1], sizes[0]).total_bytes
+            return divided.reject(
+                f"needs {needed / GIB:.1f} GiB of {limit / GIB:.1f}, with one sample at a time{again}", needed=needed
+            )
+        works = [work_of(config, strategy, size, choice) for choice in choices for size in sizes]
+        timed = sorted(((self._time(work, layout), work) for work in works), key=lambda of: of[0].seconds)
+        fitting: list[Candidate] = []
+        for time, work in timed:
+            if fitting and time.seconds > (1 + AS_FAST) * fitting[0].time.seconds:
+                break
+            if sizes.index(work.microbatch_size) >= num_fitting(work.activation_checkpointing):
                 continue
-            if layout.pipeline > 1 and pipeline.splits_backward and checkpointing:
-                continue
-            memory = memory_of(config, layout, strategy, work)
-            if least is None or memory.total_bytes < least.total_bytes:
-                least = memory
-            if memory.total_bytes > limit:
-                continue
-            time = step_time(work, layout, accelerator, node, shares)
-            every = batches_between_saves(config, time.seconds, save_seconds(memory))
-            time = dataclasses.replace(time, saves=save_seconds(memory) / every)
-            mfu = time.mfu(work, accelerator, layout.world_size)
-            fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=memory, time=time, mfu=mfu))
-    if least is None:
-        return f"{pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
-    if fitting:
-        return max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
-    return (
-        f"needs {least.total_bytes / GIB:.1f} GiB of {limit / GIB:.1f}, with one sample at a time and every block "
-        "computed again"
-    )
+            needs = memory(work.activation_checkpointing, work.microbatch_size)
+            every = batches_between_saves(config, time.seconds, save_seconds(needs))
+            time = dataclasses.replace(time, saves=save_seconds(needs) / every)
+            mfu = time.mfu(work, self.accelerator, layout.world_size)
+            fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=needs, time=time, mfu=mfu))
+        best = max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
+        self.fastest = min(self.fastest, best.time.seconds)
+        return best
+
+    def _time(self, work: Work, layout: Layout) -> StepTime:
+        return step_time(work, layout, self.accelerator, self.node, self.shares)
+
+    def _configure(self, pipeline: int, context: int, tensor: int, strategy: str) -> TrainConfig | str:
+        """Or the words in which a launch refuses it."""
+        config, model = self.config, self.config.model
+        stages = self.pipeline or PipelineConfig(pipeline_parallel_degree=pipeline)
+        parts = config.cp_config or ContextParallelConfig(
+            context_parallel_degree=context,
+            kind="gather" if math.gcd(model.n_heads, model.num_kv_heads) % (context * tensor) else "heads",
+        )
+        # Divided streams take less memory and no more time.
+        sequence_parallel = config.max_seq_len % (context * tensor) == 0
+        divided = dataclasses.replace(
+            config,
+            device_train_microbatch_size=None,
+            fsdp_config=dataclasses.replace(
+                config.sharding,
+                sharding_strategy=strategy,
+                data_parallel_shard_degree=None,
+                activation_checkpointing=False,
+                activation_checkpointing_reentrant=False,
+                activation_cpu_offload=False,
+            ),
+            tp_config=TensorParallelConfig(tensor_parallel_degree=tensor, sequence_parallel=sequence_parallel),
+            cp_config=parts,
+            pp_config=dataclasses.replace(stages, num_microbatches=None),
+        )
+        try:
+            check_config(divided)
+        except ConfigError as error:
+            return str(error).removeprefix("configuration: ")
+        return divided
 
 
 def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
@@ -201,25 +321,10 @@ def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
     return [c for c in candidates if c.time.seconds <= (1 + AS_FAST) * least]
 
 
-def _refuse(config: TrainConfig, layout: Layout, pipeline: PipelineConfig) -> str:
-    """Why the layout does not divide this run; empty where it does."""
-    model = config.model
-    num_groups = layout.tensor * (layout.context if config.context.kind == "heads" else 1)
-    for name, number in (("heads", model.n_heads), ("key and value heads", model.num_kv_heads)):
-        if number % num_groups:
-            return f"{number} {name} do not divide over {num_groups} devices"
-    if model.ffn_dim % layout.tensor:
-        return f"{model.ffn_dim} hidden units do not divide over {layout.tensor} devices"
-    if layout.pipeline * pipeline.num_runs > model.n_layers:
-        return f"{layout.pipeline * pipeline.num_runs} stages are more than {model.n_layers} blocks"
-    if config.global_train_batch_size % layout.num_data_ranks:
-        return f"{config.global_train_batch_size} samples do not divide over {layout.num_data_ranks} data ranks"
-    return ""
-
-
 def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpointing: bool | str) -> Work:
     dtype = config.precision.removeprefix("amp_")
     is_pure = config.sharding.mixed_precision == "PURE" and dtype in ("bf16", "fp16")
+    is_muon = config.optimizer.name == "muon"
     return Work(
         model=config.model,
         seq_len=config.max_seq_len,
@@ -233,6 +338,9 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
         shares_optimizer=strategy == "ZERO_1",
         sequence_parallel=config.sequence_parallel,
         context=config.context,
+        pipeline=config.pipeline,
+        newton_schulz_steps=(config.optimizer.ns_steps or NEWTON_SCHULZ_STEPS) if is_muon else 0,
+        newton_schulz_dtype=config.optimizer.ns_dtype or "bf16",
         num_workers=config.train_loader.num_workers,
     )
 

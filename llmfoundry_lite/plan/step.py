@@ -11,16 +11,19 @@ Left out: stragglers, the host's own time, congestion by other jobs, storage slo
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig, PipelineConfig
+from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.plan.network import Node, group_of, send_seconds
-from llmfoundry_lite.plan.schedule import bubble
+from llmfoundry_lite.plan.network import Group, Node, group_of, send_seconds
+from llmfoundry_lite.plan.schedule import played_bubble
 
 FP32_BYTES = 4
 MEMORY_SHARE = 0.85
@@ -82,8 +85,11 @@ class Work:
     sequence_parallel: bool = False
     """Where layers are divided, the stream between them is too."""
     context: ContextParallelConfig = dataclasses.field(default_factory=ContextParallelConfig)
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    """Schedule and blocks of stages, of which the layout says how many there are."""
+    newton_schulz_steps: int = 0
+    """Of Muon, for each matrix of the blocks; 0: another optimizer."""
+    newton_schulz_dtype: str = "bf16"
     num_workers: int = 0
     """Processes that read ahead for each data rank; 0: the rank itself reads between two batches."""
 
@@ -125,7 +131,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "num_tokens")
+        return sum(map(self.__getattribute__, self.__slots__)) - self.num_tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -164,14 +170,15 @@ def step_time(
     num_microbatches = work.num_microbatches(layout)
     seq_len = work.seq_len // layout.context
     num_tokens = work.microbatch_size * seq_len
-    num_blocks = -(-model.n_layers // layout.pipeline)
+    loads = _Loads.of(model, work.pipeline, layout.pipeline)
+    num_blocks = loads.num_blocks
     num_block, num_outside = _count(model)
     is_recomputed = work.activation_checkpointing is True
     passes = 4 if is_recomputed else 3
 
-    # One microbatch on one device.
+    # One microbatch on one device, of the stage that computes the longest.
     block_products = 2 * num_tokens * num_block / layout.tensor * passes / (shares.products * peak)
-    num_logits = num_tokens * model.vocab_size / (layout.tensor * layout.pipeline)
+    num_logits = num_tokens * model.vocab_size / layout.tensor * loads.has_head
     head_products = 3 * 2 * num_logits * model.d_model / (shares.products * peak)
     window = model.attn_config.sliding_window_size
     num_keys = work.seq_len if window < 0 else min(work.seq_len, 2 * (window + 1))
@@ -197,7 +204,7 @@ def step_time(
     one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
     context_seconds = num_blocks * num_exchanges * one_context
     send = send_seconds(layout, "pipeline", node, stream_bytes)
-    pipeline_seconds = 2 * send * work.virtual_stages
+    pipeline_seconds = 2 * send * work.pipeline.num_runs
 
     num_local, num_outside = num_block / layout.tensor, num_outside // layout.tensor
     sharding_seconds = _sharding_seconds(
@@ -207,7 +214,7 @@ def step_time(
         num_blocks=num_blocks,
         num_block=num_local,
         num_outside=num_outside,
-        num_microbatches=num_microbatches,
+        num_rounds=num_microbatches if layout.pipeline == 1 else 1,
         num_bytes=num_bytes,
         forward_seconds=block_seconds / passes,
         backward_seconds=block_seconds * (passes - 1) / passes,
@@ -215,6 +222,8 @@ def step_time(
     parts = layout.of_parameters
     share = parts.shard if work.is_sharded else parts.replicate if work.shares_optimizer else 1
     optimizer = OPTIMIZER_BYTES * (num_blocks * num_local + num_outside) / share / memory_rate
+    if work.newton_schulz_steps:
+        optimizer += _newton_schulz_seconds(work, layout, num_blocks, accelerator, node, shares)
     per_microbatch = {
         "products": num_blocks * block_products + head_products,
         "attention": num_blocks * block_attention,
@@ -225,7 +234,9 @@ def step_time(
     }
     waiting = 0.0
     if layout.pipeline > 1:
-        waiting = bubble(work.schedule, layout.pipeline, num_microbatches, work.virtual_stages)
+        waiting = played_bubble(
+            work.pipeline.schedule, layout.pipeline, num_microbatches, work.pipeline.num_runs, loads=loads.of_runs
+        )
     time = StepTime(
         **{name: seconds * num_microbatches for name, seconds in per_microbatch.items()},
         optimizer=optimizer,
@@ -234,6 +245,76 @@ def step_time(
         num_tokens=work.global_batch_size * work.seq_len,
     )
     return dataclasses.replace(time, data=_data_seconds(work, layout, time.seconds))
+
+
+class _Loads(NamedTuple):
+    """What the stages of a pipeline compute."""
+
+    num_blocks: int
+    """Of the device that computes the longest."""
+    has_head: bool
+    of_runs: tuple[float, ...]
+    """Time of each run of blocks, as a multiple of their mean."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, pipeline: PipelineConfig, degree: int) -> "_Loads":
+        """Counted in parameters; looking up embeddings takes no time."""
+        if degree == 1:
+            return cls(model.n_layers, True, (1.0,))
+        block, head = block_and_head(model)
+        blocks = None if pipeline.blocks is None else tuple(pipeline.blocks)
+        key = (model.n_layers, head / block, blocks, pipeline.schedule, pipeline.num_runs, degree)
+        if key not in _LOADS:
+            pipeline = dataclasses.replace(pipeline, pipeline_parallel_degree=degree)
+            ranks = stages_of(model, pipeline)
+            loads = {s.index: len(s.blocks) + s.is_last * head / block for stages in ranks for s in stages}
+            busiest = max(ranks, key=lambda stages: sum(loads[s.index] for s in stages))
+            mean = sum(loads.values()) / len(loads)
+            _LOADS[key] = cls(
+                num_blocks=sum(len(s.blocks) for s in busiest),
+                has_head=busiest[-1].is_last,
+                of_runs=tuple(loads[index] / mean for index in range(len(loads))),
+            )
+        return _LOADS[key]
+
+
+_LOADS: dict[tuple[Any, ...], _Loads] = {}
+"""By what they depend on: a search asks thousands of times."""
+
+
+def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
+    """Of a matrix: each iteration multiplies it by its transpose, that product by itself, and both by the matrix."""
+    short, long = sorted((rows, columns))
+    return num_steps * (4 * short * short * long + 2 * short**3)
+
+
+def _newton_schulz_seconds(
+    work: Work, layout: Layout, num_blocks: int, accelerator: Accelerator, node: Node, shares: Shares
+) -> float:
+    """The ranks that have the same blocks take turns: in each round every one owns a whole matrix, the largest first.
+
+    It gets the parts of its matrix from the others, and sends back what it has made of them.
+    """
+    model = work.model
+    d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
+    num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
+    # Of each parameter the shapes that it stands for.
+    qkv = [(d, d), (kv_dim, d), (kv_dim, d)]
+    parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
+    parameters += [[(d, d)], *[[(model.ffn_dim, d)]] * num_up, [(d, model.ffn_dim)]]
+    parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
+    peak = accelerator.peak_flops(work.newton_schulz_dtype) or accelerator.peak_flops(work.dtype)
+    assert peak is not None
+    num_bytes = 2 if work.newton_schulz_dtype == "bf16" else FP32_BYTES
+    num_ranks = layout.world_size // layout.pipeline
+    group = Group(size=num_ranks, in_node=min(num_ranks, node.num_devices), node=node)
+    seconds = 0.0
+    for first in range(0, num_blocks * len(parameters), num_ranks):
+        shapes = parameters[first // num_blocks]
+        flops = sum(newton_schulz_flops(*shape, work.newton_schulz_steps) for shape in shapes)
+        exchange = group.exchange_seconds(sum(map(math.prod, shapes)) * num_bytes)
+        seconds += flops / (shares.products * peak) + 2 * exchange
+    return seconds
 
 
 def context_exchanges(
@@ -282,7 +363,7 @@ def _sharding_seconds(
     num_blocks: int,
     num_block: float,
     num_outside: int,
-    num_microbatches: int,
+    num_rounds: int,
     num_bytes: int,
     forward_seconds: float,
     backward_seconds: float,
@@ -290,7 +371,8 @@ def _sharding_seconds(
     """What a step's gathers and reductions of parameters and gradients take beyond the products that hide them.
 
     A block's gather runs beside the block before it, its reduction beside the block after; the first gather and the
-    last reduction have nothing to hide behind. Copies of the model add up their shares once a step.
+    last reduction have nothing to hide behind. Copies of the model add up their shares once a step. `num_rounds`:
+    microbatches, or 1 in a pipeline, where parameters and gradients are whole until its schedule is done.
     """
     shard = group_of(layout, "shard", node)
     replicate = group_of(layout, "replicate", node)
@@ -301,11 +383,11 @@ def _sharding_seconds(
         outside = shard.gather_seconds(num_outside * num_bytes) + shard.gather_seconds(
             num_outside * work.reduction_bytes
         )
-        regathers = num_microbatches if work.reshard_after_forward else 1
+        regathers = num_rounds if work.reshard_after_forward else 1
         seconds += regathers * num_blocks * _exposed(gather, forward_seconds)
         again = gather if work.reshard_after_forward else 0.0
-        seconds += num_microbatches * num_blocks * _exposed(again + reduce, backward_seconds)
-        seconds += regathers * gather + num_microbatches * reduce + outside
+        seconds += num_rounds * num_blocks * _exposed(again + reduce, backward_seconds)
+        seconds += regathers * gather + num_rounds * reduce + outside
     if replicate.size > 1:
         # Where nothing is sharded, the whole gradient; else this rank's share of it. Hidden behind the last backward.
         part = layout.shard if work.is_sharded else 1

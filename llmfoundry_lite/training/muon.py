@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order
 from llmfoundry_lite.config.layout import Runs
-from llmfoundry_lite.config.schema import ModelConfig, OptimizerConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, ModelConfig, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import local
 
@@ -80,7 +80,7 @@ class Muon(Optimizer):
             "lr": config.lr,
             "weight_decay": config.weight_decay,
             "momentum": 0.95 if config.momentum is None else config.momentum,
-            "ns_steps": config.ns_steps or 5,
+            "ns_steps": config.ns_steps or NEWTON_SCHULZ_STEPS,
             "adjust_lr_fn": config.adjust_lr_fn or "match_rms_adamw",
         }
         self.adamw = AdamW(

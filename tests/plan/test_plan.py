@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config.layout import DIMENSIONS, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.search import layouts_of
 
 
@@ -27,7 +29,7 @@ def test_a_run_is_planned_and_the_plan_explained(capsys):
     assert "mpt-7b: 6.66 billion parameters, 1.34e+11 tokens, 1024 x 2048 a batch, amp_bf16" in out
     assert "256 x MI250 (half a card each), 8 in a node" in out
     assert "state     0.12 TB at 18 bytes a parameter (0.0932 TB at the 14 that papers count)" in out
-    assert "rejected  256x1x1 (copies x shards x tensor): needs " in out
+    assert "rejected  32 copies x 8 parts: needs " in out
     assert [line.split()[0] for line in out.splitlines() if line[:10].strip()][-5:-1] == [
         "rejected",
         "run",
@@ -39,8 +41,11 @@ def test_a_run_is_planned_and_the_plan_explained(capsys):
 
 def test_every_layout_is_planned_or_rejected_with_a_reason(capsys):
     facts = facts_of(capsys, "mpt-30b", "--hardware", "h100", "--devices", "64")
-    seen = {(x["replicate"], x["shard"], x["tensor"]) for x in facts["layouts"] + facts["rejected"]}
-    assert seen == {(x.replicate, x.shard, x.tensor) for x, _ in layouts_of(64, 8)}
+    found = [*facts["layouts"], *facts["rejected"]]
+    seen = [(*(x[name] for name in DIMENSIONS), x["sharding_strategy"]) for x in found]
+    every = layouts_of(64, 8, [1, 2, 4, 8, 16, 32], [1, 2, 4, 8])
+    assert sorted(seen) == sorted((*layout.degrees, strategy) for layout, strategy in every)
+    assert {"FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "ZERO_1"} == {strategy for *_, strategy in seen}
     assert all(x["memory_bytes"] <= facts["usable_bytes"] for x in facts["layouts"])
     assert all(x["reason"] for x in facts["rejected"])
     fastest = max(x["tokens_per_second"] for x in facts["layouts"])
@@ -113,11 +118,42 @@ def test_stages_are_asked_for_by_an_option_or_by_the_run_and_written_as_the_run_
     arguments = ["mpt-70b", "--hardware", "mi250x", "--devices", "512"]
     assert plan(*arguments, "--pipeline", "8", "--write", str(tmp_path / "x.yaml")) == 0
     out = capsys.readouterr().out
-    assert "8 stages, 1f1b\n" in out and "waiting for other stages" in out
+    assert "waiting for other stages" in out
     asked = {"pipeline_parallel_degree": 8, "schedule": "1f1b", "virtual_stages": 1}
     assert yaml.safe_load((tmp_path / "x.yaml").read_text())["pp_config"] == asked
     assert plan(*arguments, "pp_config.pipeline_parallel_degree=8") == 0
     assert capsys.readouterr().out == out
+
+
+LONG = ["max_seq_len=65536", "model.max_seq_len=65536", "global_train_batch_size=8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kinds"),
+    [
+        (["mpt-7b"], {"FULL_SHARD", "HYBRID_SHARD", "ZERO_1", "pp_config", "tp_config"}),
+        (["mpt-7b", *LONG], {"cp_config"}),
+        (["mpt-70b", "--pipeline", "4", "--schedule", "zbv", "model.tie_word_embeddings=false"], {"zbv"}),
+    ],
+)
+def test_every_kind_of_layout_that_it_finds_loads_as_the_layout_it_is(capsys, tmp_path, arguments, kinds):
+    run, *options = arguments
+    layouts = facts_of(capsys, run, *options, "--hardware", "h200", "--devices", "64")["layouts"]
+    written = tmp_path / "x.yaml"
+    for kind in kinds:
+        found = next(one for one in layouts if kind in str(one["overlay"]))
+        written.write_text(yaml.safe_dump(found["overlay"]))
+        config = load_train_config([run, str(written), *(option for option in options if "=" in option)]).config
+        layout = layout_of(config, 64, 8)
+        assert layout.degrees._asdict() == {name: found[name] for name in DIMENSIONS}, kind
+        assert estimate_training_memory(config, layout).total_bytes == found["memory_bytes"], kind
+
+
+def test_a_layout_that_a_launch_would_refuse_is_rejected_in_its_words(capsys):
+    rejected = facts_of(capsys, "mpt-125m", "--hardware", "h100", "--devices", "16")["rejected"]
+    reasons = {x["reason"] for x in rejected}
+    assert "tp_config.tensor_parallel_degree: 8 does not divide model.n_heads, 12; use 1, 2, 3, 4, 6 or 12" in reasons
+    assert any(reason.endswith("times as long as the fastest, even with memory to spare") for reason in reasons)
 
 
 def test_a_faster_network_is_a_faster_run(capsys):
@@ -136,7 +172,7 @@ def test_several_counts_make_one_table(capsys):
         for name in ("H100-80GB", "MI300X")
         for devices, samples in (("8", "16"), ("64", "128"), ("512", "1,024"))
     ]
-    assert [row[11].strip() for row in rows[1::3]] == ["100.0%", "100.0%"]
+    assert [row[9].strip() for row in rows[1::3]] == ["100.0%", "100.0%"]
     assert plan("mpt-7b", "--hardware", "h100", "--devices", "8,many") == 2
     assert "--devices: '8,many' given, expected a number, or several such as 64,128,256" in capsys.readouterr().err
 

@@ -14,10 +14,18 @@ from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
-from llmfoundry_lite.plan.schedule import SCHEDULES, Costs, bubble, order_of, simulate_bubble
+from llmfoundry_lite.plan.schedule import (
+    SCHEDULES,
+    WITH_FORMULA,
+    Costs,
+    bubble,
+    order_of,
+    played_bubble,
+    simulate_bubble,
+)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WITH_FORMULA)
 def test_a_schedule_played_waits_as_long_as_its_formula_says(schedule):
     runs = (2, 4) if schedule == "interleaved" else (1,)
     for stages in (1, 2, 4, 8, 16):
@@ -25,6 +33,25 @@ def test_a_schedule_played_waits_as_long_as_its_formula_says(schedule):
             for virtual in runs:
                 played = simulate_bubble(schedule, stages, microbatches, virtual)
                 assert played == pytest.approx(bubble(schedule, stages, microbatches, virtual)), (stages, microbatches)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_few_rounds_tell_what_all_of_them_wait(schedule, uneven):
+    virtual = 2 if schedule in ("interleaved", "zbv") else 1
+    loads = [0.5 + 0.25 * run for run in range(4 * virtual)] if uneven else None
+    whole = simulate_bubble(schedule, 4, 96, virtual, loads=loads)
+    assert played_bubble(schedule, 4, 96, virtual, loads=loads) == pytest.approx(whole, rel=0.01)
+
+
+def test_zbv_waits_half_as_long_as_zero_bubble():
+    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": from 2p - 1 microbatches on."""
+    assert simulate_bubble("zbv", 8, 32, 2) == pytest.approx(bubble("zero_bubble", 8, 32) / 2)
+
+
+def test_the_stage_that_computes_the_longest_waits_for_the_others():
+    """1F1B: two stages of 1, one of 2: the last waits for the first microbatch's way to it and back."""
+    assert simulate_bubble("1f1b", 3, 8, loads=[1, 1, 2]) == pytest.approx(2 / 16)
 
 
 def test_costs_that_are_not_alike_are_played_too():

@@ -7,11 +7,11 @@ import statistics
 import pytest
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.network import Group, Node, find_node
-from llmfoundry_lite.plan.step import StepTime, Work, step_time
+from llmfoundry_lite.plan.step import StepTime, Work, newton_schulz_flops, step_time
 
 SIZES = {
     "125m": (768, 12, 12),
@@ -147,11 +147,38 @@ def test_what_a_layout_costs_is_told_apart():
     assert time_of(Layout(tensor=8, node_size=8)).tensor > 0
     # Parts of a layer in several nodes pass their sums through the adapters.
     assert time_of(Layout(tensor=16, node_size=8)).tensor > 1.3 * time_of(Layout(tensor=8, node_size=8)).tensor
-    piped = time_of(Layout(pipeline=4, replicate=2, node_size=8))
+    without_head = dataclasses.replace(model_of("1b"), vocab_size=8)
+    piped = time_of(Layout(pipeline=4, replicate=2, node_size=8), model=without_head)
     busy = piped.products + piped.attention + piped.memory + piped.pipeline
-    assert piped.bubble == pytest.approx(3 / 128 * busy)
+    assert piped.bubble == pytest.approx(3 / 128 * busy, rel=1e-3)
     assert time_of(Layout(context=2, shard=4, node_size=8)).context > 0
     assert sum(piped.parts().values()) == pytest.approx(1)
+
+
+def test_blocks_that_are_divided_unevenly_take_longer():
+    """By what the stage that has the most of them computes, and the others wait."""
+    layout, model = Layout(pipeline=2, replicate=4, node_size=8), dataclasses.replace(model_of("1b"), vocab_size=8)
+    even, uneven = (
+        time_of(layout, model=model, pipeline=PipelineConfig(pipeline_parallel_degree=2, blocks=blocks))
+        for blocks in ([12, 12], [8, 16])
+    )
+    assert uneven.products == pytest.approx(even.products * 16 / 12, rel=1e-3)
+    assert uneven.bubble == pytest.approx(even.bubble * 8 / 12, rel=1e-3)
+
+
+def test_muon_multiplies_matrices_in_its_step():
+    """Five iterations for each of 6 matrices in 24 blocks; of a fused one, of its three parts. Ranks take turns."""
+    adam, muon = time_of(Layout()), time_of(Layout(), newton_schulz_steps=5)
+    d = 2048
+    flops = 24 * (4 * newton_schulz_flops(d, d, 5) + 2 * newton_schulz_flops(d, 4 * d, 5))
+    assert newton_schulz_flops(d, 4 * d, 5) == newton_schulz_flops(4 * d, d, 5) == 5 * 18 * d**3
+    assert (muon.optimizer - adam.optimizer) * 0.74 * 312e12 == pytest.approx(flops)
+    attention = dataclasses.replace(model_of("1b").attn_config, fused_qkv=True)
+    fused = time_of(Layout(), newton_schulz_steps=5, model=dataclasses.replace(model_of("1b"), attn_config=attention))
+    assert fused.optimizer == pytest.approx(muon.optimizer)
+    layout = Layout(shard=8, node_size=8)
+    divided = time_of(layout, newton_schulz_steps=5).optimizer - time_of(layout).optimizer
+    assert divided == pytest.approx((muon.optimizer - adam.optimizer) / 8, rel=0.15)
 
 
 def test_data_are_waited_for_where_nothing_reads_ahead_or_reading_takes_longer_than_a_step():
