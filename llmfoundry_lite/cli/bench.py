@@ -10,9 +10,22 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
 bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
+Shape = Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")]
+Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
+SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens in a sample.")]
+Minutes = Annotated[float, typer.Option(help="Begin nothing after this long.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")]
+Counts = Annotated[str, typer.Option(help="Counts, with commas.")]
+LayerDtypes = Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")]
+LayerAttention = Annotated[str, typer.Option(help="Implementations [all that this device has].")]
+LayerWidth = Annotated[int, typer.Option(min=1, help="Of the residual stream.")]
+LayerHeads = Annotated[int, typer.Option(min=1)]
+LayerRepeats = Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")]
+
+
 @bench.command("train")
 def bench_train(
-    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "125m",
+    shape: Shape = "125m",
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Samples.")] = 4,
     num_steps: Annotated[int, typer.Option(help="Timed steps in each process.")] = 3,
@@ -47,7 +60,7 @@ def bench_mfu(
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
     num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    minutes: Minutes = 60,
     out: Annotated[Path | None, typer.Option(help="Also write mfu.json and mfu.md to this folder.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
 ) -> None:
@@ -61,14 +74,14 @@ def bench_mfu(
 def bench_scaling(
     devices: Annotated[str, typer.Option(help="Counts on this machine, with commas.")] = "1,2",
     runs: Annotated[str, typer.Option(help="Instead: finished runs, with commas. Nothing is started.")] = "",
-    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "125m",
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 2048,
+    shape: Shape = "125m",
+    seq_len: SampleTokens = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of all devices, in strong scaling.")] = 64,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    dtype: Dtype = "bf16",
     num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each launch.")] = 5,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the launches take turns.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Also write scaling.json, .md and .png to this folder.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Speed-up, efficiency and MFU over counts of devices, at a fixed batch (strong) and a fixed share of it (weak)."""
     from llmfoundry_lite.bench.train.scaling import run, table_runs
@@ -107,13 +120,6 @@ def bench_profile(
     run(arguments, num_ranks, active, out)
 
 
-LayerDtypes = Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")]
-LayerAttention = Annotated[str, typer.Option(help="Implementations [all that this device has].")]
-LayerWidth = Annotated[int, typer.Option(min=1, help="Of the residual stream.")]
-LayerHeads = Annotated[int, typer.Option(min=1)]
-LayerRepeats = Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")]
-
-
 @bench.command("block")
 def bench_block(
     batches: Annotated[str, typer.Option(help="Samples, with commas.")] = "8,16,32,64",
@@ -123,7 +129,7 @@ def bench_block(
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
-    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    minutes: Minutes = 60,
     out: Annotated[Path | None, typer.Option(help="Also write block.json, .md and .png to this folder.")] = None,
 ) -> None:
     """One transformer layer, GPT-2 XL's by default: forward and backward, each dtype, batch and attention."""
@@ -152,7 +158,7 @@ def bench_seqlen(
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
-    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 60,
+    minutes: Minutes = 60,
     out: Annotated[Path | None, typer.Option(help="Also write seqlen.json, .md and .png to this folder.")] = None,
 ) -> None:
     """The same layer over lengths of a sample, 1K to 64K tokens."""
@@ -174,15 +180,15 @@ def bench_seqlen(
 
 @bench.command("accumulation")
 def bench_accumulation(
-    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "1,2,4,8,16,32,64",
-    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "125m",
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 2048,
+    microbatches: Counts = "1,2,4,8,16,32,64",
+    shape: Shape = "125m",
+    seq_len: SampleTokens = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    dtype: Dtype = "bf16",
     num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the processes take turns.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Also write accumulation.json, .md and .png here.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """One batch in 1 to 64 microbatches through the Trainer: what they cost, and the memory that they save."""
     from llmfoundry_lite.bench.train.accumulation import run
@@ -194,8 +200,8 @@ def bench_accumulation(
 
 @bench.command("pipeline")
 def bench_pipeline(
-    stages: Annotated[str, typer.Option(help="Counts, with commas.")] = "2,4",
-    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "4,8,16",
+    stages: Counts = "2,4",
+    microbatches: Counts = "4,8,16",
     schedules: Annotated[str, typer.Option(help="With commas.")] = "gpipe,1f1b,interleaved,zero_bubble,zbv",
     milliseconds: Annotated[float, typer.Option(min=1, help="Of a pass through a device's blocks.")] = 100,
     num_repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each, after one that is not.")] = 2,
@@ -215,7 +221,7 @@ def bench_memory(
     overlays: Annotated[str, typer.Option(help="Names of hardware overlays [all that ship, but cpu].")] = "",
     devices: Annotated[str, typer.Option(help="Counts; smallest: the fewest that one sample fits.")] = "smallest,1024",
     here: Annotated[bool, typer.Option("--here", help="Instead: the real run on this machine's GPU.")] = False,
-    minutes: Annotated[float, typer.Option(help="Begin nothing after this long.")] = 600,
+    minutes: Minutes = 600,
     out: Annotated[
         Path | None, typer.Option(help="A folder for memory.json and .md; what it has is not rehearsed again.")
     ] = None,
@@ -293,8 +299,8 @@ def bench_checkpoint(
 
 @bench.command("recover")
 def bench_recover(
-    shape: Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")] = "10m",
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 128,
+    shape: Shape = "10m",
+    seq_len: SampleTokens = 128,
     batch_size: Annotated[int, typer.Option(min=2, help="Samples of both ranks.")] = 8,
     num_faults: Annotated[int, typer.Option(min=0, help="Of ranks and of our launcher.")] = 50,
     peer_faults: Annotated[int, typer.Option(min=0, help="Of ranks under torchrun.")] = 6,

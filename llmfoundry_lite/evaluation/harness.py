@@ -85,10 +85,7 @@ def evaluate(
             results.tasks[task.name] = known
             continue
         how = (max_batch_tokens, on_progress, share or rank_and_size(None))
-        if against is None:
-            record, items = run_task(model, tokenizer, task, *how)
-        else:
-            record, items = run_against(model, tokenizer, task, *how, against, results)
+        record, items = run_task(model, tokenizer, task, *how, against, results)
         results.tasks[task.name] = record
         if files is not None:
             try:
@@ -134,27 +131,12 @@ def run_task(
     max_batch_tokens: int,
     on_progress: Progress,
     share: tuple[int, int],
+    against: Against | None = None,
+    results: Results | None = None,
 ) -> tuple[Record, list[Record]]:
-    """(the task's line in Results, one record for each item)"""
-    started = time.monotonic()
-    on_progress(task.name, 0, len(task.items))
-    items = ask(model, tokenizer, task, max_batch_tokens, on_progress, share)
-    return _sealed(summarise(task, items, time.monotonic() - started), items), items
-
-
-def run_against(
-    model: Scorable,
-    tokenizer: Encoder,
-    task: Prepared,
-    max_batch_tokens: int,
-    on_progress: Progress,
-    share: tuple[int, int],
-    against: Against,
-    results: Results,
-) -> tuple[Record, list[Record]]:
-    """As `run_task`, until the difference to a stored result is decided."""
-    started = time.monotonic()
-    total = len(task.items)
+    """(the task's line in Results, one record for each item); with `against`, of those that are asked until the
+    difference of `results` to the stored one is decided."""
+    started, total, more = time.monotonic(), len(task.items), {}
     on_progress(task.name, 0, total)
 
     def ask_part(part: Prepared, num_before: int) -> list[Record]:
@@ -164,14 +146,14 @@ def run_against(
 
         return ask(model, tokenizer, part, max_batch_tokens, on_part, share)
 
-    asked, items, sequential = ask_until_decided(task, against, results, ask_part)
-    on_progress(task.name, len(items), len(items))
-    record = summarise(asked, items, time.monotonic() - started) | {"sequential": sequential}
-    return _sealed(record, items), items
-
-
-def _sealed(record: Record, items: Sequence[Record]) -> Record:
-    return record | {"code": code_version(), "items_hash": hash_of([json.dumps(item) for item in items])}
+    if against is None:
+        items = ask(model, tokenizer, task, max_batch_tokens, on_progress, share)
+    else:
+        assert results is not None
+        task, items, more["sequential"] = ask_until_decided(task, against, results, ask_part)
+        on_progress(task.name, len(items), len(items))
+    record = summarise(task, items, time.monotonic() - started) | more
+    return record | {"code": code_version(), "items_hash": hash_of([json.dumps(item) for item in items])}, items
 
 
 def ask(

@@ -71,12 +71,12 @@ class Context:
             positions_1s = torch.arange(num_keys, device=positions_1t.device)[None]
             mask = build_mask(options, implementation, slopes_h, positions_1s, num_keys, None, documents_bs)
             return HeadsMask(context=self, **{field.name: getattr(mask, field.name) for field in fields(mask)})
-        masks = []
+        pieces = {}
         for number, piece_1t in zip(self.pieces, positions_1t.chunk(2, dim=1), strict=True):
             num_keys = (number + 1) * piece_1t.size(1)  # none that no query of the piece sees
             documents = None if documents_bs is None else documents_bs[:, :num_keys]
-            masks.append(build_mask(options, implementation, slopes_h, piece_1t, num_keys, None, documents))
-        return GatheredMask(context=self, implementation=implementation, early=masks[0], late=masks[1])
+            pieces[num_keys] = build_mask(options, implementation, slopes_h, piece_1t, num_keys, None, documents)
+        return GatheredMask(context=self, implementation=implementation, pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +119,11 @@ class GatheredMask(Mask):
     """
 
     context: Context
-    early: Mask
-    late: Mask
+    pieces: dict[int, Mask]
+    """Number of keys -> the mask of the queries that see so many."""
 
     def to(self, dtype: torch.dtype) -> "GatheredMask":
-        return replace(self, early=self.early.to(dtype), late=self.late.to(dtype))
+        return replace(self, pieces={num_keys: mask.to(dtype) for num_keys, mask in self.pieces.items()})
 
     def attend(
         self,
@@ -139,11 +139,8 @@ class GatheredMask(Mask):
         early_nbcGk, late_nbcGk = kv_nbtGk.chunk(2, dim=2)
         in_order = [*early_nbcGk.unbind(), *reversed(late_nbcGk.unbind())]
         k_bsgk, v_bsgk = torch.cat(in_order, dim=1).chunk(2, dim=2)
-        outputs = []
-        for mask, number, q_bchk in zip(
-            (self.early, self.late), self.context.pieces, q_bthk.chunk(2, dim=1), strict=True
-        ):
-            num_keys = (number + 1) * q_bchk.size(1)
-            k, v = k_bsgk[:, :num_keys], v_bsgk[:, :num_keys]
-            outputs.append(mask.attend(q_bchk, k, v, softmax_scale=softmax_scale, dropout_p=dropout_p))
+        outputs = [
+            mask.attend(q, k_bsgk[:, :keys], v_bsgk[:, :keys], softmax_scale=softmax_scale, dropout_p=dropout_p)
+            for (keys, mask), q in zip(self.pieces.items(), q_bthk.chunk(2, dim=1), strict=True)
+        ]
         return torch.cat(outputs, dim=1)

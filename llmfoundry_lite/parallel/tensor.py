@@ -7,6 +7,7 @@ Legend: b batch, t time, d model width, v vocabulary.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -198,49 +199,6 @@ def divided_rows(weight_vd: Any) -> tuple[torch.Tensor, int]:
     return weight_vd.to_local(), offset[0]
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, degree):
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return grad, None, None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, degree):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return _all_reduce(grad, ctx.group), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, degree):
-        ctx.group, ctx.degree = group, degree
-        return _join(x, group, degree)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return _sum_runs(grad, ctx.group, ctx.degree), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, degree):
-        ctx.group, ctx.degree = group, degree
-        return _sum_runs(x, group, degree)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return _join(grad, ctx.group, ctx.degree), None, None
-
-
 # Those operations that DTensor and the compiler know, and that wait for nobody until their result is needed.
 exchange = torch.ops._c10d_functional
 
@@ -251,7 +209,11 @@ def all_gather(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
     return exchange.wait_tensor(gathered).view(degree, *x.shape)
 
 
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+def _keep(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
     return exchange.wait_tensor(exchange.all_reduce(x.contiguous(), "sum", group))
 
 
@@ -264,6 +226,29 @@ def _sum_runs(x_btd: torch.Tensor, group: str, degree: int) -> torch.Tensor:
     """This rank's run of each sequence, added up over ranks."""
     runs = x_btd.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return exchange.wait_tensor(exchange.reduce_scatter_tensor(runs, "sum", degree, group))
+
+
+Operation = Callable[[torch.Tensor, str, int], torch.Tensor]
+
+
+def _mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function]:
+    """One operation on what goes forward, another on the gradient that comes back."""
+
+    class Exchanged(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group, degree):
+            ctx.ranks = group, degree
+            return there(x, group, degree)
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[override]
+            return back(grad, *ctx.ranks), None, None
+
+    return Exchanged
+
+
+_Sum, _SumGradient = _mirrored(_all_reduce, _keep), _mirrored(_keep, _all_reduce)
+_Gather, _Scatter = _mirrored(_join, _sum_runs), _mirrored(_sum_runs, _join)
 
 
 def _drop_apart(attention: nn.Module, tensor_rank: int) -> None:

@@ -1,7 +1,6 @@
 """Samples divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
 
 import itertools
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, FSDPConfig, ModelConfig
-from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.initialise import initialise_weights
@@ -37,11 +35,11 @@ from llmfoundry_lite.training.monitor import DropoutSeed
 from tests.helpers import flash_attn
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
-from tests.helpers.resave import assert_same_state, resave_into
-from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, values, write_config, write_data
-from tests.training.runs import losses, metrics, run, saves
+from tests.helpers.layouts import RELATIVE, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.resave import resave_into
+from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, write_config, write_data
+from tests.training.runs import losses, run, saves
 
-RELATIVE = 1e-5
 EOS = 3
 
 
@@ -67,14 +65,6 @@ def divisible(data: Path, **changes: Any) -> dict[str, Any]:
         "eval_interval": "3ba",
     }
     return tiny_config(data, **{**options, **changes})
-
-
-def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = RELATIVE) -> None:
-    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
-    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
-        assert values(ours, key) == values(theirs, key), key
-    for key in ("loss/train/total", "grad_norm", "eval/loss"):
-        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
 
 
 # ----------------------------------------------------------------------------------------- the same loss and gradient
@@ -137,7 +127,7 @@ def compare(kind: str, degree: int, tensor: int, attn_impl: str, names: list[str
 
 def compare_both() -> None:
     for kind in ("heads", "gather"):
-        compare(kind, 2, 1, "sdpa", ["alibi, documents", "rope, grouped, window"], {})
+        compare(kind, 2, 1, "sdpa", ["alibi, documents", "rope, grouped, window", "norm over heads, clamped"], {})
 
 
 @pytest.mark.multiprocess
@@ -231,14 +221,8 @@ def test_ranks_that_have_other_tokens_of_a_sample_drop_something_else(tmp_path):
 def test_a_run_changes_between_whole_and_divided_samples_at_any_checkpoint(tmp_path, data):
     config = divisible(data, max_duration="3ba", eval_interval="3ba")
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
-    legs: list[tuple[int, dict[str, Any]]] = [(4, over()), (1, {}), (2, over())]
-    for number, (num_ranks, changes) in enumerate(legs):
-        found = tmp_path / f"begun/{number}"
-        said = run(tmp_path, config, "legs", num_ranks, stop_after="1ba", callbacks=resave_into(found), **changes)
-        if number:
-            assert_same_state(saves(tmp_path, "legs") / f"ba{number}", found / f"ba{number}")
-        if number == 1:
-            assert "context parallel 2, heads -> none" in said.output
+    said = run_in_legs(tmp_path, config, [(4, over()), (1, {}), (2, over())])
+    assert "context parallel 2, heads -> none" in said[1].output
     assert_same_run(tmp_path, "legs", "whole")
     assert not any(d.num_different or d.note for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
     segments = open_checkpoint(saves(tmp_path, "legs") / "ba3").manifest.segments
@@ -263,22 +247,37 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         over() | {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}},
     ),
-    "microbatches": (2, over() | {"device_train_microbatch_size": 3, "accumulate_train_batch_on_tokens": False}),
+    "microbatches": (2, over() | {"device_train_microbatch_size": 3}),
+    "muon": (2, over()),
+    "muon, optimizer sharded": (4, over(2, "gather") | ZERO),
+    "norm over all heads": (2, over() | {"fsdp_config": {"activation_checkpointing": "selective"}}),
+    "layers divided, fused": (4, over() | LAYERS),
+    "stream divided twice, fused": (4, over(2, "gather") | STREAM),
 }
+MUON = {"optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32"}}
+OF_THE_RUN: dict[str, dict[str, Any]] = {
+    "microbatches": {"accumulate_train_batch_on_tokens": False},
+    "muon": MUON,
+    "muon, optimizer sharded": MUON,
+    "norm over all heads": {"model__attn_config__qk_ln": True},
+    "layers divided, fused": {"model__attn_config__fused_qkv": True},
+    "stream divided twice, fused": {"model__attn_config__fused_qkv": True},
+}
+"""What is trained so, divided or not."""
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "stream divided twice" else pytest.mark.long)
+        pytest.param(name, marks=pytest.mark.slow if name in ("stream divided twice", "muon") else pytest.mark.long)
         for name in RUNS
     ],
 )
 def test_divided_samples_go_with_every_other_way_to_compute(tmp_path, data, name):
     num_ranks, changes = RUNS[name]
-    config = divisible(data)
-    run(tmp_path, config, "whole", **{k: v for k, v in changes.items() if k.startswith("accumulate")})
+    config = divisible(data, **OF_THE_RUN.get(name, {}))
+    run(tmp_path, config, "whole")
     run(tmp_path, config, "divided", num_ranks, **changes)
     assert_same_run(tmp_path, "divided", "whole")
 
@@ -298,27 +297,12 @@ def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, kin
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_groups_answer_tasks_in_context_with_whole_rows(tmp_path, data):
-    train_tokenizer(["what is one and one? two"] * 9, 300).save(str(tmp_path / "tokenizer"))
-    questions = [{"context": f"what is {word}?", "answer": "two"} for word in ("one", "two", "and", "one and", "is")]
-    (tmp_path / "write.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    kinds = {"text": ("perplexity", data / "val"), "write": ("generation_task_with_answers", tmp_path / "write.jsonl")}
-    config = divisible(
-        data,
-        icl_tasks=[
-            {"label": label, "icl_task_type": kind, "dataset_uri": str(uri)} for label, (kind, uri) in kinds.items()
-        ],
-        tokenizer__name=str(tmp_path / "tokenizer"),
-        model__vocab_size=384,
-        device_train_microbatch_size="auto",
-    )
+    config = divisible(data, **ask_in_context(tmp_path, data))
     run(tmp_path, config, "whole")
     said = run(tmp_path, config, "divided", 4, **over(2, "gather"))
     assert "device_train_microbatch_size: auto is" in said.output
     assert_same_run(tmp_path, "divided", "whole")
-    for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
-        ours, theirs = (values(metrics(tmp_path, name), key) for name in ("divided", "whole"))
-        assert ours == pytest.approx(theirs, rel=1e-4), key
-        assert ours, key
+    assert_same_answers(tmp_path, "divided", "whole")
 
 
 # --------------------------------------------------------------------------------------------------------- what is said

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.covering import all_cases, cover, pairs_of
+from tests.helpers.layouts import RELATIVE, assert_same_run
 from tests.helpers.resave import assert_same_state
 from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_data
 from tests.training.runs import carry_on, losses, metrics, run, saves
 
-RELATIVE = 1e-5
 BF16_LOSS, BF16_NORM = 4e-3, 6e-2
 """Relative. Layouts add up in another order, which bf16 rounds away; what one rank's run repeated in tiles spans."""
 NUM_BATCHES = 20
@@ -107,15 +107,6 @@ def divided(layout: tuple[str, ...], schedule: str | None = "1f1b", tied: bool =
     return 2 ** len(layout), changes
 
 
-def assert_same_run(folder: Path, one: str, other: str, precision: str = "fp32") -> None:
-    ours, theirs = metrics(folder, one), metrics(folder, other)
-    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
-        assert values(ours, key) == values(theirs, key), key
-    loss, norm = (RELATIVE, RELATIVE) if precision == "fp32" else (BF16_LOSS, BF16_NORM)
-    for key, tolerance in (("loss/train/total", loss), ("grad_norm", norm), ("eval/loss", loss)):
-        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_every_pair_of_ways_to_divide_a_run_trains_the_same_run(folder, name):
@@ -127,7 +118,8 @@ def test_every_pair_of_ways_to_divide_a_run_trains_the_same_run(folder, name):
     num_ranks, changes = divided(case["layout"], case["schedule"], case["tied"])
     run(folder, config, name, num_ranks, **changes)
     assert len(losses(folder, name)) == NUM_BATCHES
-    assert_same_run(folder, name, whole, case["precision"])
+    is_exact = case["precision"] == "fp32"
+    assert_same_run(folder, name, whole, RELATIVE if is_exact else BF16_LOSS, RELATIVE if is_exact else BF16_NORM)
 
 
 # ------------------------------------------------------------------------------------------- saves from any to any

@@ -1,6 +1,5 @@
 """Blocks divided into stages: the run is the run it would be without, and its checkpoints go both ways."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
 from llmfoundry_lite.config.stages import stages_of
-from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.pipeline import Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.training.loss import cross_entropy_sum
-from tests.helpers.resave import assert_same_state, resave_into
-from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_config, write_data
-from tests.training.runs import attempt, losses, metrics, run, saves, status
-
-RELATIVE = 1e-5
+from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.resave import resave_into
+from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data
+from tests.training.runs import attempt, losses, run, saves, status
 
 
 def stages(degree: int = 2, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
@@ -52,14 +49,6 @@ def pipelined(data: Path, **changes: Any) -> dict[str, Any]:
     return tiny_config(data, **{**options, **changes})
 
 
-def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = RELATIVE) -> None:
-    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
-    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
-        assert values(ours, key) == values(theirs, key), key
-    for key in ("loss/train/total", "grad_norm", "eval/loss"):
-        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
-
-
 # --------------------------------------------------------------------------------------------------- the same run
 
 TENSOR = {"tp_config": {"tensor_parallel_degree": 2}}
@@ -78,26 +67,14 @@ def test_a_run_changes_between_stages_and_every_other_layout_at_any_checkpoint(t
         (4, stages() | TENSOR),
         (2, stages(schedule="interleaved")),
     ]
-    for number, (num_ranks, changes) in enumerate(legs):
-        found = tmp_path / f"begun/{number}"
-        said = run(tmp_path, config, "legs", num_ranks, stop_after="1ba", callbacks=resave_into(found), **changes)
-        if number:
-            assert_same_state(saves(tmp_path, "legs") / f"ba{number}", found / f"ba{number}")
-        if number == 1:
-            assert "pipeline 2 stages, 1f1b -> none" in said.output
+    said = run_in_legs(tmp_path, config, legs)
+    assert "pipeline 2 stages, 1f1b -> none" in said[1].output
     assert_same_run(tmp_path, "legs", "whole")
     assert not any(d.num_different or d.note for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
     segments = open_checkpoint(saves(tmp_path, "legs") / "ba5").manifest.segments
     assert [segment.pipeline for segment in segments[:3]] == ["2 stages, 1f1b", None, "2 stages, gpipe"]
 
 
-LLAMA = {
-    "no_bias": True,
-    "norm_type": "rmsnorm",
-    "tie_word_embeddings": False,
-    "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
-    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
-}
 UNTIED = {"tie_word_embeddings": False, "attn_config": {"alibi": True}}
 LEARNED = {"attn_config": {"alibi": False}, "resid_pdrop": 0.0, "logit_scale": "inv_sqrt_d_model"}
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -169,28 +146,13 @@ def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, num
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_stages_answer_tasks_in_context_and_the_model_is_exported_whole(tmp_path, data):
-    train_tokenizer(["what is one and one? two"] * 9, 300).save(str(tmp_path / "tokenizer"))
-    questions = [{"context": f"what is {word}?", "answer": "two"} for word in ("one", "two", "and", "one and", "is")]
-    (tmp_path / "write.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    kinds = {"text": ("perplexity", data / "val"), "write": ("generation_task_with_answers", tmp_path / "write.jsonl")}
-    config = pipelined(
-        data,
-        icl_tasks=[
-            {"label": label, "icl_task_type": kind, "dataset_uri": str(uri)} for label, (kind, uri) in kinds.items()
-        ],
-        tokenizer__name=str(tmp_path / "tokenizer"),
-        device_train_microbatch_size="auto",
-        export_at_end=True,
-    )
-    config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
+    config = pipelined(data, **ask_in_context(tmp_path, data), export_at_end=True)
+    config["model"] |= LLAMA | {"attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
     run(tmp_path, config, "whole")
     said = run(tmp_path, config, "stages", 2, **stages(schedule="interleaved"))
     assert "device_train_microbatch_size: auto is" in said.output
     assert_same_run(tmp_path, "stages", "whole")
-    for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
-        ours, theirs = (values(metrics(tmp_path, name), key) for name in ("stages", "whole"))
-        assert ours == pytest.approx(theirs, rel=1e-4), key
-        assert ours, key
+    assert_same_answers(tmp_path, "stages", "whole")
     ours, theirs = (load_file(tmp_path / f"runs/{name}/huggingface/model.safetensors") for name in ("stages", "whole"))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

@@ -23,9 +23,9 @@ from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.training.builders import build_optimizer_of
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from tests.helpers.launch import launch
-from tests.helpers.resave import assert_same_state, resave_into
-from tests.helpers.tiny import tiny_config, values, write_config, write_data
-from tests.training.runs import metrics, run, saves
+from tests.helpers.layouts import assert_same_run, run_in_legs
+from tests.helpers.tiny import tiny_config, write_config, write_data
+from tests.training.runs import run
 
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=95)
 ZERO = {"fsdp_config": {"sharding_strategy": "ZERO_1"}}
@@ -93,28 +93,14 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
     return tiny_config(data, **{**options, "max_duration": "4ba", "global_train_batch_size": 12, **changes})
 
 
-def assert_same_run(tmp_path: Path, one: str, other: str) -> None:
-    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
-    for key in ("batch", "data/digest", "lr"):
-        assert values(ours, key) == values(theirs, key), key
-    for key in ("loss/train/total", "grad_norm", "eval/loss"):
-        assert values(ours, key) == pytest.approx(values(theirs, key), rel=1e-5), key
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_changes_between_zero_and_every_other_sharding_at_any_checkpoint(tmp_path, data):
     config = config_of(data)
     run(tmp_path, config, "whole")
     full = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
-    legs = [(3, ZERO), (2, full), (2, ZERO), (1, ZERO)]
-    for number, (num_ranks, changes) in enumerate(legs):
-        found = tmp_path / f"begun/{number}"
-        said = run(tmp_path, config, "legs", num_ranks, stop_after="1ba", callbacks=resave_into(found), **changes)
-        if number:
-            assert_same_state(saves(tmp_path, "legs") / f"ba{number}", found / f"ba{number}")
-        if number == 1:
-            assert "sharding ZERO_1 -> FULL_SHARD" in said.output
+    said = run_in_legs(tmp_path, config, [(3, ZERO), (2, full), (2, ZERO), (1, ZERO)])
+    assert "sharding ZERO_1 -> FULL_SHARD" in said[1].output
     assert_same_run(tmp_path, "legs", "whole")
 
 

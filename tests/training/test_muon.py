@@ -24,9 +24,9 @@ from llmfoundry_lite.parallel.zero import rows_of, step_together
 from llmfoundry_lite.plan.memory import estimate_memory
 from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz
 from tests.helpers.launch import launch
-from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.layouts import run_in_legs
 from tests.helpers.tiny import tiny_config, values, write_config, write_data
-from tests.training.runs import metrics, run, saves
+from tests.training.runs import metrics, run
 
 FUSED = AttentionConfig(attn_type="grouped_query_attention", kv_n_heads=2)
 UNFUSED = AttentionConfig(fused_qkv=False, attn_type="grouped_query_attention", kv_n_heads=2)
@@ -95,6 +95,8 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "replicated": ("NO_SHARD", Layout(replicate=4)),
     "zero": ("ZERO_1", Layout(replicate=4)),
     "divided layers": ("FULL_SHARD", Layout(shard=2, tensor=2)),
+    "divided samples": ("FULL_SHARD", Layout(shard=2, context=2)),
+    "divided samples, replicated": ("NO_SHARD", Layout(replicate=2, context=2, has_whole_copies=True)),
 }
 
 
@@ -194,11 +196,7 @@ def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):
         (4, {"tp_config": {"tensor_parallel_degree": 2}}),
         (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}}),
     ]
-    for number, (num_ranks, changes) in enumerate(legs):
-        found = tmp_path / f"begun/{number}"
-        run(tmp_path, config, "legs", num_ranks, stop_after="1ba", callbacks=resave_into(found), **changes)
-        if number:
-            assert_same_state(saves(tmp_path, "legs") / f"ba{number}", found / f"ba{number}")
+    run_in_legs(tmp_path, config, legs)
     ours, theirs = metrics(tmp_path, "legs"), metrics(tmp_path, "whole")
     for key in ("loss/train/total", "grad_norm"):
         assert values(ours, key) == pytest.approx(values(theirs, key), rel=1e-5), key
