@@ -71,7 +71,7 @@ POSITIVE = (
     *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),
     *("tp_config.tensor_parallel_degree", "cp_config.context_parallel_degree"),
     *(f"pp_config.{key}" for key in ("pipeline_parallel_degree", "virtual_stages", "num_microbatches")),
-    *("global_train_batch_size", "device_eval_batch_size"),
+    *("global_train_batch_size", "device_eval_batch_size", "loss_chunk_mib"),
     *(
         "optimizer.lr",
         "optimizer.adamw_lr",

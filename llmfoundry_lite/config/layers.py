@@ -186,6 +186,7 @@ def _read_file(name: str) -> Layer:
 HARDWARE_KEYS = (
     "device_train_microbatch_size",
     "device_eval_batch_size",
+    "loss_chunk_mib",
     "precision",
     "fsdp_config",
     "tp_config",

@@ -309,6 +309,10 @@ class LoaderConfig:
 # ------------------------------------------------------------------------------------------- training
 
 
+NEWTON_SCHULZ_STEPS = 5
+"""Of muon, unless `ns_steps` says otherwise."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     name: str
@@ -557,6 +561,9 @@ class TrainConfig:
     eval_subset_num_batches: int = -1
     """Global batches of device_eval_batch_size times the devices (groups of them with tp_config or cp_config); -1 for
     all."""
+    loss_chunk_mib: int = 256
+    """Of fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
+    products, and add up the embedding's gradient in fewer parts."""
     device_eval_batch_size: int | None = None
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold; 1 with eval_subset_num_batches, which counts such batches. The loss does not depend on it."""

@@ -1,6 +1,7 @@
 """The ComposerModel: how Composer's loop asks an MPT for a loss, whole or in stages. No loss, precision or sharding of
 its own."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -20,9 +21,17 @@ from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token
 class LanguageModel(ComposerModel):
     """Batches are {"input_ids": int64 [b, t]}; a token id below 0 is no token: it is read as 0 and has no loss."""
 
-    def __init__(self, model: MPT, precision: Precision, separator: int | None = None, context: Context | None = None):
+    def __init__(
+        self,
+        model: MPT,
+        precision: Precision,
+        separator: int | None = None,
+        context: Context | None = None,
+        sum_loss: Callable[..., torch.Tensor] = cross_entropy_sum,
+    ):
         super().__init__()
         self.model = model
+        self.sum_loss = sum_loss
         self.context = context
         """The ranks that divide each sample's tokens, if any do."""
         self.precision = precision
@@ -70,7 +79,7 @@ class LanguageModel(ComposerModel):
         with torch.autocast(tokens_bt.device.type, autocast) if autocast else nullcontext():
             loss_sum = self.model(
                 self.part(tokens_bt.clamp(min=0)),
-                head=partial(cross_entropy_sum, labels_bt=self.part(labels_bt)),
+                head=partial(self.sum_loss, labels_bt=self.part(labels_bt)),
                 **options,
             )
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}

@@ -22,6 +22,7 @@ from llmfoundry_lite.data.dataset import build_text_dataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel.context import build_context
@@ -60,8 +61,9 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     has_documents = config.model.attn_config.attn_uses_sequence_id
     separator = load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
     context = build_context(config.context, layout, devices.device_type()) if layout.context > 1 else None
+    loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB)
     if layout.pipeline > 1:
-        loss = partial(cross_entropy_sum, backward_runs_once=not config.pipeline.splits_backward)
+        loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
         pipeline = build_pipeline(
             *(config.model, fsdp, precision, mesh, config.seed, config.pipeline, loss),
             compile_config=config.compile_config,
@@ -74,7 +76,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         *(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl),
         sequence_parallel=config.sequence_parallel,
     )
-    language_model: Any = LanguageModel(model, precision, separator, context)
+    language_model: Any = LanguageModel(model, precision, separator, context, loss)
     if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
     return language_model

@@ -17,14 +17,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.products import multiply
 from llmfoundry_lite.parallel.tensor import all_gather, divided_rows
 
 IGNORED = -100
 """The label of a token that has no loss."""
 
-CHUNK_BYTES = 1 << 28
-"""Of fp32 logits at a time."""
+CHUNK_BYTES = 256 * MIB
+"""Of fp32 logits at a time, unless told otherwise."""
 
 CPU_ROWS = 8192
 """Of the embedding's gradient at a time on a CPU, where it takes a quarter longer as one product."""
@@ -38,7 +39,12 @@ def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy_sum(
-    hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, labels_bt: torch.Tensor, *, backward_runs_once: bool = True
+    hidden_btd: torch.Tensor,
+    unembedding_vd: torch.Tensor,
+    labels_bt: torch.Tensor,
+    *,
+    backward_runs_once: bool = True,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
     """Sum over tokens of -log p(label), in nats, fp32, whatever the dtype of its arguments.
 
@@ -55,7 +61,7 @@ def cross_entropy_sum(
         unembedding_vd, start = divided_rows(unembedding_vd)
         part = _Part(mesh, start, num_rows)
     return _ChunkedCrossEntropy.apply(  # type: ignore
-        hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten(), backward_runs_once, part
+        hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten(), backward_runs_once, chunk_bytes, part
     )
 
 
@@ -72,11 +78,11 @@ class _Part(NamedTuple):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_nd, unembedding_vd, labels_n, backward_runs_once, vocabulary):
+    def forward(ctx, hidden_nd, unembedding_vd, labels_n, backward_runs_once, chunk_bytes, vocabulary):
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
         # All ranks that share a vocabulary need as many chunks as the others.
-        most = max(128, CHUNK_BYTES // (4 * (vocabulary.num_rows if vocabulary else unembedding_vd.size(0))))
+        most = max(128, chunk_bytes // (4 * (vocabulary.num_rows if vocabulary else unembedding_vd.size(0))))
         # Alike, so that none is small; and whole blocks of the products, which others take a half longer for on a CPU.
         chunk = math.ceil(num_tokens / math.ceil(num_tokens / most) / 128) * 128
         rows = CPU_ROWS if hidden_nd.device.type == "cpu" else unembedding_vd.size(0)
@@ -124,7 +130,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
             ctx.scale(grad_unembedding_vd, grad_total).to(grad_hidden_nd.dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 

@@ -1,7 +1,6 @@
 """Layers divided among ranks: the run is the run it would be without, and its checkpoints go both ways."""
 
 import itertools
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import Coordinates, DataRanks, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
-from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
@@ -29,14 +27,15 @@ from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.memory import estimate_memory
 from llmfoundry_lite.plan.step import stream_reductions
 from llmfoundry_lite.ranks.exchange import gather_json
-from llmfoundry_lite.training import loss
+from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
 from llmfoundry_lite.training.monitor import DropoutSeed
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
-from tests.helpers.resave import assert_same_state, resave_into
-from tests.helpers.tiny import tiny_config, values, write_config, write_data
-from tests.training.runs import losses, metrics, run, saves
+from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.resave import resave_into
+from tests.helpers.tiny import tiny_config, write_config, write_data
+from tests.training.runs import losses, run, saves
 
 OVER_TWO: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 2}}
 OVER_FOUR: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 4, "sequence_parallel": True}}
@@ -55,14 +54,6 @@ def data(tmp_path_factory) -> Path:
 def divisible(data: Path, **changes: Any) -> dict[str, Any]:
     options = {"model__attn_config__fused_qkv": True, "autoresume": True, "max_duration": "4ba"}
     return tiny_config(data, **{**options, **changes})
-
-
-def assert_same_run(tmp_path: Path, one: str, other: str, tolerance: float = 1e-5) -> None:
-    ours, theirs = metrics(tmp_path, one), metrics(tmp_path, other)
-    for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
-        assert values(ours, key) == values(theirs, key), key
-    for key in ("loss/train/total", "grad_norm", "eval/loss"):
-        assert values(ours, key) == pytest.approx(values(theirs, key), rel=tolerance), key
 
 
 # --------------------------------------------------------------------------------------------------- the same run
@@ -84,25 +75,15 @@ def test_one_device_carries_on_what_two_began_together(tmp_path, data):
 def test_a_run_is_the_same_divided_or_not_and_changes_over_at_any_checkpoint(tmp_path, data):
     config = divisible(data, max_duration="6ba", eval_interval="3ba", model__vocab_size=97)
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
-    for number, changes in enumerate((OVER_TWO, {}, OVER_FOUR)):
-        found = tmp_path / f"begun/{number}"
-        said = run(tmp_path, config, "legs", 4, stop_after="2ba", callbacks=resave_into(found), **changes).output
-        if number:
-            assert_same_state(saves(tmp_path, "legs") / f"ba{2 * number}", found / f"ba{2 * number}")
-            assert f"tensor parallel degree {['2 -> none', 'none -> 4'][number - 1]}" in said
+    said = run_in_legs(tmp_path, config, [(4, OVER_TWO), (4, {}), (4, OVER_FOUR)], batches_of_leg=2)
+    assert "tensor parallel degree 2 -> none" in said[1].output
+    assert "tensor parallel degree none -> 4" in said[2].output
     assert_same_run(tmp_path, "legs", "whole")
     assert not any(d.num_different for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
     segments = open_checkpoint(saves(tmp_path, "legs") / "ba6").manifest.segments
     assert [segment.tensor_parallel_degree for segment in segments] == [2, None, 4]
 
 
-LLAMA = {
-    "no_bias": True,
-    "norm_type": "rmsnorm",
-    "tie_word_embeddings": False,
-    "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
-    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
-}
 FAMILY = {
     "alibi": ({"attn_config": {"alibi": True}}, 4),
     "alibi, reference": ({"attn_config": {"alibi": True, "attn_impl": "reference", "qk_gn": True, "clip_qkv": 2}}, 2),
@@ -196,33 +177,12 @@ def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, mix
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_path, data):
-    train_tokenizer(["what is one and one? two"] * 9, 300).save(str(tmp_path / "tokenizer"))
-    questions = [{"context": f"what is {word}?", "answer": "two"} for word in ("one", "two", "and", "one and", "is")]
-    (tmp_path / "write.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    tasks = [
-        {"label": "text", "icl_task_type": "perplexity", "dataset_uri": str(data / "val")},
-        {
-            "label": "write",
-            "icl_task_type": "generation_task_with_answers",
-            "dataset_uri": str(tmp_path / "write.jsonl"),
-        },
-    ]
-    config = divisible(
-        data,
-        icl_tasks=tasks,
-        eval_interval="2ba",
-        tokenizer__name=str(tmp_path / "tokenizer"),
-        device_train_microbatch_size="auto",
-        export_at_end=True,
-    )
-    config["model"] |= LLAMA | {"vocab_size": 384, "attn_config": LLAMA["attn_config"]}
+    config = divisible(data, **ask_in_context(tmp_path, data), eval_interval="2ba", export_at_end=True)
+    config["model"] |= LLAMA
     run(tmp_path, config, "whole")
     said = run(tmp_path, config, "divided", 4, **STREAM_OVER_TWO)
     assert_same_run(tmp_path, "divided", "whole")
-    for key in ("eval/icl/text/0-shot/perplexity", "eval/icl/average"):
-        ours, theirs = (values(metrics(tmp_path, name), key) for name in ("divided", "whole"))
-        assert ours == pytest.approx(theirs, rel=1e-4), key
-        assert ours, key
+    assert_same_answers(tmp_path, "divided", "whole")
     ours, theirs = (load_file(tmp_path / f"runs/{name}/huggingface/model.safetensors") for name in ("divided", "whole"))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -233,11 +193,11 @@ def test_groups_share_the_tasks_in_context_and_the_model_is_exported_whole(tmp_p
 # ----------------------------------------------------------------------------------------------------- vocabulary
 
 
-def sum_loss(model: Any, tokens_bt: torch.Tensor) -> torch.Tensor:
+def sum_loss(model: Any, tokens_bt: torch.Tensor, **options: Any) -> torch.Tensor:
     """Its gradient is added up."""
-    labels_bt = loss.next_token_labels(tokens_bt)
-    labels_bt[0, :20] = loss.IGNORED
-    total = model(tokens_bt, head=partial(loss.cross_entropy_sum, labels_bt=labels_bt))
+    labels_bt = next_token_labels(tokens_bt)
+    labels_bt[0, :20] = IGNORED
+    total = model(tokens_bt, head=partial(cross_entropy_sum, labels_bt=labels_bt, **options))
     (0.01 * total).backward()
     return total.detach()
 
@@ -256,12 +216,12 @@ def assert_same_gradient(divided: Any, whole: Any) -> None:
 def compare_vocabularies() -> None:
     """Of a model whose vocabulary two ranks divide, and of one that both have: loss, gradient, logits, text."""
     dist.init_process_group("gloo")
-    loss.CHUNK_BYTES = 128 * 4 * 97  # several chunks of tokens
     tokens_bt = torch.randint(97, (9, 32), generator=torch.Generator().manual_seed(3))
     for is_tied in (True, False):
         config = replace(SMALL, vocab_size=97, tie_word_embeddings=is_tied)
         whole, divided = (build_divided(degree, config) for degree in (1, 2))
-        totals = [sum_loss(model, tokens_bt) for model in (whole, divided)]
+        several_chunks = {"chunk_bytes": 128 * 4 * 97}
+        totals = [sum_loss(model, tokens_bt, **several_chunks) for model in (whole, divided)]
         torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
         assert_same_gradient(divided, whole)
         with torch.no_grad():
