@@ -231,6 +231,44 @@ def test_so_it_is_for_each_stage_of_a_pipeline(stage, name):
         assert 0 <= above <= MOST, (place, above, outcome.found["at_peak_bytes"])
 
 
+DIVIDED = {
+    "mpt-125m 8 cp_config.context_parallel_degree=2": 4,
+    "mpt-125m 8 cp_config={context_parallel_degree:2,kind:gather}": 4,
+    "mpt-1b 16 cp_config={context_parallel_degree:8,kind:gather} max_seq_len=8192 model.max_seq_len=8192": 4,
+    "mpt-1b 16 cp_config.context_parallel_degree=2 tp_config={tensor_parallel_degree:2,sequence_parallel:true}": 4,
+    "mpt-1b 16 tp_config={tensor_parallel_degree:8,sequence_parallel:true}": 4,
+    "mpt-7b 64 tp_config={tensor_parallel_degree:8,sequence_parallel:true}": 2,
+    "mpt-1b 8 fsdp_config.sharding_strategy=ZERO_1": 4,
+    "mpt-1b 16 fsdp_config.sharding_strategy=ZERO_1 tp_config={tensor_parallel_degree:2,sequence_parallel:true}": 4,
+    "mpt-125m 8 optimizer.name=muon": 4,
+    "mpt-1b 64 optimizer.name=muon": 4,
+    "mpt-350m 8 optimizer.name=muon fsdp_config.sharding_strategy=ZERO_1": 4,
+    "mpt-350m 8 optimizer.name=muon cp_config.context_parallel_degree=2": 4,
+    "mpt-125m 8 loss_chunk_mib=1024": 4,
+}
+"""Run -> samples of a microbatch."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if number == 0 else pytest.mark.long) for number, name in enumerate(DIVIDED)]
+)
+def test_so_it_is_for_every_way_to_divide_a_run(stage, name):
+    model, num_devices, *overrides = name.split()
+    overrides = [text.replace(":", ": ").replace(",", ", ") for text in overrides]
+    arguments, size = [model, "h100-8", *overrides], DIVIDED[name]
+    layout = layout_of(load_train_config(arguments).config, int(num_devices), min(8, int(num_devices)))
+    arguments += [
+        f"device_train_microbatch_size={size}",
+        f"global_train_batch_size={2 * size * layout.num_data_ranks}",
+    ]
+    estimate = estimate_training_memory(load_train_config(arguments).config, layout)
+    options = {"num_devices": int(num_devices), "per_node": layout.node_size, "counts_operations": False}
+    outcome = stage.rehearse(arguments, H100, **options)
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+    above = estimate.total_bytes / outcome.found["allocated_bytes"] - 1
+    assert 0 <= above <= MOST, (above, outcome.found["at_peak_bytes"])
+
+
 def tightest(device: str) -> list[Published]:
     """Of each model, the published microbatch that leaves the least room; the fullest model first."""
     needs: dict[str, tuple[int, Published]] = {}
