@@ -76,8 +76,10 @@ def test_every_overlay_lies_over_every_run_and_one_sample_fits(name, run):
     assert config.device_train_microbatch_size == "auto"
     device, num_devices = DEVICES[name]
     if device is not None:
-        num_nodes = 8 if run in ("mpt-30b", "mpt-70b") else 1
-        assert fits(config, device, num_nodes, num_devices)
+        num_nodes = {"mpt-22b": 8, "mpt-30b": 8, "mpt-70b": 8, "mpt-175b": 64}.get(run, 1)
+        # A copy in each node is too large of the largest model; `yamls/layouts` has how that is divided.
+        is_too_large = run == "mpt-175b" and config.sharding.sharding_strategy == "HYBRID_SHARD"
+        assert fits(config, device, num_nodes, num_devices) != is_too_large
 
 
 def fits(config, device, num_nodes, num_devices):

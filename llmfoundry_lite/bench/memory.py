@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.layout import Layout, divisors, layout_of
+from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.shipped import shipped_folder
@@ -24,7 +24,8 @@ from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.rehearse.device import find_device
-from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, short_batch
+from llmfoundry_lite.rehearse.rehearse import rank_of_fullest
+from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, find_sizes, short_batch, sized_batch
 from llmfoundry_lite.rehearse.stage import Stage, run_for_real
 
 PER_NODE, LARGE = 8, 1024
@@ -39,7 +40,7 @@ HEADINGS = ["model", "hardware", "devices", "microbatch", "rehearsed, GiB", "est
 class Case(NamedTuple):
     model: str
     overlays: list[str]
-    """Those that lead to the same run; the last one's device is rehearsed."""
+    """Those that lead to the same run, each a device's or `DEVICE + LAYOUT`; the last one's device is rehearsed."""
     device: Accelerator
     arguments: list[str]
     num_devices: int
@@ -54,8 +55,8 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
     found: dict[str, Case] = {}
     for model in models:
         for overlay in overlays:
-            device = find_device([overlay], None)
-            config = load_train_config([model, overlay]).config
+            device = find_device(files_of(overlay), None)
+            config = load_train_config([model, *files_of(overlay)]).config
             counts = [smallest_count(config, device) if count == "smallest" else int(count) for count in devices]
             for num_devices in dict.fromkeys(filter(None, counts)):
                 case = find_case(model, overlay, device, config, num_devices)
@@ -66,27 +67,55 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
                 kind = json.dumps([as_dict(same), num_devices], default=str)
                 known = found[kind].overlays if kind in found else []
                 found[kind] = case._replace(overlays=[*known, overlay])
-    return sorted(found.values(), key=lambda case: COMMON not in case.overlays)
+    return sorted(found.values(), key=is_uncommon)
+
+
+def is_uncommon(case: Case) -> bool:
+    return COMMON not in case.overlays
+
+
+def files_of(overlay: str) -> list[str]:
+    return overlay.split(" + ")
+
+
+def with_layouts(model: str, overlays: Sequence[str]) -> list[str]:
+    """Those, and of each the one with the model's own layout for devices of so much memory, where one ships."""
+    layouts = set(shipped("layouts"))
+    sizes = {overlay: find_device([overlay], None).memory_bytes // GIB for overlay in overlays}
+    found = [f"{overlay} + {layout}" for overlay in overlays if (layout := f"{model}-{sizes[overlay]}gb") in layouts]
+    return [*overlays, *found]
 
 
 def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:
     """None where not even one sample fits."""
+    if not can_be_divided(config, num_devices):
+        return None
     num_ranks = layout_of(config, num_devices, min(PER_NODE, num_devices)).num_data_ranks
     batch = max(config.global_train_batch_size, num_ranks) // num_ranks * num_ranks
     fitting = [
         size
-        for size in divisors(batch // num_ranks)
+        for size in find_sizes(config, batch // num_ranks)
         if fits(dataclasses.replace(config, global_train_batch_size=batch), device, size, num_devices)
     ]
     if not fitting:
         return None
     size = max(fitting)
-    arguments = [model, overlay, *short_batch(size, batch // num_ranks, num_ranks)]
+    arguments = [model, *files_of(overlay), *sized_batch(config, size, batch // num_ranks, num_ranks)]
     return Case(model, [overlay], device, arguments, num_devices, size)
 
 
 def smallest_count(config: TrainConfig, device: Accelerator) -> int | None:
-    return next((n for n in COUNTS if config.global_train_batch_size % n == 0 and fits(config, device, 1, n)), None)
+    batch = config.global_train_batch_size
+    counts = (n for n in COUNTS if batch % n == 0 and can_be_divided(config, n))
+    return next((n for n in counts if fits(config, device, 1, n)), None)
+
+
+def can_be_divided(config: TrainConfig, num_devices: int) -> bool:
+    try:
+        layout_of(config, num_devices, min(PER_NODE, num_devices))
+    except ConfigError:
+        return False
+    return True
 
 
 def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) -> bool:
@@ -109,7 +138,8 @@ def run(
     known = {place_of(row): row for row in read_report(out)}
     print(*HEADINGS, sep="  ", flush=True)
     with Stage() as stage:
-        for case in find_cases(models, overlays, devices):
+        cases = [case for model in models for case in find_cases([model], with_layouts(model, overlays), devices)]
+        for case in sorted(cases, key=is_uncommon):
             row = known.get(place_of(describe(case, {})))
             if row is None and time.monotonic() > deadline:
                 left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
@@ -124,12 +154,17 @@ def run(
 
 
 def compare(stage: Stage, case: Case) -> dict[str, Any]:
+    config = load_train_config(case.arguments).config
+    layout = layout_of(config, case.num_devices, min(PER_NODE, case.num_devices))
+    rank = case.num_devices - 1 if case.num_devices == LARGE else 0
+    if layout.pipeline > 1:
+        rank = rank_of_fullest(config, layout)
     outcome = stage.rehearse(
         case.arguments,
         case.device,
         num_devices=case.num_devices,
         per_node=min(PER_NODE, case.num_devices),
-        rank=case.num_devices - 1 if case.num_devices == LARGE else 0,
+        rank=rank,
         counts_operations=False,
     )
     error = "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1]

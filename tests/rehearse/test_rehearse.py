@@ -247,10 +247,11 @@ DIVIDED = {
     "mpt-125m 8 loss_chunk_mib=1024": 4,
 }
 """Run -> samples of a microbatch."""
+SMALL = ("mpt-125m 8 cp_config.context_parallel_degree=2", "mpt-125m 8 loss_chunk_mib=1024")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if number == 0 else pytest.mark.long) for number, name in enumerate(DIVIDED)]
+    "name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.long) for name in DIVIDED]
 )
 def test_so_it_is_for_every_way_to_divide_a_run(stage, name):
     model, num_devices, *overrides = name.split()
