@@ -4,27 +4,34 @@ llmfoundry-lite bench block --batches 8,16,32,64 --out results
 llmfoundry-lite bench seqlen --lengths 1024,4096,16384,65536 --out results
 
 GPT-2 XL's layer by default. Rates are of model FLOPs, beside the rate of the layer's own matrix products, measured in
-the same run. `none` is the layer without attention: its projections, and nothing between them. One device, no data, no
-optimizer. What the time does not suffice for is named.
+turns with it. `none` is the layer without attention: its projections, and nothing between them. No data, no optimizer.
+Several devices divide the tokens of each sample, as `cp_config` does: rates are of each device, times of the slowest.
+What the time does not suffice for is named.
 """
 
 import importlib.util
+import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, spread, write_report
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import build_mask
 from llmfoundry_lite.models.mpt import Block
-from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.models.products import Linear
+from llmfoundry_lite.parallel.context import Context, build_context
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -32,10 +39,11 @@ import matplotlib.pyplot as plt
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NONE = "none"
 HEADINGS = [
-    *("dtype", "samples", "tokens", "attention", "forward, s", "backward, s", "forward, TFLOP/s", "backward, TFLOP/s"),
-    *("products, TFLOP/s", "of the products"),
+    *("dtype", "samples", "tokens", "devices", "attention", "forward, s", "backward, s", "forward, TFLOP/s"),
+    *("backward, TFLOP/s", "products, TFLOP/s", "of the products"),
 ]
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
+NUM_KEYS = 5
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#c44e52", "#da8bc3", "#8c8c8c")
 STYLES = {"fp32": "-", "fp16": ":", "bf16": "--"}
 
 
@@ -47,14 +55,16 @@ def run(
     d_model: int = 1600,
     n_heads: int = 25,
     implementations: Sequence[str] | None = None,
+    devices: Sequence[int] = (1,),
     num_repeats: int = 3,
     minutes: float = 60,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure `points` (samples, tokens in each) until all is done or `minutes` have passed.
 
-    `name` is block or seqlen, by what the figure has along its axis. Prints a table, writes NAME.json, .md and .png to
-    `out`, and returns the report. Raises ConfigError for a dtype or an implementation that is not there.
+    `name` is block or seqlen, by what the figure has along its axis; `devices` are counts that divide each sample.
+    Prints a table, writes NAME.json, .md and .png to `out`, and returns the report. Raises ConfigError for a dtype or
+    an implementation that is not there, and for more devices than there are.
     """
     keep_freed_memory()
     implementations = list(implementations or available())
@@ -62,6 +72,8 @@ def run(
     check("--attention", implementations, [*available(), NONE])
     if d_model % n_heads:
         raise ConfigError(f"--heads: {n_heads} do not divide a width of {d_model}")
+    if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
+        raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
     console, deadline = open_console(), time.monotonic() + 60 * minutes
     report: dict[str, Any] = describe_conditions() | {
         "d_model": d_model,
@@ -72,22 +84,25 @@ def run(
     }
     for batch_size, seq_len in points:
         for dtype in dtypes:
-            products: float | None = None
-            for implementation in [*implementations, NONE]:
-                title = f"{dtype}, {batch_size} x {seq_len}, {implementation}"
-                if time.monotonic() > deadline:
-                    report["left_out"].append(title)
-                    continue
-                console.print(title)
-                model = model_of(d_model, n_heads, seq_len)
-                row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "attention": implementation}
-                try:
-                    products = products or measure_products(model, batch_size, DTYPES[dtype], num_repeats)
-                    row |= measure(model, batch_size, DTYPES[dtype], implementation, num_repeats)
-                    row["products_flops_per_sec"] = products
-                except RuntimeError as error:  # out of memory; a dtype that the device does not have
-                    row["error"] = str(error).strip().splitlines()[0]
-                report["rows"].append(row)
+            for num_devices in devices:
+                for implementation in [*implementations, NONE]:
+                    divided = f", {num_devices} devices" if num_devices > 1 else ""
+                    title = f"{dtype}, {batch_size} x {seq_len}{divided}, {implementation}"
+                    if time.monotonic() > deadline:
+                        report["left_out"].append(title)
+                        continue
+                    console.print(title)
+                    model = model_of(d_model, n_heads, seq_len)
+                    row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "num_devices": num_devices}
+                    row["attention"] = implementation
+                    try:
+                        config = divide(model, num_devices)
+                        case = (model, batch_size, dtype, implementation, num_repeats)
+                        row |= measure(*case) if config is None else measure_divided(config, *case)
+                    # Out of memory; a dtype that the device does not have; more parts than there are tokens.
+                    except (RuntimeError, ConfigError) as error:
+                        row["error"] = str(error).strip().splitlines()[-1 if num_devices > 1 else 0]
+                    report["rows"].append(row)
     table = table_of(report, name)
     notes = [f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else []
     show(console, table, notes=notes)
@@ -114,6 +129,11 @@ def available() -> list[str]:
     return ["sdpa", "flex", *flash, "reference"]
 
 
+def all_devices() -> list[int]:
+    """One, and as many as this machine has."""
+    return sorted({1, max(1, torch.cuda.device_count())})
+
+
 def model_of(d_model: int, n_heads: int, seq_len: int) -> ModelConfig:
     return ModelConfig(d_model=d_model, n_heads=n_heads, n_layers=1, max_seq_len=seq_len, vocab_size=50257)
 
@@ -132,8 +152,10 @@ class WithoutAttention(nn.Module):
         return x_btd + block.ffn(block.norm_2(x_btd))
 
 
-def build(model: ModelConfig, dtype: torch.dtype, implementation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [b, t, d] -> the layer's output."""
+def build(
+    model: ModelConfig, dtype: torch.dtype, implementation: str, context: Context | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x [b, t, d] -> the layer's output, of this rank's part of the tokens."""
     torch.manual_seed(0)
     block = Block(model)
     for parameter in block.parameters():
@@ -141,59 +163,112 @@ def build(model: ModelConfig, dtype: torch.dtype, implementation: str) -> Callab
     block = block.to(device_type(), dtype)
     if implementation == NONE:
         return WithoutAttention(block)
-    positions_bt = torch.arange(model.max_seq_len, device=device_type())[None]
-    mask = build_mask(AttentionConfig(), implementation, None, positions_bt, model.max_seq_len).to(dtype)
+    if context is None:
+        positions_bt = torch.arange(model.max_seq_len, device=device_type())[None]
+        mask = build_mask(AttentionConfig(), implementation, None, positions_bt, model.max_seq_len)
+    else:
+        positions_bt = context.options(model.max_seq_len, torch.device(device_type()))["positions_bt"]
+        mask = context.build_mask(AttentionConfig(), implementation, None, positions_bt, positions_bt.size(1))
+    mask = mask.to(dtype)
     return lambda x_btd: block(x_btd, mask, None)
 
 
+class Products(nn.Module):
+    """The matrix products of a layer, and nothing else: each has an input of its own."""
+
+    def __init__(self, d: int, shape_bt: tuple[int, int], dtype: torch.dtype):
+        super().__init__()
+        shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
+        options: dict[str, Any] = {"device": device_type(), "dtype": dtype}
+        self.layers = nn.ModuleList(Linear(*shape, bias=False, **options) for shape in shapes)
+        self.inputs = [torch.randn(*shape_bt, i, **options).requires_grad_() for i, _ in shapes]
+        self.gradients = [torch.randn(*shape_bt, o, **options) for _, o in shapes]
+
+    def forward(self) -> None:
+        """And backward."""
+        for layer, x_bti, gradient_bto in zip(self.layers, self.inputs, self.gradients, strict=True):
+            layer(x_bti).backward(gradient_bto)
+
+
 def measure(
-    model: ModelConfig, batch_size: int, dtype: torch.dtype, implementation: str, num_repeats: int
+    model: ModelConfig,
+    batch_size: int,
+    dtype: str,
+    implementation: str,
+    num_repeats: int,
+    context: Context | None = None,
 ) -> dict[str, float]:
-    """Medians of forward and backward, and their rates. Once more goes before, unmeasured."""
-    layer = build(model, dtype, implementation)
-    x_btd = torch.randn(batch_size, model.max_seq_len, model.d_model, device=device_type(), dtype=dtype)
-    x_btd.requires_grad_()
+    """Medians of forward and backward, of the slowest rank; rates of each rank. Once more goes before, unmeasured."""
+    layer = build(model, DTYPES[dtype], implementation, context)
+    num_parts = 1 if context is None else context.size
+    shape_bt = batch_size, model.max_seq_len // num_parts
+    x_btd = torch.randn(*shape_bt, model.d_model, device=device_type(), dtype=DTYPES[dtype]).requires_grad_()
     gradient_btd = torch.randn_like(x_btd)
+    products = Products(model.d_model, shape_bt, DTYPES[dtype])
     times = []
     for _ in range(num_repeats + 1):
         began = now()
         y_btd = layer(x_btd)
         middle = now()
         y_btd.backward(gradient_btd)
-        times.append((middle - began, now() - middle))
-    forward, backward = (spread(column).median for column in zip(*times[1:], strict=True))
-    flops = count_forward_flops(model, batch_size, with_attention=implementation != NONE)
+        end = now()
+        products()
+        seconds = torch.tensor([middle - began, end - middle, now() - end], dtype=torch.float64)
+        if context is not None:
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)  # over gloo; also a barrier before the next
+        times.append(seconds.tolist())
+    forward, backward, alone = (spread(column).median for column in zip(*times[1:], strict=True))
+    flops = count_forward_flops(model, batch_size, with_attention=implementation != NONE) / num_parts
+    products_flops = 3 * count_forward_flops(model, batch_size, with_attention=False) / num_parts
     return {
         "forward_seconds": forward,
         "backward_seconds": backward,
         "forward_flops_per_sec": flops / forward,
         "backward_flops_per_sec": 2 * flops / backward,
         "flops_per_sec": 3 * flops / (forward + backward),
+        "products_flops_per_sec": products_flops / alone,
     }
+
+
+def divide(model: ModelConfig, num_devices: int) -> ContextParallelConfig | None:
+    """By heads where they suffice. None for one device. Raises ConfigError where a sample has no such parts."""
+    if num_devices == 1:
+        return None
+    kind = "heads" if model.n_heads % num_devices == 0 else "gather"
+    config = ContextParallelConfig(context_parallel_degree=num_devices, kind=kind)
+    if model.max_seq_len % config.num_pieces:
+        raise ConfigError(f"{model.max_seq_len} tokens cannot be divided by {config.num_pieces}")
+    return config
+
+
+def measure_divided(config: ContextParallelConfig, *case: Any) -> dict[str, float]:
+    """`measure` on as many processes as divide a sample. Raises RuntimeError for what happens to any of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure_part, (config, case, folder), nprocs=config.context_parallel_degree)
+        return json.loads((Path(folder) / "row.json").read_text())
+
+
+def measure_part(rank: int, config: ContextParallelConfig, case: Sequence[Any], folder: str) -> None:
+    """One rank's."""
+    keep_freed_memory()
+    size = config.context_parallel_degree
+    if device_type() == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    row = measure(*case, build_context(config, Layout(context=size, node_size=size), device_type()))
+    if rank == 0:
+        (Path(folder) / "row.json").write_text(json.dumps(row))
+    dist.destroy_process_group()
 
 
 def count_forward_flops(model: ModelConfig, batch_size: int, *, with_attention: bool) -> int:
     """Of one layer: 2 for each of 12 d^2 weights and token, and 4 d for each pair of tokens, the whole square."""
     d, num_tokens = model.d_model, batch_size * model.max_seq_len
     return num_tokens * (2 * 12 * d * d + (4 * d * model.max_seq_len if with_attention else 0))
-
-
-def measure_products(model: ModelConfig, batch_size: int, dtype: torch.dtype, num_repeats: int) -> float:
-    """FLOP/s of the layer's products alone: forward, and both gradients."""
-    d, num_tokens, flops, seconds = model.d_model, batch_size * model.max_seq_len, 0, 0.0
-    for rows, columns in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)):
-        weight = torch.randn(rows, columns, device=device_type()).to(dtype)
-        x, gradient = (torch.randn(num_tokens, n, device=device_type()).to(dtype) for n in (columns, rows))
-        times = []
-        for _ in range(num_repeats + 1):
-            began = now()
-            multiply(x, weight)
-            multiply(gradient, weight.T)
-            multiply(gradient.T, x.T)
-            times.append(now() - began)
-        flops += 3 * 2 * num_tokens * rows * columns
-        seconds += spread(times[1:]).median
-    return flops / seconds
 
 
 def now() -> float:
@@ -213,7 +288,7 @@ def title_of(report: dict[str, Any]) -> str:
 def table_of(report: dict[str, Any], name: str) -> Table:
     rows = []
     for row in report["rows"]:
-        keys = [row["dtype"], f"{row['batch_size']}", f"{row['seq_len']:,}", row["attention"]]
+        keys = [row["dtype"], *(f"{row[key]:,}" for key in ("batch_size", "seq_len", "num_devices")), row["attention"]]
         if "error" in row:
             rows.append([*keys, row["error"], *[""] * (len(HEADINGS) - len(keys) - 1)])
             continue
@@ -226,7 +301,9 @@ def table_of(report: dict[str, Any], name: str) -> Table:
             ]
         )
     threads = f", {report['num_threads']} threads" if device_type() == "cpu" else ""
-    return Table(f"{title_of(report)}{threads}, the median of {report['num_repeats']}", HEADINGS, rows, num_keys=4)
+    return Table(
+        f"{title_of(report)}{threads}, the median of {report['num_repeats']}", HEADINGS, rows, num_keys=NUM_KEYS
+    )
 
 
 def plot(report: dict[str, Any], name: str, path: Path) -> None:
@@ -234,14 +311,15 @@ def plot(report: dict[str, Any], name: str, path: Path) -> None:
     key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
     rows = [row for row in report["rows"] if "error" not in row]
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", dpi=150, sharey=True)
-    names = list(dict.fromkeys(row["attention"] for row in rows))
+    names = list(dict.fromkeys((row["attention"], row["num_devices"]) for row in rows))
     for axes, part in zip(panels, ("forward", "backward"), strict=True):
         for dtype in dict.fromkeys(row["dtype"] for row in rows):
-            for attention in names:
-                line = [row for row in rows if (row["dtype"], row["attention"]) == (dtype, attention)]
+            for index, (attention, num_devices) in enumerate(names):
+                wanted = (dtype, attention, num_devices)
+                line = [row for row in rows if (row["dtype"], row["attention"], row["num_devices"]) == wanted]
                 x, y = [row[key] for row in line], [row[f"{part}_flops_per_sec"] / 1e12 for row in line]
-                colour = COLOURS[names.index(attention) % len(COLOURS)]
-                text = f"{attention}, {dtype}"
+                text = f"{attention}, {dtype}" + (f", {num_devices} devices" if num_devices > 1 else "")
+                colour = COLOURS[index % len(COLOURS)]
                 axes.plot(x, y, STYLES[dtype], color=colour, marker="o", ms=4, label=text)
         ticks = sorted({row[key] for row in rows})
         axes.set_xscale("log", base=2)
@@ -251,7 +329,7 @@ def plot(report: dict[str, Any], name: str, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("model TFLOP/s")
+    panels[0].set_ylabel("model TFLOP/s of a device")
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title_of(report), fontsize=10)
     figure.savefig(path)

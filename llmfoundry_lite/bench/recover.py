@@ -111,10 +111,12 @@ class Disturbed:
         self.command = [*side.command(yaml, num_faults + 1), *options, "autoresume=true"]
         self.log = Log(folder / "run/metrics.jsonl")
         self.output = folder / "output.txt"
+        self.faults: list[Fault] = []
+        """That it has come back from."""
 
-    def run(self, note: Callable[[str], None]) -> list[Fault]:
+    def run(self, note: Callable[[str], None]) -> None:
         """Raises DataError when the run does not come back, or does not end well."""
-        faults = []
+        faults = self.faults
         self.process = self.launch()
         try:
             for number in range(self.num_faults):
@@ -129,7 +131,6 @@ class Disturbed:
             self.process.kill()
         if code != 0:
             raise DataError(f"bench recover: {self.side.name} ended with {code}: {self.last_words()}")
-        return faults
 
     def launch(self) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
@@ -173,13 +174,15 @@ class Disturbed:
 def run(
     shape: str, seq_len: int, batch_size: int, num_faults: int, peer_faults: int, seed: int, out: Path | None
 ) -> dict[str, Any]:
-    """Returns the report. Raises ConfigError for a shape nobody knows, DataError for a run that does not come back."""
+    """Returns the report. Raises ConfigError for a shape nobody knows, and, once what was found is told, DataError for
+    a run of ours that does not come back."""
     check_shapes("--shape", [shape])
     console = open_console()
     conditions = describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size}
     found: dict[str, list[Fault]] = {}
     differing: dict[str, int] = {}
+    lost: dict[str, DataError] = {}
     with tempfile.TemporaryDirectory() as folder:
         for side, count in ((OURS, num_faults), (TORCHRUN, peer_faults)):
             if not count:
@@ -191,9 +194,19 @@ def run(
                 )
                 for name, faults in (("disturbed", count), ("left alone", 0))
             ]
-            found[side.name], _ = [one.run(lambda text: console.print(text, highlight=False)) for one in runs]
-            differing[side.name] = count_differing(*(run.log.last_of_each_batch() for run in runs))
-    return tell(conditions | settings, found, differing, f"--num-faults {num_faults} --peer-faults {peer_faults}", out)
+            found[side.name] = runs[0].faults
+            try:
+                for one in runs:
+                    one.run(lambda text: console.print(text, highlight=False))
+                differing[side.name] = count_differing(*(run.log.last_of_each_batch() for run in runs))
+            except DataError as error:
+                console.print(str(error), highlight=False)
+                lost[side.name] = error
+    options = f"--num-faults {num_faults} --peer-faults {peer_faults}"
+    report = tell(conditions | settings, found, differing, list(lost), options, out)
+    if OURS.name in lost:
+        raise lost[OURS.name]
+    return report
 
 
 def count_differing(disturbed: dict[int, dict[str, Any]], alone: dict[int, dict[str, Any]]) -> int:
@@ -205,7 +218,12 @@ def count_differing(disturbed: dict[int, dict[str, Any]], alone: dict[int, dict[
 
 
 def tell(
-    report: dict[str, Any], found: dict[str, list[Fault]], differing: dict[str, int], options: str, out: Path | None
+    report: dict[str, Any],
+    found: dict[str, list[Fault]],
+    differing: dict[str, int],
+    lost: list[str],
+    options: str,
+    out: Path | None,
 ) -> dict[str, Any]:
     rows, records = [], []
     for name, faults in found.items():
@@ -213,8 +231,8 @@ def tell(
             if not (some := [fault for fault in faults if fault.kind == kind]):
                 continue
             seconds, batches = spread(f.seconds for f in some), spread(f.batches for f in some)
-            lost = f"{batches.median:g} ({batches.least:g} to {batches.most:g})"
-            rows.append((name, kind, str(len(some)), str(seconds), lost))
+            again = f"{batches.median:g} ({batches.least:g} to {batches.most:g})"
+            rows.append((name, kind, str(len(some)), str(seconds), again))
             records += [{"side": name, **fault._asdict()} for fault in some]
     table = Table(
         "What a fault costs",
@@ -223,9 +241,10 @@ def tell(
         num_keys=2,
     )
     notes = [f"{name}: {count} batches differ from the run left alone" for name, count in differing.items()]
+    notes += [f"{name}: did not come back from fault {len(found[name]) + 1}" for name in lost]
     notes.append(f"a frozen rank: noticed after 10 s here, by torchrun after `dist_timeout`, {COLLECTIVE_SECONDS} s")
     notes.append("a killed launcher: the same command is given again at once, and imports anew")
-    report |= {"faults": records, "differing": differing}
+    report |= {"faults": records, "differing": differing, "lost": lost}
     show(open_console(), table, notes=notes)
     if out is not None:
         command = f"llmfoundry-lite bench recover --shape {report['shape']} {options}"

@@ -155,14 +155,17 @@ def bench_seqlen(
     dtypes: LayerDtypes = "bf16",
     batch_size: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
     attention: LayerAttention = "",
+    devices: Annotated[
+        str, typer.Option(help="Counts that divide each sample, with commas [one, and all that there are].")
+    ] = "",
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
     minutes: Minutes = 60,
     out: Annotated[Path | None, typer.Option(help="Also write seqlen.json, .md and .png to this folder.")] = None,
 ) -> None:
-    """The same layer over lengths of a sample, 1K to 64K tokens."""
-    from llmfoundry_lite.bench.block import run
+    """The same layer over lengths of a sample, 1K to 64K tokens, also divided where one device is too small."""
+    from llmfoundry_lite.bench.block import all_devices, run
     from llmfoundry_lite.plan.plan import parse_counts
 
     run(
@@ -172,6 +175,7 @@ def bench_seqlen(
         d_model=width,
         n_heads=heads,
         implementations=list(filter(None, attention.split(","))),
+        devices=parse_counts(devices, "--devices") if devices else all_devices(),
         num_repeats=num_repeats,
         minutes=minutes,
         out=out,

@@ -37,6 +37,7 @@ class Process:
     heard_at: float
     """By the monotonic clock: its last sign of life."""
     cpu_seconds: float = 0.0
+    """That it had used by then."""
     code: int | None = None
     """None: it runs."""
 
@@ -106,7 +107,8 @@ class World:
         if self.channel in ready:
             message = receive(self.channel)
             if isinstance(message, Beat):
-                self.processes.setdefault(message.pid, Process(message.rank, message.pid, now)).heard_at = now
+                process = self.processes.setdefault(message.pid, Process(message.rank, message.pid, now))
+                process.heard_at, process.cpu_seconds = now, cpu_seconds(message.pid)
             elif isinstance(message, Left):
                 self._note_end(self.processes[message.pid], message.code, now)
         elif ready:

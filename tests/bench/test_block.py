@@ -4,13 +4,17 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from llmfoundry_lite.bench import block
 from llmfoundry_lite.bench.train import accumulation
 from llmfoundry_lite.cli.main import app
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.parallel.context import build_context
+from tests.helpers.launch import launch
 
 
 def test_a_layers_flops_are_the_models_with_one_layer_more():
@@ -45,6 +49,37 @@ def test_each_dtype_batch_and_attention_has_its_row(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+def layers_of_parts() -> None:
+    """As one of two ranks: what a divided layer makes of its tokens is what the whole one makes of them."""
+    dist.init_process_group("gloo")
+    for heads in (4, 3):  # by heads, and by gathered keys
+        model = block.model_of(48, heads, 16)
+        context = build_context(block.divide(model, 2), Layout(context=2, node_size=2), "cpu")
+        x_btd = torch.randn(1, 16, 48, generator=torch.Generator().manual_seed(1))
+        for implementation in ("sdpa", block.NONE):
+            whole_btd = block.build(model, torch.float32, implementation)(x_btd)
+            part_btd = block.build(model, torch.float32, implementation, context)(context.part(x_btd))
+            torch.testing.assert_close(part_btd, context.part(whole_btd), rtol=1e-5, atol=1e-6)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_several_devices_divide_a_sample(tmp_path):
+    launch(layers_of_parts, (), tmp_path / "ranks", num_ranks=2).check()
+    options = ["--width", "32", "--heads", "2", "--num-repeats", "1", "--attention", "sdpa", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "seqlen", "--lengths", "9,16", "--devices", "1,2", *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "seqlen.json").read_text())["rows"]
+    assert [(row["seq_len"], row["num_devices"], "error" in row) for row in rows] == [
+        *[(9, 1, False)] * 2,
+        *[(9, 2, True)] * 2,
+        *[(16, 1, False)] * 2,
+        *[(16, 2, False)] * 2,
+    ]
+    assert rows[2]["error"] == "9 tokens cannot be divided by 2"
+
+
 def test_what_the_device_does_not_have_and_what_time_does_not_suffice_for_are_named(tmp_path, monkeypatch):
     def fail(*arguments):
         raise RuntimeError('"addmm" not implemented for Half\nat line 1')
@@ -52,7 +87,7 @@ def test_what_the_device_does_not_have_and_what_time_does_not_suffice_for_are_na
     monkeypatch.setattr(block, "measure", fail)
     report = block.run("block", [(1, 16)], ["fp16"], d_model=32, n_heads=2, implementations=["sdpa"], num_repeats=1)
     assert [row["error"] for row in report["rows"]] == ['"addmm" not implemented for Half'] * 2
-    assert block.table_of(report, "block").rows[0][4] == '"addmm" not implemented for Half'
+    assert block.table_of(report, "block").rows[0][block.NUM_KEYS] == '"addmm" not implemented for Half'
     report = block.run("block", [(1, 16)], ["fp32"], d_model=32, n_heads=2, implementations=["sdpa"], minutes=0)
     assert report["left_out"] == ["fp32, 1 x 16, sdpa", "fp32, 1 x 16, none"]
 

@@ -29,7 +29,8 @@ def test_faults_are_told_by_launcher_and_kind(tmp_path):
     faults = [Fault(recover.KILL_RANK, 2.0, 1), Fault(recover.KILL_RANK, 4.0, 3), Fault(recover.FREEZE_RANK, 12.0, 2)]
     conditions = {"date": "2026-11-22", "machine": "one", "torch": "2.13.0", "load_average": 0.0}
     report = conditions | {"shape": "tiny", "seq_len": 128}
-    recover.tell(report, {"ours": faults}, {"ours": 0}, "--num-faults 3", tmp_path)
+    recover.tell(report, {"ours": faults, "peer": []}, {"ours": 0}, ["peer"], "--num-faults 3", tmp_path)
+    assert "peer: did not come back from fault 1" in (tmp_path / "recover.md").read_text()
     rows = json.loads((tmp_path / "recover.json").read_text())["tables"][0]["rows"]
     assert rows == [
         ["ours", "a rank killed", "2", "3.00 (2.00 to 4.00)", "2 (1 to 3)"],

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launcher import world
 from llmfoundry_lite.launcher.launch import refuse_other_launchers
+from llmfoundry_lite.launcher.server import Beat, open_channel, send
 from llmfoundry_lite.launcher.world import verdict
 from tests.helpers.launch import ROOT
 
@@ -124,6 +127,20 @@ def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
     assert words == (
         "launcher: rank 1 is frozen: it has done nothing for 2.5 s; restart 1 of 1, from the newest save\n"
     )
+
+
+def test_a_rank_that_has_computed_before_is_found_frozen_at_once_when_the_silence_is_over(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(world, "cpu_seconds", lambda pid: 5.0)
+    mine, its = open_channel()
+    send(its, Beat(0, os.getpid()))
+    ranks = world.World(mine, os.getpid(), 1)
+    ranks._listen()
+    while not ranks._first[0] and clock.now < 150:
+        clock.now += 0.5
+        ranks._look_for_frozen()
+    assert clock.now == 100 + world.SILENCE_SECONDS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
