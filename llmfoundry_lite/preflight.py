@@ -28,6 +28,7 @@ from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
+from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.step import context_exchanges, stream_reductions
@@ -56,6 +57,8 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
     """
     check_batch(config, layout)
+    if config.islands is not None and must_exist:
+        find_token()
     _check_import_paths(config)
     found = Preflight()
     for name, loader in (("train", config.train_loader), ("eval", config.eval_loader)):

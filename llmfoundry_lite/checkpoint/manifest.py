@@ -108,6 +108,8 @@ class Segment:
     """Of a run that saves by time: the interval as it was last, chosen or asked for."""
     changes: dict[str, list[Any]] = field(default_factory=dict)
     """Key of the configuration -> [before this segment, in it], of those that change by being said."""
+    islands: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of several islands that trained it at once: the device, their number, torch's release and the rows of each."""
     extra: Extra = field(default_factory=dict)
 
     @property
@@ -321,7 +323,7 @@ def encode(manifest: Manifest) -> bytes:
         "written_at": manifest.written_at,
         "num_bytes": manifest.num_bytes,
         "fingerprints": manifest.fingerprints,
-        "segments": [_plain(segment) for segment in manifest.segments],
+        "segments": [encode_segment(segment) for segment in manifest.segments],
         "config": encode_value(manifest.config, "config"),
         "scalars": encode_value(manifest.scalars, "scalars"),
         "optimizer": encode_value(manifest.optimizer, "optimizer"),
@@ -363,6 +365,10 @@ def _too_large(raw: bytes) -> str | None:
     if (num_values := count_values(raw)) > MAX_VALUES:
         return f"{num_values:,} values, more than the {MAX_VALUES:,}"
     return None
+
+
+def encode_segment(segment: Segment) -> dict[str, Any]:
+    return _plain(segment)
 
 
 def _plain(record: Any) -> dict[str, Any]:
@@ -407,7 +413,7 @@ def decode(raw: bytes, where: str) -> Manifest:
         written_at=item.get("written_at").optional_string(),
         fingerprints=item.get("fingerprints").strings(),
         config=decode_value(item.get("config").value, f"{where}: config"),
-        segments=tuple(_decode_segment(segment) for segment in item.get("segments").items()),
+        segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
         scalars=_decode_dict(item.get("scalars")),
         optimizer=None if item.get("optimizer").value is None else _decode_dict(item.get("optimizer")),
         aliases=item.get("aliases").strings(),
@@ -614,7 +620,8 @@ def _decode_timestamp(item: Item) -> Timestamp:
     return Timestamp(**{name: item.get(name).integer() for name in names}, extra=item.besides(*names))
 
 
-def _decode_segment(item: Item) -> Segment:
+def decode_segment(item: Item) -> Segment:
+    """What `encode_segment` gave. Raises DamagedCheckpointError."""
     names = _names(Segment)
     content = {key: value for key, value in item.object().items() if key in names}
     content = decode_value(content, item.where)
@@ -633,6 +640,8 @@ def _decode_segment(item: Item) -> Segment:
         kind = (int,) if name in ("first_batch", "last_batch") else kind
         if name == "environment":
             item.get(name).strings()
+        elif name == "islands":
+            item.expect(isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()), "objects")
         elif name == "changes":
             pairs = value.values() if isinstance(value, dict) else [None]
             item.expect(all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), "changes as [before, now]")

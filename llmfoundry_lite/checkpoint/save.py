@@ -104,27 +104,25 @@ def open_saver(
     group: Group = None,
     num_threads: int = 4,
     after_publish: Callable[[Lease], None] = lambda lease: None,
+    takes_lease: bool = True,
 ) -> "Saver":
-    """Take the run's lease on rank 0. Raises CheckpointError on all ranks if it cannot be had.
+    """Take the run's lease on rank 0, now or when `Saver.take_lease` is called. Raises CheckpointError on all ranks if
+    it cannot be had.
 
     `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
     flight until it returns, and what it raises ends the run.
     """
-    lease, error = None, None
-    if exchange.rank_and_size(group)[0] == 0:
-        try:
-            lease = store.acquire()
-        except CheckpointError as caught:
-            error = caught
-    exchange.agree(error, group)
-    return Saver(
+    saver = Saver(
         store,
-        lease,
+        None,
         parent_save_id=parent_save_id,
         group=group,
         num_threads=num_threads,
         after_publish=after_publish,
     )
+    if takes_lease:
+        saver.take_lease()
+    return saver
 
 
 class Saver:
@@ -144,6 +142,8 @@ class Saver:
         self.after_publish = after_publish
         self.lease = lease
         """On rank 0; None elsewhere."""
+        self.has_lease = lease is not None
+        """Rank 0 has."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[FileRecord, ...] = ()
         """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
@@ -167,6 +167,17 @@ class Saver:
     def is_writing(self) -> bool:
         """This rank has something to write or to publish still."""
         return self._flight is not None and not self._flight.task.done()
+
+    def take_lease(self, *, from_running: bool = False) -> None:
+        """On rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
+        error = None
+        if self.rank == 0:
+            try:
+                self.lease = self.store.acquire(from_running=from_running)
+            except CheckpointError as caught:
+                error = caught
+        exchange.agree(error, self.group)
+        self.has_lease = True
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
         """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""

@@ -211,13 +211,15 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------------------ lease
 
-    def acquire(self) -> Lease:
+    def acquire(self, *, from_running: bool = False) -> Lease:
         """Become the writer of this run and clear away what dead writers left half done.
 
-        Raises CheckpointError if the present writer still runs on this machine.
+        Raises CheckpointError if the present writer still runs on this machine, but where it has been told that it is
+        the writer no more: then the lease is taken `from_running` ones.
         """
         with _os_errors(f"{self.root.url}: no lease can be taken"):
-            lease = self.leases.acquire(at_least=max(self._committed_epochs(), default=0) + 1)
+            at_least = max(self._committed_epochs(), default=0) + 1
+            lease = self.leases.acquire(at_least=at_least, from_running=from_running)
             self._clear_remains(lease)
         return lease
 

@@ -17,6 +17,7 @@ from llmfoundry_lite.cli.bench import bench
 from llmfoundry_lite.cli.checkpoint import checkpoint
 from llmfoundry_lite.cli.data import data
 from llmfoundry_lite.cli.doctor import doctor_command
+from llmfoundry_lite.cli.islands import islands
 from llmfoundry_lite.cli.plan import fabric_command, plan_command
 from llmfoundry_lite.cli.rehearse import rehearse_command
 from llmfoundry_lite.cli.relay import relay_command
@@ -45,6 +46,7 @@ app.command("plan")(plan_command)
 app.command("fabric")(fabric_command)
 app.command("rehearse")(rehearse_command)
 app.command("relay")(relay_command)
+app.add_typer(islands, name="islands")
 
 
 @app.callback(invoke_without_command=True)

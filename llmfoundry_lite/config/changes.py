@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from llmfoundry_lite.config.layers import HARDWARE_KEYS
+from llmfoundry_lite.config.layers import HARDWARE_KEYS, get, leaf_keys
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import CheckpointError
 
@@ -86,6 +86,12 @@ def refuse_changes(changes: list[Change]) -> None:
         f"{differ}; a run carries on as the run it was: set {back}, or begin a new run with its weights (another "
         "run_name, load_path and load_weights_only=true)"
     )
+
+
+def what_is_trained(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of a configuration, as `schema.as_dict` gives it, every key that does not change freely, and its value in words:
+    what launches that train one run together must have alike."""
+    return {key: in_words(get(config, key)[1]) for key in leaf_keys(dict(config)) if rule_of(key) != "freely"}
 
 
 def rule_of(key: str) -> Rule:

@@ -94,10 +94,45 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_context_parallel(config, refuse)
     if config.pp_config is not None:
         _check_pipeline(config, refuse)
+    if config.islands is not None:
+        _check_islands(config, refuse)
     for path in config.callbacks.extra:
         check_import_path("callbacks", path, layers)
     _check_schedule_units(config, layers, refuse)
     _check_schedule_spans(config, refuse)
+
+
+def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
+    """What one island of several does not do yet, or must know."""
+    islands = config.islands
+    assert islands is not None
+    if not re.fullmatch(r"\w[\w.\-]{0,63}", islands.name):
+        refuse("islands.name", f"{islands.name!r} given, expected letters and digits, and . _ - after the first")
+    if not re.fullmatch(r".+:\d{1,5}", islands.coordinator):
+        refuse("islands.coordinator", f"{islands.coordinator!r} given, expected host:port, such as 127.0.0.1:7070")
+    if not islands.weight > 0:
+        refuse("islands.weight", f"{islands.weight} given, expected a number above 0")
+    if islands.check_weights_every < 1:
+        refuse("islands.check_weights_every", f"{islands.check_weights_every} given, expected a number above 0")
+    model = config.model
+    unsupported = {
+        "pp_config": config.pipeline.pipeline_parallel_degree > 1,
+        "tp_config": config.tensor_parallel_degree > 1,
+        "cp_config": config.context.context_parallel_degree > 1,
+        "device_train_microbatch_size: auto": config.device_train_microbatch_size == "auto",
+        "precision: amp_fp16": config.precision == "amp_fp16",
+        "fsdp_config.sharding_strategy: ZERO_1": config.sharding.sharding_strategy == "ZERO_1",
+        "optimizer.name: muon": config.optimizer.name == "muon",
+        "dropout": any((model.resid_pdrop, model.emb_pdrop, model.attn_config.attn_pdrop)),
+        "train_loader.name: python": config.train_loader.name != "text",
+    }
+    for what, is_asked_for in unsupported.items():
+        if is_asked_for:
+            refuse("islands", f"an island does not go with {what} yet; remove one of them")
+    if not isinstance(config.device_train_microbatch_size, int):
+        refuse("device_train_microbatch_size", "missing; an island's rows change, so give the samples of a microbatch")
+    if config.save_folder is None:
+        refuse("save_folder", "missing; islands take turns to save, so name a folder or URL that all of them reach")
 
 
 def _check_muon(config: TrainConfig, refuse: Refuse) -> None:

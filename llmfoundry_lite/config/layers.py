@@ -192,6 +192,7 @@ HARDWARE_KEYS = (
     "tp_config",
     "cp_config",
     "pp_config",
+    "islands",
     "compile_config",
     "dist_timeout",
     "max_wall_time",

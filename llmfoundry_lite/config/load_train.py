@@ -78,7 +78,9 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
             f"letters and digits, and . _ - after the first"
         )
     values["run_name"] = str(name)
-    values["run_folder"] = str(values.get("run_folder") or "runs/{run_name}").replace("{run_name}", str(name))
+    island = values["islands"].get("name") if isinstance(values.get("islands"), dict) else None
+    folder = "runs/{run_name}" + (f"/{island}" if island else "")
+    values["run_folder"] = str(values.get("run_folder") or folder).replace("{run_name}", str(name))
     if values.get("save_folder"):
         values["save_folder"] = str(values["save_folder"]).replace("{run_name}", str(name))
 

@@ -526,6 +526,22 @@ class LoggersConfig:
     tensorboard: TensorboardConfig | None = None
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class IslandsConfig:
+    """This launch as one of several that train one run at once, each with a process group of its own."""
+
+    coordinator: str
+    """host:port of `llmfoundry-lite islands coordinate`."""
+    name: str
+    """Of this island, unlike any other's."""
+    address: str = "127.0.0.1"
+    """Of this host, where its ranks listen for those of other islands."""
+    weight: float = 1.0
+    """Rows per second beside the other islands', until they have been measured."""
+    check_weights_every: int = 100
+    """Batches after which weights are compared; where they differ, those of the island that saves win."""
+
+
 DEFAULT_EVAL_TOKENS = 8192
 """Of a device in one forward pass of an evaluation, which keeps no activations."""
 
@@ -587,6 +603,8 @@ class TrainConfig:
     """null: every device has whole samples."""
     pp_config: PipelineConfig | None = None
     """null: every device computes all blocks."""
+    islands: IslandsConfig | None = None
+    """null: this launch trains alone."""
     on_non_finite: str = "stop"
     """stop, or skip: what to do with a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = 100

@@ -191,6 +191,7 @@ class TextDataset(StreamingDataset):
         self.token_dtype = np.dtype(token_encoding_type)
         self._background_error: Exception | None = None
         self._laid_out: EpochOrder | None = None
+        self._lanes: range | None = None
         self.predownload = predownload if predownload is not None else 8 * self.device_batch_size
         self.replication = get_world_size() // world_size
         self._unique_rank_world = World.detect()
@@ -403,6 +404,15 @@ class TextDataset(StreamingDataset):
         self._resume_state[:] = torch.tensor([obj["epoch"], obj["sample_in_epoch"]])
         self.next_epoch = obj["epoch"]
 
+    def continue_with(self, lanes: range, epoch: int, sample_in_epoch: int) -> None:
+        """Begin the next iteration at this place, with these lanes instead of an even share of all.
+
+        Every rank of a node must call this before any begins to read.
+        """
+        self._lanes, self.device_batch_size = lanes, len(lanes)
+        self._resume_state[:] = torch.tensor([epoch, sample_in_epoch])
+        self.next_epoch = epoch
+
     def _check_content(self, state: dict[str, Any]) -> None:
         """Is it the data that the checkpoint was trained with? (Its first releases kept the sizes of shards alone.)"""
         here = [part.content for part in self.table.streams]
@@ -446,6 +456,7 @@ class TextDataset(StreamingDataset):
             num_workers=world.workers_per_rank,
             first_batch=sample_in_epoch // self.global_batch_size,
         )
+        lanes = self._lanes or lanes
         self._num_padding_rows = self.order.num_missing(lanes, steps[-1]) if steps else 0
         return WorkerSampleIds(self._lay_out(epoch), lanes, steps)
 

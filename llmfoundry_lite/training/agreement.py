@@ -45,6 +45,8 @@ class Agreement(Callback):
         """Whether a save is on its way, on any rank."""
         self.wants_save: Callable[[State], bool] = lambda state: False
         """Whether rank 0 wants a save after this batch; the other ranks are not asked."""
+        self.changed: Callable[[State], Iterator[Any] | None] = lambda state: None
+        """Batches to go on with instead, where this rank has other rows from now on."""
         self.current = NOTHING
         """The batch that is being trained."""
         self.upcoming = NOTHING
@@ -80,6 +82,7 @@ class Agreement(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         assert state.max_duration is not None
         reason = self.preemption.look()
+        self._batches = self.changed(state) or self._batches
         counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
         self.preemption.settle(self._agree(counted, reason, self.ranks.is_first and self.wants_save(state)))
 

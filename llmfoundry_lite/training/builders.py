@@ -36,6 +36,7 @@ from llmfoundry_lite.training.agreement import Agreement, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
+from llmfoundry_lite.training.islands import Islands
 from llmfoundry_lite.training.loggers import ConsoleLine, Mirror, ProgressBar, TensorboardMirror, WandbMirror
 from llmfoundry_lite.training.loss import cross_entropy_sum
 from llmfoundry_lite.training.monitor import DataDigest, DropoutSeed, RunMonitor
@@ -185,6 +186,7 @@ def build_callbacks(
     preemption: Preemption,
     agreement: Agreement,
     start: Start,
+    islands: Islands | None,
 ) -> list[Callback]:
     guard = GradientStep(
         model,
@@ -199,6 +201,7 @@ def build_callbacks(
         count_flops_per_token(config.model, config.max_seq_len),
         Duration.parse(config.max_duration),
         devices.computed_precision(config.precision).removeprefix("amp_"),
+        (lambda: islands.tokens_elsewhere) if islands is not None else lambda: 0,
     )
     rate = LearningRate(config.scheduler, Duration.parse(config.max_duration))
     callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
@@ -210,7 +213,7 @@ def build_callbacks(
     if config.callbacks.profiler is not None:
         callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     callbacks.append(agreement)  # before what a reason to leave may make needless
-    checkpointing = Checkpointing(config, model, guard, preemption, agreement, start)
+    checkpointing = Checkpointing(config, model, guard, preemption, agreement, start, islands)
     if config.icl_tasks and config.eval_interval != 0:
         callbacks.append(build_in_context(config, ranks, model, preemption, checkpointing))
     return [*callbacks, checkpointing]

@@ -24,12 +24,14 @@ from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
+from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted, leaving_because
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.carried_log import CarriedLog
 from llmfoundry_lite.training.gradients import GradientStep
+from llmfoundry_lite.training.islands import Islands
 from llmfoundry_lite.training.loggers import SAVED, RunLog
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_state import RunState, chosen_options
@@ -47,7 +49,10 @@ class Checkpointing(Callback):
         preemption: Preemption,
         agreement: Agreement,
         start: Start,
+        islands: Islands | None = None,
     ):
+        self.islands = islands
+        """Of which one saves; None: this launch trains alone."""
         self.config = config
         self.model = model
         self.preemption = preemption
@@ -70,7 +75,7 @@ class Checkpointing(Callback):
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
-        self.saver: Saver = open_saver(self.store, after_publish=self._after_publish)
+        self.saver: Saver = open_saver(self.store, after_publish=self._after_publish, takes_lease=self.islands is None)
         self.agreement.is_writing = lambda: self.saver.is_writing
         self.agreement.is_saving = lambda: self.saver.is_saving
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
@@ -87,6 +92,10 @@ class Checkpointing(Callback):
             self.saver.parent_save_id = restored.manifest.save_id
         if self.begins.note:
             self._say(self.begins.note)
+        self._begin(state)
+
+    def _begin(self, state: State) -> None:
+        """With the batch after this one, the part of this launch begins."""
         self.first_batch = int(state.timestamp.batch) + 1
         self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
         self.started_at = state.timestamp
@@ -185,14 +194,50 @@ class Checkpointing(Callback):
 
     def preempted_text(self, state: State) -> str:
         saved = f"saved as ba{self.last_saved_batch}" if self.last_saved_batch > 0 else "nothing to save yet"
+        if not self.saves_here:
+            saved = "the other islands carry on"
         again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
         why = leaving_because(self.was_preempted_by)
         return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
+    def save_before_leaving(self, reason: str, state: State, logger: Logger) -> str:
+        """In the middle of a batch, of which nothing has been trained yet; what to say when leaving."""
+        if self.saves_here and int(state.timestamp.batch) > self.last_saved_batch:
+            self._save(state, logger)
+        self._finish(logger)
+        saved = f"saved as ba{self.last_saved_batch}" if self.saves_here else "another island saves"
+        return f"{reason} after batch {int(state.timestamp.batch)}, {saved}; run the same command again"
+
+    # ------------------------------------------------------------------------------------------------ joining a run
+
+    def tell(self, state: State) -> dict[str, Any]:
+        """What a save holds besides tensors and optimizer, as JSON can hold it: for islands that join."""
+        segments = (*self.segments, self._segment(state)) if int(state.timestamp.batch) >= self.first_batch else ()
+        return {
+            "scalars": encode_value(self.run_state.collect(state)),
+            "segments": [portable.encode_segment(segment) for segment in segments],
+        }
+
+    def take_over(self, told: dict[str, Any], state: State) -> None:
+        """Carry on from what another island has told."""
+        self._say(*self.run_state.restore(decode_value(told["scalars"]), state))
+        self.segments = tuple(portable.decode_segment(Item(one, "segment")) for one in told["segments"])
+        self._begin(state)
+
     def fit_end(self, state: State, logger: Logger) -> None:
         self._finish(logger)
 
+    @property
+    def saves_here(self) -> bool:
+        """Of several islands, the scribe saves; one that leaves the others to go on need not."""
+        islands = self.islands
+        return islands is None or (islands.is_scribe and (islands.stays or not islands.are_others_left))
+
     def _save(self, state: State, logger: Logger) -> None:
+        if not self.saves_here:
+            return
+        if not self.saver.has_lease:
+            self.saver.take_lease(from_running=True)
         self._log(self.saver.save(self.model.model, state.optimizers[0], self._about(state)), logger)
         self.last_saved_batch = int(state.timestamp.batch)
         if self.policy.timer is not None:
@@ -276,6 +321,7 @@ class Checkpointing(Callback):
             tokens_per_second=tokens / seconds if seconds else None,
             save_interval_seconds=self.policy.timer.seconds if self.policy.timer is not None else None,
             changes=self.changes,
+            islands=self.islands.trained if self.islands is not None else None,
         )
 
     def _say(self, *lines: str) -> None:

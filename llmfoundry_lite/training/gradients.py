@@ -6,7 +6,7 @@ clipping threshold and asked whether it is finite.
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,17 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 LOSS = "loss/train/total"
+
+
+class Measured(NamedTuple):
+    """Of a batch, the same on every rank."""
+
+    norm: float
+    """L2, of the whole gradient."""
+    loss: float
+    """The mean of the data ranks'."""
+    num_bad_losses: int
+    """Microbatches whose loss is not finite."""
 
 
 class GradientStep(Callback):
@@ -45,6 +56,8 @@ class GradientStep(Callback):
         self.num_skipped_batches = 0
         self.digest = ""
         """Of the batch in hand, for messages; the data digest callback sets it."""
+        self.agreed: Measured | None = None
+        """What several islands have found of the batch in hand, whose gradient is that of all of them by now."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         self.bad_losses = torch.zeros((), device=state.device._device)
@@ -73,7 +86,7 @@ class GradientStep(Callback):
         gradients = [local(p.grad) for p in parameters]
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
-        norm, loss, num_bad_losses = measure(
+        norm, loss, num_bad_losses = self.agreed or measure(
             parameters,
             cast(torch.Tensor, state.total_loss_dict[LOSS]),
             self.bad_losses,
@@ -124,10 +137,8 @@ def measure(
     bad_losses: torch.Tensor,
     num_stages: int = 1,
     shared: Sequence[torch.nn.Parameter] = (),
-) -> tuple[float, float, int]:
-    """(L2 norm of the whole gradient, mean of the data ranks' losses, number of microbatches whose loss is not finite),
-    on every rank alike. The only collective of a batch, and the only time that the host waits for the device, beside
-    FSDP.
+) -> Measured:
+    """The only collective of a batch, and the only time that the host waits for the device, beside FSDP.
 
     Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
     all ranks; ranks that divide layers among them each count the one they have in common. Of `num_stages` pipelined
@@ -142,7 +153,7 @@ def measure(
     dist.all_reduce(sums)
     squares, loss_sum, num_bad_losses = sums.tolist()
     norm = math.sqrt(squares) if squares >= 0 else squares
-    return norm, loss_sum / stage_size, int(num_bad_losses)
+    return Measured(norm, loss_sum / stage_size, int(num_bad_losses))
 
 
 def _by_replicas(

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ class DataDigest(Callback):
         self.gradient_step = gradient_step
         self.agreement = agreement
 
-    def after_dataloader(self, state: State, logger: Logger) -> None:
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Not before: a batch that several islands train may have to be divided again."""
         text = format_digest(self.agreement.current.digest)
         self.gradient_step.digest = text
         logger.log_metrics({"data/digest": text})  # pyright: ignore[reportArgumentType]
@@ -56,10 +58,19 @@ class RunMonitor(Callback):
     Rates are of tokens really consumed over the wall-clock time between ends of batches, evaluation left out.
     """
 
-    def __init__(self, window_size: int, flops_per_token: int, max_duration: Duration, compute_dtype: str):
+    def __init__(
+        self,
+        window_size: int,
+        flops_per_token: int,
+        max_duration: Duration,
+        compute_dtype: str,
+        tokens_elsewhere: Callable[[], int] = lambda: 0,
+    ):
+        """`tokens_elsewhere`: how many of the run's tokens devices of other islands have trained."""
+        self.tokens_elsewhere = tokens_elsewhere
         self.flops_per_token = flops_per_token
         self.max_duration = max_duration
-        self.history: deque[tuple[int, float]] = deque(maxlen=window_size + 1)
+        self.history: deque[tuple[int, int, float]] = deque(maxlen=window_size + 1)
         accelerator = devices.accelerator()
         self.peak_flops = accelerator.peak_flops(compute_dtype) if accelerator else None
 
@@ -72,24 +83,28 @@ class RunMonitor(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.history.append(self._mark(state))
-        (tokens_before, seconds_before), (tokens, seconds) = self.history[0], self.history[-1]
-        rate = (tokens - tokens_before) / max(seconds - seconds_before, 1e-9)
+        tokens, tokens_here, seconds = (
+            last - first for first, last in zip(self.history[0], self.history[-1], strict=True)
+        )
+        rate, rate_here = tokens / max(seconds, 1e-9), tokens_here / max(seconds, 1e-9)
         world_size = dist.get_world_size()
         metrics = {
             "throughput/tokens_per_sec": rate,
-            "throughput/device/tokens_per_sec": rate / world_size,
-            "throughput/device/flops_per_sec": rate * self.flops_per_token / world_size,
+            "throughput/device/tokens_per_sec": rate_here / world_size,
+            "throughput/device/flops_per_sec": rate_here * self.flops_per_token / world_size,
             "memory/peak_bytes": devices.peak_memory_bytes(),
-            "time/batch_seconds": self.history[-1][1] - self.history[-2][1],
+            "time/batch_seconds": self.history[-1][-1] - self.history[-2][-1],
             "time/elapsed_seconds": time.monotonic() - self.launched_at,
         }
         if self.peak_flops is not None:
-            metrics["throughput/device/mfu"] = rate * self.flops_per_token / world_size / self.peak_flops
+            metrics["throughput/device/mfu"] = rate_here * self.flops_per_token / world_size / self.peak_flops
         progress = progress_of(state, self.max_duration)
         if progress > self.first_progress:
             remaining = metrics["time/elapsed_seconds"] * (1 - progress) / (progress - self.first_progress)
             metrics["time/remaining_seconds"] = max(0.0, remaining)
         logger.log_metrics(metrics)
 
-    def _mark(self, state: State) -> tuple[int, float]:
-        return int(state.timestamp.token), state.timestamp.total_wct.total_seconds()
+    def _mark(self, state: State) -> tuple[int, int, float]:
+        """Tokens of the run, those of them that were trained here, seconds."""
+        tokens = int(state.timestamp.token)
+        return tokens, tokens - self.tokens_elsewhere(), state.timestamp.total_wct.total_seconds()

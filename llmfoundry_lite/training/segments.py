@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ def build_segment(
     tokens_per_second: float | None = None,
     save_interval_seconds: float | None = None,
     changes: Sequence[Change] = (),
+    islands: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Segment:
     """Of this launch; with an environment as it is, where the shell has overruled the configuration."""
     fsdp, layout = config.sharding, layout_here(config)
@@ -53,6 +54,7 @@ def build_segment(
         tokens_per_second=tokens_per_second,
         save_interval_seconds=save_interval_seconds,
         changes={change.key: [change.there, change.here] for change in changes},
+        islands={name: dict(one) for name, one in (islands or {}).items()},
     )
 
 

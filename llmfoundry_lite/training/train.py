@@ -58,7 +58,9 @@ from llmfoundry_lite.training.builders import (
     build_train_data,
 )
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.in_context import InContext
+from llmfoundry_lite.training.islands import Islands
 from llmfoundry_lite.training.loggers import METRICS, WANDB_ID, RunLog, clear_disk_errors
 from llmfoundry_lite.training.memory import explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.microbatch import choose_microbatch_size
@@ -85,12 +87,16 @@ def train(config: TrainConfig) -> None:
     start_process_group(devices.device_type(), config.dist_timeout)
     run = RunFolder(config)
     preemption = build_preemption(config, run.leave_late, run.note_request, run.leave_at_once)
-    trainer, checkpointing = None, None
+    trainer, checkpointing, islands = None, None, None
     try:
+        islands = Islands(config) if config.islands is not None else None
         start = find_start(config)
-        trainer, checkpointing = build_trainer(config, run, preemption, start)
+        trainer, checkpointing = build_trainer(config, run, preemption, start, islands)
         preemption.listen()
         choose_microbatch(config, trainer)
+        if islands is not None:
+            islands.member.on_evicted = run.leave_late
+            islands.enter(trainer.state, trainer.logger, checkpointing)
         run.start(trainer, checkpointing)
         make_up_evaluation(trainer, run, checkpointing)
         if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
@@ -102,7 +108,11 @@ def train(config: TrainConfig) -> None:
         run.finish("stopped" if checkpointing.was_stopped else "done", trainer)
         if config.export_at_end and not checkpointing.was_stopped:
             export(config, trainer, run)
+        if islands is not None:
+            islands.close()
     except BaseException as error:
+        if islands is not None:
+            islands.close()
         preempted = as_preempted(error, preemption)
         told = preempted or explain_memory(error, config, trainer) or error
         run.fail("preempted" if preempted else "failed", str(preempted) if preempted else cause_of(describe(told)))
@@ -147,7 +157,7 @@ def make_deterministic() -> None:
 
 
 def build_trainer(
-    config: TrainConfig, run: "RunFolder", preemption: Preemption, start: Start
+    config: TrainConfig, run: "RunFolder", preemption: Preemption, start: Start, islands: Islands | None = None
 ) -> tuple[Trainer, Checkpointing]:
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
@@ -155,10 +165,13 @@ def build_trainer(
     eval_data = build_eval_data(config, layout)
     model = build_model(config, layout)
     agreement = Agreement(ranks, preemption)
-    callbacks = build_callbacks(config, ranks, model, preemption, agreement, start)
+    callbacks = build_callbacks(config, ranks, model, preemption, agreement, start, islands)
+    if islands is not None:
+        islands.attach(agreement, next(callback for callback in callbacks if isinstance(callback, GradientStep)))
     trainer = GroupedTrainer(
         ranks=ranks,
         agreement=agreement,
+        islands=islands,
         device_batch_size=config.global_train_batch_size // ranks.size,
         model=model,
         train_dataloader=train_data,

@@ -21,6 +21,7 @@ from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.training.adapter import PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import LOSS
+from llmfoundry_lite.training.islands import Islands
 from llmfoundry_lite.training.optimizers import clear_gradients
 
 # What the Trainer is given is parallel already; without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
@@ -37,8 +38,18 @@ class GroupedTrainer(Trainer):
     Losses and gradients are means over ranks, of which each group has equally many.
     """
 
-    def __init__(self, *, ranks: DataRanks, agreement: Agreement, device_batch_size: int, **options: Any):
+    def __init__(
+        self,
+        *,
+        ranks: DataRanks,
+        agreement: Agreement,
+        device_batch_size: int,
+        islands: Islands | None = None,
+        **options: Any,
+    ):
         self.ranks = ranks
+        self.islands = islands
+        """None: this launch trains alone."""
         self.device_batch_size = device_batch_size
         self.agreement = agreement
         super().__init__(**options)
@@ -49,8 +60,11 @@ class GroupedTrainer(Trainer):
             yield from super()._iter_dataloader(trainer_mode)
             return
         assert self.state.dataloader is not None
-        length = self.state.dataloader_len
-        self.agreement.begin_epoch(islice(self.state.dataloader, None if length is None else int(length)))
+        if self.islands is not None:
+            self.agreement.begin_epoch(self.islands.batches(self.state))
+        else:
+            length = self.state.dataloader_len
+            self.agreement.begin_epoch(islice(self.state.dataloader, None if length is None else int(length)))
         try:
             while True:
                 self.engine.run_event(Event.BEFORE_DATALOADER)
@@ -68,6 +82,18 @@ class GroupedTrainer(Trainer):
 
         None for Composer's loop, which would sum losses over ranks; `gradients` has done that.
         """
+        state = self.state
+        loss_sum = self._run_batch()
+        while self.islands is not None and not self._settle(self.islands, loss_sum):
+            loss_sum = self._run_batch()
+        state.total_loss_dict = {LOSS: loss_sum}  # type: ignore[dict-item]
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        for optimizer in ensure_tuple(state.optimizers):
+            optimizer.step()
+        self.first_train_batch_complete = True
+
+    def _run_batch(self) -> torch.Tensor:
+        """The weighted loss of this rank's rows, of which the gradient has been added up."""
         state, spec = self.state, self._train_data_spec
         assert spec is not None and state.device_train_microbatch_size is not None
         batch, agreed = state.batch, self.agreement.current
@@ -87,11 +113,17 @@ class GroupedTrainer(Trainer):
                     size = spec.get_num_samples_in_batch(microbatch)
                 loss_sum += self._run_microbatch(microbatch, size / share)
         state.batch = batch
-        state.total_loss_dict = {LOSS: loss_sum}  # type: ignore[dict-item]
-        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
-        for optimizer in ensure_tuple(state.optimizers):
-            optimizer.step()
-        self.first_train_batch_complete = True
+        return loss_sum
+
+    def _settle(self, islands: Islands, loss_sum: torch.Tensor) -> bool:
+        """Whether the batch counts, on all islands. If not, this rank has other rows of it from now on."""
+        if islands.settle(self.state, loss_sum):
+            self.logger.log_metrics(islands.metrics)
+            return True
+        self.agreement.begin_epoch(islands.batches(self.state))
+        assert self._train_data_spec is not None
+        self.state.batch = self._train_data_spec.batch_transforms(self.agreement.take())
+        return False
 
     def _run_microbatch(self, microbatch: Any, weight: float) -> torch.Tensor:
         """Its weighted loss, of which the gradient has been added up."""

@@ -1,0 +1,28 @@
+"""`llmfoundry-lite islands …`."""
+
+from typing import Annotated
+
+import typer
+
+islands = typer.Typer(help="Several launches that train one run at once.", no_args_is_help=True)
+
+
+@islands.callback()
+def about() -> None:
+    """Several launches that train one run at once, each with a process group of its own."""
+
+
+@islands.command("coordinate")
+def coordinate(
+    listen: Annotated[str, typer.Option(help="host:port where islands come.")] = "127.0.0.1:7070",
+    num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many are here.")] = 2,
+    silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 5.0,
+) -> None:
+    """Decide who trains which rows and which batches count, until Ctrl-C. No tensors pass through here.
+
+    Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does this.
+    """
+    from llmfoundry_lite.islands.messages import find_token, parse_address
+    from llmfoundry_lite.islands.serve import serve
+
+    serve(parse_address(listen, "--listen"), find_token(), num_islands, silence)

@@ -1,0 +1,69 @@
+"""How the rows of a global batch are divided among islands of unlike speed. Arithmetic, without torch."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from llmfoundry_lite.errors import ConfigError
+
+
+class Pace(NamedTuple):
+    """What of an island decides its share."""
+
+    num_ranks: int
+    """Its share is a multiple of it: ranks of one process group need equally many rows, or they wait for ever."""
+    microbatch: int
+    """Rows of a rank in one forward pass."""
+    rate: float
+    """Rows per second, or any number in proportion to it."""
+
+    def seconds(self, rows: int) -> float:
+        """A microbatch that is not full takes as long as a full one."""
+        microbatches = math.ceil(rows / (self.num_ranks * self.microbatch))
+        return microbatches * self.num_ranks * self.microbatch / self.rate
+
+
+def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
+    """Lanes of each island, in order of names: the division after which the last island is ready earliest.
+
+    Every island has rows. Raises ConfigError when no multiples of the islands' ranks add up to `num_rows`.
+    """
+    names = sorted(paces)
+    total_rate = sum(pace.rate for pace in paces.values())
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for name in names:
+        pace = paces[name]
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for rows in _candidates(num_rows, pace, num_rows * pace.rate / total_rate, len(names)):
+            seconds = pace.seconds(rows)
+            for before, (latest, shares) in best.items():
+                choice = (max(latest, seconds), (*shares, rows))
+                if before + rows <= num_rows and choice < found.get(before + rows, (math.inf, ())):
+                    found[before + rows] = choice
+        best = found
+    if num_rows not in best:
+        ranks = ", ".join(f"{name} {paces[name].num_ranks}" for name in names)
+        raise ConfigError(
+            f"global_train_batch_size: {num_rows} rows are no sum of multiples of the islands' ranks ({ranks}); "
+            "use another batch size or other numbers of ranks"
+        )
+    lanes, begin = {}, 0
+    for name, rows in zip(names, best[num_rows][1], strict=True):
+        lanes[name] = range(begin, begin + rows)
+        begin += rows
+    return lanes
+
+
+def latest_seconds(lanes: Mapping[str, range], paces: Mapping[str, Pace]) -> float:
+    return max(paces[name].seconds(len(rows)) for name, rows in lanes.items())
+
+
+def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> list[int]:
+    """Multiples of the ranks around the share that the rate gives; all of them where there are few."""
+    step = pace.num_ranks
+    count = num_rows // step
+    if count <= 256:
+        return [step * i for i in range(1, count + 1)]
+    reach = max(16, 2 * pace.microbatch) * num_islands
+    middle = round(ideal / step)
+    return [step * i for i in range(max(1, middle - reach), min(count, middle + reach) + 1)]

@@ -1,0 +1,156 @@
+"""One rank's connection to the coordinator: says hello, beats, and hears verdicts. No torch.
+
+A thread beats, another reads. What concerns the whole island is heard by rank 0, which tells the others in their own
+process group. A newer view, or an eviction, reaches every rank directly, so that nobody waits for a peer that is gone.
+"""
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError
+from llmfoundry_lite.islands.messages import BadMessageError, Message, dial, pack, receive
+
+BEAT_SECONDS = 0.5
+SECONDS_TO_LEAVE = 3.0
+"""For the main thread of an evicted rank, which may sit in a collective that nobody else joins."""
+
+
+class Lost(NamedTuple):
+    """Why there is nothing more to hear."""
+
+    reason: str
+    kind: str
+    """gone (the coordinator), evicted or refused (this island)."""
+
+
+class View(NamedTuple):
+    """Who trains which rows of a batch."""
+
+    epoch: int
+    batch: int
+    """How many batches are done."""
+    members: dict[str, str]
+    """Name -> launch, in order of names."""
+    lanes: dict[str, range]
+    scribe: str
+    donor: str
+    joiners: list[str]
+
+    @classmethod
+    def of(cls, message: Message) -> "View":
+        lanes = {name: range(*bounds) for name, bounds in message["lanes"].items()}
+        fields = {key: message[key] for key in ("epoch", "batch", "members", "scribe", "donor", "joiners")}
+        return cls(lanes=lanes, **fields)
+
+
+class Member:
+    """`on_newer_view(epoch)` and `on_lost()` are called in the thread that reads."""
+
+    def __init__(self, address: tuple[str, int], token: bytes, name: str):
+        self.name = name
+        self.on_newer_view: Callable[[int], None] = lambda epoch: None
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_evicted: Callable[[str], None] = lambda reason: None
+        """Called just before the process is ended because its main thread hangs."""
+        self.lost: Lost | None = None
+        self.phase = "compute"
+        self.count_bytes: Callable[[], int] = lambda: 0
+        self._inbox: queue.Queue[Message | Lost] = queue.Queue()
+        self._described: dict[tuple[str, str], Message] = {}
+        self._news = threading.Condition()
+        self._sending = threading.Lock()
+        self._is_closed = self._has_heard = False
+        try:
+            self._connection = dial(address, token)
+        except BadMessageError as error:
+            raise ConfigError(f"islands.coordinator: {address[0]}:{address[1]}: {error}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"islands.coordinator: {address[0]}:{address[1]} does not answer ({error.strerror or error}); start it "
+                "with `llmfoundry-lite islands coordinate`"
+            ) from None
+
+    @property
+    def own_address(self) -> str:
+        """Of this host, as the coordinator sees it from."""
+        return self._connection.getsockname()[0]
+
+    def say_hello(self, hello: Message) -> None:
+        self._connection.settimeout(None)
+        self.say({"kind": "hello", **hello})
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, name="islands", daemon=True).start()
+
+    def say(self, message: Message) -> None:
+        """Nothing happens when the coordinator is gone: the next `hear` tells."""
+        with suppress(OSError), self._sending:
+            self._connection.sendall(pack(message))
+
+    def wait(self) -> None:
+        """Until there is something to hear, on any rank, for as long as it takes."""
+        with self._news:
+            self._news.wait_for(lambda: self._has_heard)
+
+    def hear(self) -> Message | Lost:
+        """The next verdict, on rank 0."""
+        return self._inbox.get()
+
+    def describe(self, name: str, launch: str, timeout: float = 30.0) -> Message:
+        """Addresses and boxes of an island's ranks, which the coordinator sends before the first view of it."""
+        with self._news:
+            if not self._news.wait_for(lambda: (name, launch) in self._described or self.lost, timeout) or self.lost:
+                raise ConnectionError(f"nothing is known of island {name}")
+            return self._described[name, launch]
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.say({"kind": "leave"})
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self) -> None:
+        lost = Lost("the coordinator is gone", "gone")
+        try:
+            while True:
+                message = receive(self._connection)
+                if message["kind"] in ("evicted", "refused"):
+                    lost = Lost(str(message["reason"]), message["kind"])
+                    break
+                if message["kind"] == "member":
+                    with self._news:
+                        self._described[message["name"], message["launch"]] = message
+                        self._news.notify_all()
+                    continue
+                if message["kind"] == "view":
+                    self.on_newer_view(message["epoch"])
+                self._put(message)
+        except OSError:
+            pass
+        if self._is_closed:
+            return
+        self.lost = lost
+        self._put(lost)
+        self.on_lost()
+        if lost.kind == "evicted":
+            time.sleep(SECONDS_TO_LEAVE)
+            with suppress(Exception):
+                self.on_evicted(lost.reason)
+            os._exit(EXIT_PREEMPTED)
+
+    def _put(self, heard: Message | Lost) -> None:
+        self._inbox.put(heard)
+        with self._news:
+            self._has_heard = True
+            self._news.notify_all()
+
+    def _beat(self) -> None:
+        while self.lost is None and not self._is_closed:
+            self.say({"kind": "beat", "phase": self.phase, "bytes": self.count_bytes()})
+            time.sleep(BEAT_SECONDS)

@@ -1,0 +1,388 @@
+"""One run on several islands at once: what a batch asks of the other islands, and what comes of it.
+
+Owns the seam between training and `llmfoundry_lite.islands`: this island's rows, its gradient's way to the others, the
+verdict on each batch, the state of those that join, and who saves. Leaves membership and commits to the coordinator,
+and sockets to `islands.exchange`.
+
+A batch counts on all islands or on none. Until the coordinator says so, nothing but gradients has been touched: they
+are dropped, and the batch is computed again with the rows of a new view.
+"""
+
+import math
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from composer.core import State
+from composer.loggers import Logger
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.planning import box_of
+from llmfoundry_lite.checkpoint.state import local_part, parameter_names, read_state, write_optimizer
+from llmfoundry_lite.config.changes import what_is_trained
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.data.loader import build_text_loader
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.islands.exchange import (
+    Box,
+    Boxes,
+    Exchange,
+    Ranks,
+    Swapped,
+    complete,
+    digest_of_parts,
+    share_out,
+    sum_weighted,
+)
+from llmfoundry_lite.islands.member import Lost, Member, View
+from llmfoundry_lite.islands.messages import Message, find_token, parse_address
+from llmfoundry_lite.ranks.codec import decode_value, encode_value
+from llmfoundry_lite.ranks.ending import Preempted
+from llmfoundry_lite.ranks.exchange import agree, sum_of, tell_all
+from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.training.agreement import Agreement, Upcoming
+from llmfoundry_lite.training.gradients import GradientStep, Measured, measure
+from llmfoundry_lite.training.optimizers import clear_gradients, local
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.training.checkpointing import Checkpointing
+
+LABELS = 64
+"""Of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
+
+
+class Islands:
+    """This rank's part. Every rank of the island calls every method at the same places."""
+
+    def __init__(self, config: TrainConfig):
+        """Connects, so that a launch is refused before anything heavy starts. Raises UserError on all ranks."""
+        assert config.islands is not None
+        self.config = config.islands
+        self.fingerprints = what_is_trained(as_dict(config))
+        self.num_rows = config.global_train_batch_size
+        self.by_tokens = config.accumulate_train_batch_on_tokens
+        self.loader = config.train_loader
+        self.name = self.config.name
+        self.rank, self.num_ranks, *_ = this_rank()
+        self.view = View(0, 0, {}, {}, "", "", [])
+        self.next_view: View | None = None
+        self.trained: dict[str, dict[str, Any]] = {}
+        """Each island that has trained since this one began: its machine, and its rows since then."""
+        self.metrics: dict[str, float] = {}
+        """Of the batch that was committed last."""
+        self.num_repeats = self.num_drifts = 0
+        self.weights = ""
+        """Their digest, where they are to be compared now."""
+        self.tokens_elsewhere = 0
+        """That other islands have trained in this time."""
+        error = None
+        try:
+            token = find_token()
+            self.member = Member(parse_address(self.config.coordinator, "islands.coordinator"), token, self.name)
+            self.exchange = Exchange(self.name, self.rank, self.config.address, token)
+        except ConfigError as caught:
+            error = caught
+        except OSError as caught:
+            error = ConfigError(f"islands.address: {self.config.address}: {caught.strerror or caught}")
+        agree(error)
+        self.member.on_newer_view = self.exchange.abort
+        self.member.on_lost = lambda: self.exchange.abort(math.inf)
+        self.member.count_bytes = lambda: self.exchange.num_bytes
+
+    def attach(self, agreement: Agreement, guard: GradientStep) -> None:
+        self.agreement = agreement
+        self.guard = guard
+        agreement.changed = self.move_on
+
+    @property
+    def is_scribe(self) -> bool:
+        """This island saves."""
+        return self.view.scribe == self.name
+
+    @property
+    def stays(self) -> bool:
+        """This island is one of those that train the next batch."""
+        return self.next_view is None or self.name in self.next_view.members
+
+    @property
+    def are_others_left(self) -> bool:
+        return bool(set((self.next_view or self.view).members) - {self.name})
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def enter(self, state: State, logger: Logger, checkpointing: "Checkpointing") -> None:
+        """Say what this rank has, and wait for the first view; take over the state of a run that is under way."""
+        self.checkpointing = checkpointing
+        self.save_before_leaving = lambda reason: checkpointing.save_before_leaving(reason, state, logger)
+        dataset: Any = state.train_dataloader.dataset  # type: ignore[union-attr]
+        self.dataset: TextDataset = dataset
+        optimizer = state.optimizers[0]
+        names = parameter_names(checkpointing.model.model, optimizer)
+        self.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
+        launch, first_batch = tell_all([secrets.token_hex(8), int(state.timestamp.batch)])
+        self.member.say_hello(
+            {
+                "island": self.name,
+                "launch": launch,
+                "rank": self.rank,
+                "size": self.num_ranks,
+                "address": list(self.exchange.address),
+                "boxes": self.boxes,
+                "machine": {
+                    "device": devices.device_name(),
+                    "num_devices": self.num_ranks,
+                    "torch": str(torch.__version__),
+                },
+                "fingerprints": {**self.fingerprints, "order of the data": dataset.order.fingerprint},
+                "batch": first_batch,
+                "rows": self.num_rows,
+                "microbatch": int(state.device_train_microbatch_size or 1),
+                "weight": self.config.weight,
+            }
+        )
+        self.member.wait()
+        self._take_up(self._hear_view(), state)
+
+    def close(self) -> None:
+        self.member.close()
+        self.exchange.close()
+
+    def _hear_view(self) -> View:
+        verdict = self._hear()
+        assert verdict["kind"] == "view", verdict["kind"]
+        return View.of(verdict)
+
+    def _hear(self) -> Message:
+        """The next verdict that rank 0 hears, on all ranks.
+
+        When there is none to come, raises Preempted, after a save if this island is the scribe; ConfigError when the
+        island is refused.
+        """
+        verdict: Any = None
+        if self.rank == 0:
+            heard = self.member.hear()
+            verdict = {"kind": "lost", "lost": list(heard)} if isinstance(heard, Lost) else heard
+        verdict = tell_all(verdict)
+        if verdict["kind"] != "lost":
+            return verdict
+        lost = Lost(*verdict["lost"])
+        if lost.kind == "refused":
+            raise ConfigError(f"islands: {lost.reason}")
+        if lost.kind == "evicted":
+            raise Preempted(f"left the run: {lost.reason}; run the same command again", orderly=True)
+        raise Preempted(self.save_before_leaving(lost.reason), orderly=True)
+
+    def _take_up(self, view: View, state: State) -> None:
+        """A new view, between two batches or before one is repeated."""
+        self.view, self.next_view = view, None
+        self.member.phase = "exchange"
+        described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
+        pieces = {name: share_out([_boxes_of(boxes) for boxes in one["boxes"]]) for name, one in described.items()}
+        self.pieces = pieces[self.name][self.rank]
+        others = {
+            name: Ranks([(host, port) for host, port in one["addresses"]], pieces[name])
+            for name, one in described.items()
+            if name != self.name
+        }
+        self.machines = {name: one["machine"] for name, one in described.items()}
+        self.exchange.meet(view.epoch, self.pieces, others)
+        if self.name == view.donor:
+            self._give_state(state)
+        elif self.name in view.joiners:
+            self._take_state(state)
+        self.member.phase = "compute"
+
+    # --------------------------------------------------------------------------------------------------- the data
+
+    def batches(self, state: State) -> Iterator[Any]:
+        """This rank's rows of the epoch's batches, from the next one on. Every rank must begin to read together."""
+        lanes = self.view.lanes[self.name]
+        num_rows = len(lanes) // self.num_ranks
+        mine = lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
+        self.dataset.continue_with(mine, int(state.timestamp.epoch), int(state.timestamp.sample_in_epoch))
+        self.began_at = time.monotonic()
+        return iter(
+            build_text_loader(
+                self.dataset, num_workers=self.loader.num_workers, prefetch_factor=self.loader.prefetch_factor
+            )
+        )
+
+    def move_on(self, state: State) -> Iterator[Any] | None:
+        """At the end of a batch: batches to go on with instead, if there is a new view."""
+        view = self.next_view
+        self.began_at = time.monotonic()
+        self.weights = ""
+        if int(state.timestamp.batch) % self.config.check_weights_every == 0:
+            parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+            shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+            digest = sum_of([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
+            self.weights = f"{digest % (1 << 64):016x}"
+        if view is None or self.name not in view.members:
+            return None
+        before = self.view.lanes[self.name]
+        self._take_up(view, state)
+        return None if self.view.lanes[self.name] == before else self.batches(state)
+
+    # -------------------------------------------------------------------------------------------------- the batch
+
+    def settle(self, state: State, loss: torch.Tensor) -> bool:
+        """Exchange the gradient of this island's rows, and hear the verdict. `loss` is a data rank's, as for `measure`.
+
+        True: the gradient is the whole batch's, and the guard and the agreement know what all have found of it. False:
+        the gradient is gone, and the batch is to be computed again, with the rows of the new view.
+        """
+        seconds = time.monotonic() - self.began_at
+        here = self.agreement.current
+        weight = here.num_losses if self.by_tokens else here.num_samples
+        with torch.no_grad():
+            report = self._exchange(state, weight, loss)
+        exchanged_at = time.monotonic()
+        if self.rank == 0:
+            place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch)}
+            counts = {"weight": weight, "samples": here.num_samples, "tokens": here.num_tokens}
+            self.member.say(
+                {
+                    **place,
+                    **counts,
+                    "losses": here.num_losses,
+                    "digest": here.digest,
+                    "seconds": seconds,
+                    "weights": self.weights,
+                    **report,
+                }
+            )
+        self.member.phase = "wait"
+        verdict = self._hear()
+        while verdict["epoch"] < self.view.epoch or (verdict["kind"] == "view" and verdict["epoch"] == self.view.epoch):
+            verdict = self._hear()
+        self.member.phase = "compute"
+        if verdict["kind"] == "view":
+            clear_gradients(state.optimizers[0])
+            self.num_repeats += 1
+            self._take_up(View.of(verdict), state)
+            return False
+        self.num_drifts += len(verdict["drifted"])
+        self.metrics = {
+            "islands/members": len(self.view.members),
+            "islands/rows": here.num_samples,
+            "islands/compute_seconds": seconds,
+            "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
+            "islands/verdict_seconds": time.monotonic() - exchanged_at,
+            "islands/repeats": self.num_repeats,
+            "islands/drifts": self.num_drifts,
+        }
+        self.guard.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])
+        for name, rows in verdict["rows"].items():
+            self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
+        self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
+        counts = (verdict[key] for key in ("samples", "tokens", "losses"))
+        self.agreement.current = Upcoming(True, *counts, verdict["digest"] % (1 << 64))
+        self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
+        return True
+
+    def _exchange(self, state: State, weight: int, loss: torch.Tensor) -> Message:
+        """Put the whole gradient in place of this island's, if all ranks could exchange it. Returns what to report."""
+        gradients = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
+        parts = {name: local(gradient) for name, gradient in gradients.items()}
+        inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
+        self.member.phase = "exchange"
+        swapped = None
+        with suppress(OSError):
+            swapped = self.exchange.swap(inside, self.pieces, int(state.timestamp.batch) * LABELS, float(weight))
+        failed, leaves = sum_of([int(swapped is None), int(bool(self.agreement.preemption.reason))])
+        if failed:
+            return {"ok": False, "leaving": bool(leaves), "norm": 0.0, "loss": 0.0, "bad": 0}
+        assert swapped is not None
+        if len(self.view.members) > 1:
+            self._add_up(inside, swapped, weight)
+            complete(gradients, parts, self.pieces, self.boxes)
+        norm, mean, num_bad = measure(list(self.parameters.values()), loss, self.guard.bad_losses)
+        return {"ok": True, "leaving": bool(leaves), "norm": norm, "loss": mean, "bad": num_bad}
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if parameter.grad is None:  # no token of these rows has a loss
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def _add_up(self, inside: dict[str, torch.Tensor], swapped: Swapped, weight: int) -> None:
+        weights = {**swapped.weights, self.name: float(weight)}
+        whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
+        shares = {name: part / whole for name, part in weights.items()}
+        for name, values in inside.items():
+            if values.numel():
+                theirs = {island: tensors[name] for island, tensors in swapped.tensors.items()}
+                values.copy_(sum_weighted(values, self.name, theirs, shares))
+
+    # -------------------------------------------------------------------------------------------------- the state
+
+    def _give_state(self, state: State) -> None:
+        """To islands that join: numbers through the coordinator, tensors from rank to rank."""
+        found = read_state(self.checkpointing.model.model, state.optimizers[0])
+        kinds = sorted({key.rsplit("/", 1)[1] for key in found.tensors if key.startswith("optim/")})
+        if self.rank == 0:
+            told = {"optimizer": encode_value(found.optimizer), "kinds": kinds, **self.checkpointing.tell(state)}
+            self.member.say({"kind": "state", "epoch": self.view.epoch, "state": told})
+        with suppress(OSError):  # who joins has gone: the next exchange fails, and the batch is repeated without
+            for number, tensors in enumerate(self._kinds_of(found.tensors, kinds), 1):
+                self.exchange.give(
+                    tensors, self.pieces, self.view.joiners, int(state.timestamp.batch) * LABELS + number
+                )
+
+    def _kinds_of(self, tensors: dict[str, torch.Tensor], kinds: list[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """The parameters' pieces, then those of each kind of slot."""
+        for pattern in ("model/{}", *(f"optim/{{}}/{kind}" for kind in kinds)):
+            yield {
+                name: local_part(tensors[pattern.format(name)])[piece.within(self.boxes[name])]
+                for name, piece in self.pieces.items()
+            }
+
+    @torch.no_grad()
+    def _take_state(self, state: State) -> None:
+        """All that the donor has; nothing of what this island has begun with is left."""
+        message = self._hear()
+        if message["kind"] != "state":  # a newer view: nobody knows that this island has nothing to train on
+            raise self._joined_in_vain()
+        told = message["state"]
+        error = None
+        kinds: list[dict[str, torch.Tensor]] = []
+        try:
+            for number in range(1, 2 + len(told["kinds"])):
+                label = self.view.batch * LABELS + number
+                kinds.append(self.exchange.take(self.pieces, self.view.donor, label))
+        except OSError as caught:
+            error = caught
+        if sum_of([int(error is not None)])[0]:
+            raise self._joined_in_vain()
+        wholes = [self._complete(kind) for kind in kinds]
+        for name, parameter in self.parameters.items():
+            local_part(parameter).copy_(wholes[0][name])
+        slots = {
+            f"optim/{name}/{kind}": whole[name]
+            for kind, whole in zip(told["kinds"], wholes[1:], strict=True)
+            for name in self.parameters
+        }
+        like = {key: self.parameters[key.split("/", 1)[1].rsplit("/", 1)[0]].detach() for key in slots}
+        write_optimizer(state.optimizers[0], self.parameters, decode_value(told["optimizer"]), slots, like)  # type: ignore[arg-type]
+        self.checkpointing.take_over(told, state)
+
+    def _joined_in_vain(self) -> Preempted:
+        return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
+
+    def _complete(self, pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Pieces of parameters -> this rank's parts of them."""
+        parts = {}
+        for name, parameter in self.parameters.items():
+            parts[name] = torch.zeros_like(local_part(parameter))
+            if name in pieces:
+                parts[name][self.pieces[name].within(self.boxes[name])] = pieces[name].to(parts[name])
+        complete(self.parameters, parts, self.pieces, self.boxes)
+        return parts
+
+
+def _boxes_of(described: dict[str, Any]) -> Boxes:
+    return {name: Box(tuple(offset), tuple(lengths)) for name, (offset, lengths) in described.items()}

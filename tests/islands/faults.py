@@ -1,0 +1,45 @@
+"""Callbacks that break something at a chosen place, for runs of tests; named in their YAML."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from composer.core import Callback
+
+from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
+
+
+class Signal(Callback):
+    """One rank sends itself a signal in a batch: while it computes, or with half of its gradient sent."""
+
+    def __init__(self, batch: int, rank: int = 0, number: int = signal.SIGKILL, where: str = "compute"):
+        self.batch = batch
+        self.is_here = int(os.environ["RANK"]) == rank
+        self.number = number
+        self.where = where
+
+    def batch_start(self, state, logger):
+        if self.is_here and int(state.timestamp.batch) + 1 == self.batch:
+            if self.where == "compute":
+                os.kill(os.getpid(), self.number)
+            else:
+                Exchange._send = self._send_half  # type: ignore[method-assign]
+
+    def _send_half(self, connection, flat, label, weight):
+        raw = memoryview(flat.numpy()).cast("B")
+        connection.sendall(HEADING.pack(MAGIC, label, len(raw), weight))
+        connection.sendall(raw[: len(raw) // 2])
+        os.kill(os.getpid(), self.number)
+
+
+class Hold(Callback):
+    """Before a batch, wait until there is a file."""
+
+    def __init__(self, batch: int, until: str):
+        self.batch = batch
+        self.until = Path(until)
+
+    def batch_start(self, state, logger):
+        while int(state.timestamp.batch) + 1 == self.batch and not self.until.exists():
+            time.sleep(0.01)

@@ -1,0 +1,142 @@
+"""Several islands train one run, in real processes."""
+
+import signal
+from functools import partial
+
+import pytest
+
+from llmfoundry_lite.checkpoint.store import open_checkpoint
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.islands.world import coordination, island, metrics, metrics_path, together
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, data):
+    """The same run as one world."""
+    folder = tmp_path_factory.mktemp("alone")
+    train([write_config(folder / "alone.yaml", tiny_config(data, run_name="alone"))], folder, 2).check()
+    return read_metrics(folder / "runs/alone")
+
+
+def check_is_one_run(records, alone, tolerance=1e-5):
+    assert values(records, "data/digest") == values(alone, "data/digest")
+    assert values(records, "loss/train/total") == pytest.approx(values(alone, "loss/train/total"), abs=tolerance)
+    assert values(records, "time/token") == values(alone, "time/token")
+
+
+def test_two_islands_train_one_run_and_one_saves(tmp_path, data, alone):
+    with coordination(tmp_path) as running:
+        for launch in together(
+            partial(island, tmp_path, data, running, "a", 2), partial(island, tmp_path, data, running, "b", 1)
+        ):
+            launch.check()
+    for name in ("a", "b"):
+        check_is_one_run(metrics(tmp_path, name), alone)
+    assert [path.name for path in (tmp_path / "saves").glob("ba*")] == ["ba10"]
+
+
+def kill(batch, rank=0, where="compute", **more):
+    return {"python:tests.islands.faults:Signal": {"batch": batch, "rank": rank, "where": where, **more}}
+
+
+def test_an_island_dies_with_half_its_gradient_sent_and_comes_back(tmp_path, data, alone):
+    """The other repeats the batch with all its rows, goes on, and gives its state to the one that comes back."""
+    gate = tmp_path / "b is back"
+    hold = {"python:tests.islands.faults:Hold": {"batch": 6, "until": str(gate)}}
+    with coordination(tmp_path) as running:
+
+        def twice():
+            first = island(tmp_path, data, running, "b", 1, callbacks=kill(4, where="exchange"))
+            assert first.exit_codes == [-9]
+            return island(tmp_path, data, running, "b", 1, autoresume=True)
+
+        def open_gate():
+            running.wait_for("b is here", times=2)
+            gate.touch()
+
+        first, second, _ = together(partial(island, tmp_path, data, running, "a", 2, callbacks=hold), twice, open_gate)
+        assert "batch 4 is repeated: without b" in running.lines
+    first.check()
+    second.check()
+    check_is_one_run(metrics(tmp_path, "a"), alone)
+    back = metrics(tmp_path, "b")
+    assert [record["batch"] for record in back] == [1, 2, 3, *range(8, 11)] or back[-1]["batch"] == 10
+    by_batch = {record["batch"]: record for record in alone}
+    for record in back:
+        assert record["data/digest"] == by_batch[record["batch"]]["data/digest"]
+        assert record["loss/train/total"] == pytest.approx(by_batch[record["batch"]]["loss/train/total"], abs=1e-5)
+    manifest = open_checkpoint(str(tmp_path / "saves/ba10")).manifest
+    assert manifest.segments[-1].islands["b"]["rows"] > 0
+
+
+def test_the_lease_moves_when_the_island_that_saves_dies(tmp_path, data, alone):
+    with coordination(tmp_path) as running:
+        dead, last = together(
+            partial(island, tmp_path, data, running, "a", 2, callbacks=kill(4, rank=1), save_interval="2ba"),
+            partial(island, tmp_path, data, running, "b", 1, save_interval="2ba"),
+        )
+    assert -9 in dead.exit_codes
+    last.check()
+    check_is_one_run(metrics(tmp_path, "b"), alone)
+    assert {"ba2", "ba10"} <= {path.name for path in (tmp_path / "saves").glob("ba*")}
+
+
+def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry_on(tmp_path, data, alone):
+    gate = tmp_path / "the coordinator is gone"
+    hold = {"python:tests.islands.faults:Hold": {"batch": 5, "until": str(gate)}}
+    with coordination(tmp_path) as running:
+
+        def end():
+            running.wait_for_batch(metrics_path(tmp_path, "b"), 4)
+            running.stop(signal.SIGKILL)
+            gate.touch()
+
+        first, second, _ = together(
+            partial(island, tmp_path, data, running, "a", 2, callbacks=hold),
+            partial(island, tmp_path, data, running, "b", 1, callbacks=hold),
+            end,
+        )
+    assert {*first.exit_codes, *second.exit_codes} == {75}
+    assert "the coordinator is gone after batch 4, saved as ba4; run the same command again" in first.output
+    with coordination(tmp_path) as running:
+        for launch in together(
+            partial(island, tmp_path, data, running, "a", 1, autoresume=True),
+            partial(island, tmp_path, data, running, "b", 2, autoresume=True),
+        ):
+            launch.check()
+    check_is_one_run(metrics(tmp_path, "a"), alone)
+
+
+def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path, data, alone):
+    with coordination(tmp_path) as running:
+        asked, last = together(
+            partial(island, tmp_path, data, running, "a", 2, callbacks=kill(4, number=int(signal.SIGTERM))),
+            partial(island, tmp_path, data, running, "b", 1),
+        )
+    assert asked.exit_codes == [75, 75]
+    assert "the other islands carry on" in asked.output
+    last.check()
+    check_is_one_run(metrics(tmp_path, "b"), alone)
+    assert "is repeated" not in running.lines
+
+
+def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, data):
+    with coordination(tmp_path) as running:
+        for changes, words in (
+            ({"optimizer": {"name": "muon", "lr": 1e-3}}, "islands: an island does not go with optimizer.name: muon"),
+            ({"save_folder": None}, "save_folder: missing; islands take turns to save"),
+            ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": ""}}, "LLMFOUNDRY_LITE_ISLANDS_TOKEN: not set"),
+            ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": "another-secret-16"}}, "does not know the token"),
+        ):
+            refused = island(tmp_path, data, running, "a", 1, **changes)
+            assert refused.exit_codes == [2]
+            assert words in refused.output, refused.output
+            assert "Traceback" not in refused.output

@@ -1,0 +1,168 @@
+"""Tensors between ranks of islands with unlike sharding, in threads of one process."""
+
+import math
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from llmfoundry_lite.islands.exchange import Box, Exchange, Ranks, digest_of_parts, share_out, sum_weighted
+
+SECRET = b"0123456789abcdef"
+WHOLE = {"w": Box((0, 0), (7, 3)), "b": Box((0,), (5,))}
+SHARDED = [
+    {"w": Box((0, 0), (4, 3)), "b": Box((0,), (3,))},
+    {"w": Box((4, 0), (3, 3)), "b": Box((3,), (2,))},
+]
+BOXES = {"a": SHARDED, "b": [WHOLE], "c": [WHOLE, WHOLE]}
+"""Islands of two shards, of one rank, and of two copies."""
+
+
+class Rank:
+    def __init__(self, island, rank):
+        self.island, self.rank = island, rank
+        self.exchange = Exchange(island, rank, "127.0.0.1", SECRET)
+        self.pieces = share_out(BOXES[island])[rank]
+
+    def meet(self, epoch, ranks):
+        others = {}
+        for name in sorted({other.island for other in ranks} - {self.island}):
+            addresses = [other.exchange.address for other in ranks if other.island == name]
+            others[name] = Ranks(addresses, share_out(BOXES[name]))
+        self.exchange.meet(epoch, self.pieces, others)
+
+    def cut(self, tensors):
+        return {name: tensors[name][piece.within(WHOLE[name])] for name, piece in self.pieces.items()}
+
+
+@pytest.fixture
+def ranks():
+    ranks = [Rank(island, rank) for island, boxes in BOXES.items() for rank in range(len(boxes))]
+    yield ranks
+    for rank in ranks:
+        rank.exchange.close()
+
+
+def at_once(function, ranks):
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [future.result(30) for future in [pool.submit(function, rank) for rank in ranks]]
+
+
+def gradients(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(box.lengths, generator=generator) for name, box in WHOLE.items()}
+
+
+def test_copies_divide_a_box_and_shards_keep_theirs():
+    assert share_out(SHARDED) == SHARDED
+    first, second = share_out([WHOLE, WHOLE])
+    assert (first["w"], second["w"]) == (Box((0, 0), (3, 3)), Box((3, 0), (4, 3)))
+    assert share_out([WHOLE] * 9)[0]["b"].size == 0, "fewer rows than copies"
+
+
+def test_all_islands_come_to_the_same_bits(ranks):
+    of_island = {"a": gradients(1), "b": gradients(2), "c": gradients(3)}
+    tokens = {"a": 1000.0, "b": 37.0, "c": 501.0}
+    shares = {name: count / sum(tokens.values()) for name, count in tokens.items()}
+
+    def work(rank):
+        rank.meet(1, ranks)
+        mine = rank.cut(of_island[rank.island])
+        swapped = rank.exchange.swap(mine, rank.pieces, 64, tokens[rank.island])
+        assert {**swapped.weights, rank.island: tokens[rank.island]} == tokens
+        return {
+            name: sum_weighted(
+                values, rank.island, {other: swapped.tensors[other][name] for other in swapped.tensors}, shares
+            )
+            for name, values in mine.items()
+        }
+
+    found = at_once(work, ranks)
+    for name in WHOLE:
+        parts = [(of_island[i][name] * torch.tensor(shares[i], dtype=torch.float32)) for i in ("a", "b", "c")]
+        expected = (parts[0] + parts[1]) + parts[2]
+        for rank, sums in zip(ranks, found, strict=True):
+            assert torch.equal(sums[name], expected[rank.pieces[name].within(WHOLE[name])])
+
+
+def test_each_number_travels_once_each_way_between_two_islands(ranks):
+    def work(rank):
+        rank.meet(1, ranks)
+        rank.exchange.swap(rank.cut(gradients(0)), rank.pieces, 0, 1.0)
+
+    at_once(work, ranks)
+    size = sum(box.size for box in WHOLE.values())
+    pairs = math.comb(3, 2)
+    assert sum(rank.exchange.num_bytes for rank in ranks) == pairs * 2 * 2 * 4 * size, "sent and received"
+
+
+def test_a_digest_does_not_depend_on_the_division_and_depends_on_every_bit():
+    shapes = {name: box.lengths for name, box in WHOLE.items()}
+
+    def digest(tensors, boxes_of_ranks):
+        parts = [
+            {name: tensors[name][box.within(WHOLE[name])] for name, box in boxes.items()} for boxes in boxes_of_ranks
+        ]
+        pieces = share_out(boxes_of_ranks)
+        found = zip(parts, pieces, boxes_of_ranks, strict=True)
+        return sum(digest_of_parts(*one, shapes) for one in found) % 2**64
+
+    tensors = gradients(1)
+    assert len({digest(tensors, boxes) for boxes in BOXES.values()}) == 1
+    before = digest(tensors, BOXES["a"])
+    tensors["w"][6, 2] = torch.nextafter(tensors["w"][6, 2], torch.tensor(9.0))
+    assert digest(tensors, BOXES["b"]) != before
+    swapped = {**tensors, "b": tensors["b"].flip(0)}
+    assert digest(swapped, BOXES["b"]) != digest(tensors, BOXES["b"])
+
+
+def test_one_island_s_state_goes_to_another(ranks):
+    def work(rank):
+        rank.meet(3, ranks)
+        if rank.island == "b":
+            rank.exchange.give(rank.cut(gradients(5)), rank.pieces, ["c"], 1)
+        elif rank.island == "c":
+            return rank, rank.exchange.take(rank.pieces, "b", 1)
+        return None
+
+    for rank, taken in filter(None, at_once(work, ranks)):
+        assert all(torch.equal(values, rank.cut(gradients(5))[name]) for name, values in taken.items())
+
+
+def test_a_rank_that_waits_for_a_peer_is_freed_by_a_newer_epoch(ranks):
+    waiting = ranks[0]
+    waiting.meet(1, [ranks[0], ranks[1], ranks[2]])
+    with ThreadPoolExecutor(1) as pool:
+        swapped = pool.submit(waiting.exchange.swap, waiting.cut(gradients(1)), waiting.pieces, 0, 1.0)
+        waiting.exchange.abort(2)
+        with pytest.raises(OSError, match="newer epoch"):
+            swapped.result(10)
+
+
+def test_another_batch_s_tensors_are_not_taken(ranks):
+    def work(rank):
+        rank.meet(1, ranks[:3])
+        try:
+            rank.exchange.swap(rank.cut(gradients(1)), rank.pieces, 64 * (rank.island == "b"), 1.0)
+        except OSError as error:
+            return error
+
+    assert all(isinstance(error, OSError) for error in at_once(work, ranks[:3]))
+
+
+def test_a_peer_that_does_not_answer_is_an_error_of_the_first_exchange(ranks):
+    ranks[0].exchange.close()
+    ranks[2].meet(1, ranks[:3])
+    with pytest.raises(OSError):
+        ranks[2].exchange.swap(ranks[2].cut(gradients(1)), ranks[2].pieces, 0, 1.0)
+
+
+def test_noise_from_strangers_changes_nothing(ranks):
+    chance = np.random.default_rng(0)
+    for rank in ranks:
+        for size in (0, 3, 50, 700):
+            with socket.create_connection(rank.exchange.address) as stranger:
+                stranger.sendall(chance.bytes(size))
+    test_all_islands_come_to_the_same_bits(ranks)

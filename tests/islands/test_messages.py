@@ -1,0 +1,122 @@
+"""What strangers can do to a coordinator: nothing."""
+
+import random
+import socket
+import struct
+import threading
+
+import pytest
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.islands.messages import (
+    MAX_STRANGER_BYTES,
+    TOKEN,
+    BadMessageError,
+    dial,
+    find_token,
+    pack,
+    parse_address,
+    receive,
+    unpack,
+    welcome,
+)
+
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture
+def listening():
+    """An end that welcomes one connection after the other; what became of each, in order."""
+    listener, found = socket.create_server(("127.0.0.1", 0)), []
+
+    def listen():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    welcome(connection, SECRET)
+                    found.append(receive(connection))
+                except OSError as error:
+                    found.append(error)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    yield listener.getsockname(), found
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def until(found, count):
+    done = threading.Event()
+    while len(found) < count:
+        done.wait(0.01)
+    return found
+
+
+def test_two_that_know_the_token_talk(listening):
+    address, found = listening
+    with dial(address, SECRET) as connection:
+        connection.sendall(pack({"kind": "beat", "bytes": 2**70, "norm": float("nan")}))
+        assert until(found, 1)[0]["bytes"] == 2**70
+
+
+def test_another_token_is_refused_and_never_sent(listening):
+    address, found = listening
+    with pytest.raises(OSError):
+        dial(address, b"another-secret-of-16")
+    assert "does not know the token" in str(until(found, 1)[0])
+
+
+def test_an_end_that_only_echoes_proves_nothing(listening):
+    """Our own challenge, sent back as if it were the other's, does not make us answer it."""
+    address, found = listening
+    with socket.create_connection(address) as connection:
+        asked = receive(connection)["challenge"]
+        connection.sendall(pack({"kind": "answer", "challenge": asked, "proof": "0" * 64}))
+        assert isinstance(until(found, 1)[0], BadMessageError)
+
+
+def test_noise_is_closed_and_the_next_one_is_served(listening):
+    address, found = listening
+    chance = random.Random(0)
+    noises = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(200),
+        struct.pack("!I", 2**31) + b"x" * 64,
+        struct.pack("!I", MAX_STRANGER_BYTES + 1) + bytes(MAX_STRANGER_BYTES + 1),
+        struct.pack("!I", 2) + b"[]",
+        struct.pack("!I", 9) + b'{"kind":1',
+        struct.pack("!I", 200) + b"[" * 200,
+        b"",
+        *[chance.randbytes(chance.randrange(1, 300)) for _ in range(40)],
+    ]
+    for count, noise in enumerate(noises, 1):
+        with socket.create_connection(address) as connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            assert isinstance(until(found, count)[-1], OSError)
+    with dial(address, SECRET) as connection:
+        connection.sendall(pack({"kind": "beat"}))
+        assert until(found, len(noises) + 1)[-1] == {"kind": "beat"}
+
+
+@pytest.mark.parametrize("raw", [b"", b"7", b"null", b"[1]", b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff\xfe"])
+def test_what_is_no_message_is_refused(raw):
+    with pytest.raises(BadMessageError):
+        unpack(raw)
+
+
+def test_a_missing_or_short_token_is_said():
+    with pytest.raises(ConfigError, match=rf"{TOKEN}: not set, expected a secret of 16 characters or more"):
+        find_token({})
+    with pytest.raises(ConfigError, match="5 characters given"):
+        find_token({TOKEN: "short"})
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":7070", "host:x", "host:70000"])
+def test_an_address_that_is_none_is_said(text):
+    with pytest.raises(ConfigError, match=r"--listen: .* given, expected host:port"):
+        parse_address(text, "--listen")

@@ -1,0 +1,104 @@
+"""Islands for tests: a coordinator and several launches at once, on this machine."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.islands.messages import TOKEN
+from tests.helpers.launch import Launch, free_port, train
+from tests.helpers.tiny import read_metrics, tiny_config, write_config
+
+SECRET = "a-secret-of-this-test"
+_processes = multiprocessing.get_context("forkserver")
+
+
+def _coordinate(port: int, output: str, num_islands: int, silence: float) -> None:
+    from llmfoundry_lite.islands.serve import serve
+
+    sys.stdout = open(output, "w", buffering=1)  # noqa: SIM115 - until the process ends
+    serve(("127.0.0.1", port), SECRET.encode(), num_islands, silence)
+
+
+class Coordination:
+    """A coordinator that runs."""
+
+    def __init__(self, folder: Path, num_islands: int, silence: float):
+        self.port = free_port()
+        self.output = folder / f"coordinator-{self.port}.txt"
+        self.process = _processes.Process(target=_coordinate, args=(self.port, str(self.output), num_islands, silence))
+        self.process.start()
+        while not self.answers():
+            assert self.process.is_alive()
+            time.sleep(0.02)
+
+    def answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            return True
+        except OSError:
+            return False
+
+    @property
+    def lines(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, words: str, times: int = 1) -> None:
+        """Until the coordinator has said so."""
+        self._wait(lambda: self.lines.count(words) >= times)
+
+    def wait_for_batch(self, log: Path, batch: int) -> None:
+        """Until an island has recorded it."""
+        self._wait(lambda: log.exists() and f'"batch": {batch},' in log.read_text())
+
+    def _wait(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.02)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, number)
+        self.process.join(10)
+
+
+@contextmanager
+def coordination(folder: Path, num_islands: int = 2, silence: float = 4.0) -> Iterator[Coordination]:
+    running = Coordination(folder, num_islands, silence)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def island(folder: Path, data: Path, running: Coordination, name: str, num_ranks: int, **changes: Any) -> Launch:
+    """One launch of the run, until it ends."""
+    block = {"coordinator": f"127.0.0.1:{running.port}", "name": name, **changes.pop("islands", {})}
+    env = {TOKEN: SECRET, **changes.pop("env", {})}
+    settings = {"device_train_microbatch_size": 1, "save_folder": str(folder / "saves"), "dist_timeout": 60, **changes}
+    config = tiny_config(data, run_name="run", islands=block, **settings)
+    path = write_config(folder / f"{name}.yaml", config)
+    return train([path], folder, num_ranks, env=env, timeout_seconds=240)
+
+
+def together(*launches: Any) -> list[Launch]:
+    """Each a function that returns a Launch; all at once."""
+    with ThreadPoolExecutor(len(launches)) as pool:
+        return [future.result() for future in [pool.submit(launch) for launch in launches]]
+
+
+def metrics_path(folder: Path, name: str) -> Path:
+    return folder / "runs/run" / name / "metrics.jsonl"
+
+
+def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
+    return read_metrics(folder / "runs/run" / name)
