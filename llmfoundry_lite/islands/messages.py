@@ -156,6 +156,9 @@ def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE_SECO
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greet(connection, token)
+    except ConnectionError as error:
+        connection.close()
+        raise BadMessageError(f"{error}; does the other end have the same {TOKEN}?") from error
     except BaseException:
         connection.close()
         raise

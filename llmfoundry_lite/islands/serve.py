@@ -83,7 +83,7 @@ class Server:
             if hello["kind"] != "hello":
                 raise BadMessageError(f"{hello['kind'][:40]!r} before hello")
             self.writers[number] = writer
-            self.coordinator.hello(number, hello, time.monotonic())
+            self.coordinator.hello(number, await self.introduce(hello), time.monotonic())
             self.deliver()
             while True:
                 message = await receive(reader)
@@ -107,6 +107,10 @@ class Server:
         theirs = text_of(answer, "challenge")
         check_proof(self.token, "client", mine, theirs, answer)
         writer.write(pack({"kind": "proof", "proof": prove(self.token, "server", mine, theirs)}))
+
+    async def introduce(self, hello: Message) -> Message:
+        """What a rank says of itself -> what the others hear of it."""
+        return hello
 
     def deliver(self) -> None:
         """What the coordinator has to say; never waits for a reader."""

@@ -134,7 +134,10 @@ def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, da
             ({"optimizer": {"name": "muon", "lr": 1e-3}}, "islands: an island does not go with optimizer.name: muon"),
             ({"save_folder": None}, "save_folder: missing; islands take turns to save"),
             ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": ""}}, "LLMFOUNDRY_LITE_ISLANDS_TOKEN: not set"),
-            ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": "another-secret-16"}}, "does not know the token"),
+            (
+                {"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": "another-secret-16"}},
+                "does the other end have the same LLMFOUNDRY_LITE_ISLANDS_TOKEN?",
+            ),
         ):
             refused = island(tmp_path, data, running, "a", 1, **changes)
             assert refused.exit_codes == [2]
