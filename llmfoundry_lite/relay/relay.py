@@ -303,7 +303,7 @@ def how_it_ended(
     if code == EXIT_PREEMPTED:
         return PREEMPTED, None
     if code is None:
-        return LOST, "the relay and the launcher were killed before it began"
+        return LOST, "killed before it could leave a word"
     if code == EXIT_DONE:
         return FAILED, f"exit code 0, but this launch has written no {STATUS} here; is `run` its run folder?"
     return FAILED, None

@@ -20,6 +20,7 @@ import yaml
 
 import llmfoundry_lite
 from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.journal import read_legs
 
 ROOT = Path(llmfoundry_lite.__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -70,9 +71,10 @@ class Leg:
     last_batch: int
     seconds_to_restore: float | None
     """From the command to the line that names the checkpoint it carries on from; None without one."""
-    seconds_to_first_batch: float
+    seconds_to_first_batch: float | None
+    """None of a relay's legs, which nobody watches."""
     seconds: float
-    exit_code: int
+    exit_code: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,40 @@ class Workshop:
             seconds=time.monotonic() - started,
             exit_code=code,
         )
+
+    def relay(self, name: str, every: int) -> list[Leg]:
+        """`llmfoundry-lite relay <name>.yaml`: the same launches in turn, `every` batches each, to the run's end.
+
+        Raises UserError with the end of its output when it does not end well.
+        """
+        places = {}
+        for cluster in self.clusters:
+            hidden = [f"-u {variable}" for variable in sorted(os.environ.keys() - environment_for(cluster).keys())]
+            launch = ["env", *hidden, cluster.python, "-m", "composer.cli", "-n", str(cluster.num_ranks), str(SCRIPT)]
+            places[cluster.letter] = {
+                "launch": " ".join([*launch, "run.yaml", f"{cluster.letter}.yaml", f"run_name={name}"])
+            }
+        relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "places": places}
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
+        command = [sys.executable, "-m", "llmfoundry_lite", "relay", f"{name}.yaml"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+        result = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        legs = read_legs(self.run_folder(name))
+        if result.returncode != 0 or any(leg.ended not in ("done", "stopped") for leg in legs):
+            lines = (result.stdout + result.stderr).splitlines()[-20:]
+            raise UserError("\n".join([f"{' '.join(command)}: exit code {result.returncode}", *lines]))
+        return [
+            Leg(
+                cluster=leg.place,
+                first_batch=leg.from_batch + 1,
+                last_batch=leg.to_batch or 0,
+                seconds_to_restore=None,
+                seconds_to_first_batch=None,
+                seconds=(leg.over or leg.began) - leg.began,
+                exit_code=leg.code,
+            )
+            for leg in legs
+        ]
 
 
 def probe(cluster: Cluster) -> Machine:

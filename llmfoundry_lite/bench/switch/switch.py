@@ -4,10 +4,10 @@
     llmfoundry-lite bench switch --precision amp_bf16
     llmfoundry-lite bench switch --layouts              the "clusters" divide the run differently, and nothing else
 
-A small MPT is trained on each cluster (see `legs`) without interruption, then once switching every few batches, each
-leg through the real launcher and the real script. What the switching run did is held against the band that the
-uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see `tamper`): it
-must notice all of them, or it proves nothing. Last, how long a launch takes to its first batch, from early and late.
+A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher and the real script;
+then once switching every few batches, moved by a relay from one file. What the switching run did is held against the
+band that the uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see
+`tamper`): it must notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
 
 Owns the order of events and the report; nothing here is measured on hardware that this machine does not have.
 """
@@ -95,15 +95,10 @@ def run(
             console.print(f"training: {name}", highlight=False)
             if name != SWITCHING:
                 return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
-            launched = []
             try:
-                for leg in range(num_switches + 1):
-                    launched.append(shop.launch(name, clusters[leg % len(clusters)], f"stop_after={every}ba"))
-                    if launched[-1].last_batch == at:
-                        can_tamper.set()
+                return shop.relay(name, every)
             finally:
                 can_tamper.set()
-            return launched
 
         with ThreadPoolExecutor(jobs) as pool:
             names = [SWITCHING, *map(alone, clusters), *CONTROLS]
@@ -361,6 +356,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     notes = [
         f"band: {report['band'][-1]:.1e} nats per token after {batches} batches, the largest distance between two of "
         f"{len(report['uninterrupted'])} uninterrupted runs (running root mean square)",
+        f"switched by one relay: {len(report['legs'][SWITCHING])} legs of `llmfoundry-lite relay {SWITCHING}.yaml`",
         f"data: {len(digests)} digests for {batches} batches in all runs together that should have the same",
     ]
     if report["leave_one_out"]:
