@@ -224,6 +224,7 @@ class Runner:
     def _wait_for_silence(self, leg: Leg, is_told: bool) -> None:
         """A launch on another machine may go on when ssh has lost it; status.json tells."""
         place = self.relay.places[leg.place]
+        is_told |= leg.host != socket.gethostname()  # its launcher may live there
         status, heard_at = self._status(place), time.monotonic()
         while self.ending.num_asked < 2 and status is not None and status["status"] == "running":
             if status == leg.status_before or time.monotonic() - heard_at > self.relay.silence_seconds:
@@ -298,6 +299,8 @@ def how_it_ended(
     if code in (EXIT_USER, *NOT_FOUND):
         return REFUSED, (status or {}).get("reason") if status != before else None
     if status is not None and (status != before or (code == EXIT_DONE and status["status"] == DONE)):
+        if status["status"] == "running":
+            return FAILED, f"its launcher has ended, and {STATUS} has fallen silent"
         words = {"done": DONE, "stopped": STOPPED, "preempted": PREEMPTED}
         return words.get(status["status"], FAILED), status.get("reason")
     if code == EXIT_PREEMPTED:

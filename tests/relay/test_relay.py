@@ -156,7 +156,13 @@ FAILED = {"status": "failed", "batch": 25, "reason": "no disk"}
         (2, FAILED, STOPPED, "refused", "no disk"),
         (2, STOPPED, STOPPED, "refused", None),
         (127, None, None, "refused", None),
-        (1, {"status": "running", "batch": 3}, STOPPED, "failed", None),  # silent for too long
+        (
+            1,
+            {"status": "running", "batch": 3},
+            STOPPED,
+            "failed",
+            "its launcher has ended, and status.json has fallen silent",
+        ),
     ],
 )
 def test_a_launch_ended_as_status_json_says_if_it_wrote_it_and_else_as_its_exit_code_says(
@@ -295,6 +301,20 @@ def test_a_launch_elsewhere_that_has_fallen_silent_is_given_up():
     far = {"launch": "cp running.json far.json; exit 255;:", "leave": "true", "status": "cat far.json"}
     assert relay({"far": far, "here": f"{TRAINER} 10"}, silence="0.1s") == 0
     assert [(leg.place, leg.ended) for leg in legs()] == [("far", "failed"), ("here", "done")]
+
+
+def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_asked_to_leave():
+    Path("runs/x").mkdir(parents=True)
+    begun = {"turn": 0, "began": time.time(), "from_batch": 0, "price": None, "status_before": None}
+    append(Path("runs/x"), number=1, place="far", host="another", **begun)
+    running = {"status": "running", "batch": 3, "reason": None}
+    Path("1.json").write_text(json.dumps(running))
+    Path("2.json").write_text(json.dumps(PREEMPTED))
+    looks = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n; cat $((n < 2 ? 1 : 2)).json"
+    far = {"launch": "true", "leave": "touch asked", "status": looks}
+    assert relay({"far": far, "here": f"{TRAINER} 10"}) == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
+    assert not Path("asked").exists()
 
 
 def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
