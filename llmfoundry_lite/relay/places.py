@@ -141,8 +141,9 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
 
 
 def program_of(command: str) -> str:
-    """The first word that is no assignment."""
-    return next((word for word in shlex.split(command) if not re.match(r"\w+=", word)), "")
+    """The first word that is no assignment; nothing where that takes a shell to tell."""
+    word = next((word for word in shlex.split(command) if not re.fullmatch(r"\w+=[^$`(]*", word)), "")
+    return word if re.fullmatch(r"[\w./+~:-]+", word) else ""
 
 
 def _problem_of_command(command: str) -> str | None:
@@ -150,8 +151,10 @@ def _problem_of_command(command: str) -> str | None:
         program = program_of(command)
     except ValueError as error:
         return f"{command!r} is not a shell command: {str(error).lower()}"
-    if not program:
+    if not command.strip():
         return "no command given"
+    if not program:
+        return None
     known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
     if known.returncode != 0:
         return f"{program}: command not found; install it, or give its path"

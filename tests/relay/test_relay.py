@@ -195,6 +195,13 @@ def test_exit_code_2_is_not_tried_again(capsys):
     assert [leg.ended for leg in legs()[2:]] == ["refused", "refused"]
 
 
+@pytest.mark.parametrize(
+    "command", ["A=b true", "cd /tmp && true", "(true)", "n=$(echo 1); true", "if true; then :; fi"]
+)
+def test_a_command_may_be_any_of_the_shell_s(command):
+    assert load_relay(write({"a": command})).places["a"].launch == command
+
+
 def test_arguments_stand_at_the_end_or_where_they_are_asked_for():
     assert with_arguments("composer train.py", "a=b") == "composer train.py a=b"
     assert with_arguments("ssh x 'train {arguments} &'", "a=b") == "ssh x 'train a=b &'"
@@ -365,6 +372,7 @@ def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, cap
         ({"policy": {"order": ["x"]}}, "policy.order: 'x' is not a place; expected one of mi250"),
         ({"rest": "soon"}, "rest: 'soon' given, expected a time such as 3h55m, 90s"),
         ({"places": {"a": {"launch": "tarin -n 8"}}}, "places.a.launch: tarin: command not found; install it, or give"),
+        ({"places": {"a": {"launch": " "}}}, "places.a.launch: no command given"),
         ({"places": {"a": {"launch": "true 'x"}}}, 'places.a.launch: "true \'x" is not a shell command: no closing'),
         ({"places": {"a": {"launch": "ssh x y"}}}, "places.a.leave: missing; SIGTERM to ssh does not let the launch"),
         ({"places": {"a": {"launch": "true", "leave": "scancle"}}}, "places.a.leave: scancle: command not found"),
