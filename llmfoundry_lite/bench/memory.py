@@ -8,6 +8,7 @@ Owns which runs are compared, and the table. Leaves rehearsing to `rehearse`, an
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,11 +80,13 @@ def files_of(overlay: str) -> list[str]:
 
 
 def with_layouts(model: str, overlays: Sequence[str]) -> list[str]:
-    """Those, and of each the one with the model's own layout for devices of so much memory, where one ships."""
-    layouts = set(shipped("layouts"))
-    sizes = {overlay: find_device([overlay], None).memory_bytes // GIB for overlay in overlays}
-    found = [f"{overlay} + {layout}" for overlay in overlays if (layout := f"{model}-{sizes[overlay]}gb") in layouts]
-    return [*overlays, *found]
+    """Those, and each with the model's own layouts for devices of so much memory."""
+    found = list(overlays)
+    for overlay in overlays:
+        size = find_device([overlay], None).memory_bytes // GIB
+        layouts = (name for name in shipped("layouts") if re.fullmatch(rf"{model}-\d+x{size}gb", name))
+        found += [f"{overlay} + {name}" for name in layouts]
+    return found
 
 
 def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:

@@ -396,7 +396,9 @@ def estimate_moments(
         is_offloaded=activation_cpu_offload and activation_checkpointing is True,
     )
     hidden_bytes = num_tokens * model.d_model * compute_bytes
-    logits_bytes = _logits_bytes(num_rows, model.d_model, num_tokens, compute_bytes, logits_chunk_bytes)
+    logits_bytes = _logits_bytes(
+        *(num_rows, model.d_model, num_tokens, compute_bytes, logits_chunk_bytes), is_divided=tensor_parallel_degree > 1
+    )
     # Of a block in its backward pass: early its activations, the gradient of the widest and of one matrix; late the
     # gradients of all its matrices. Its input is among what was kept.
     is_kept = not activation_checkpointing
@@ -594,7 +596,9 @@ def _block_bytes_per_token(
     if degree > 1:  # what attention gives is rearranged before the matrix that follows
         attention += d * compute_bytes
     if context.kind == "gather":
-        attention += (degree - 1) * 2 * kv_dim * compute_bytes
+        # This rank's own are kept with its queries, where one matrix has made them all.
+        num_others = degree if model.attn_config.fused_qkv else degree - 1
+        attention += num_others * 2 * kv_dim * compute_bytes
     if model.attn_config.clip_qkv is not None:
         attention += (d + 2 * kv_dim) * compute_bytes
     if model.attn_config.qk_ln or model.attn_config.qk_gn:
@@ -615,7 +619,9 @@ def _product_bytes_per_token(model: ModelConfig, compute_bytes: int, tensor_para
     return divided // tensor_parallel_degree + 2 * d * compute_bytes
 
 
-def _logits_bytes(num_rows: int, d_model: int, num_tokens: int, compute_bytes: int, chunk_bytes: int) -> int:
+def _logits_bytes(
+    num_rows: int, d_model: int, num_tokens: int, compute_bytes: int, chunk_bytes: int, *, is_divided: bool
+) -> int:
     """One chunk of logits and of what the loss makes of it, and the embedding's gradient so far; of this device's rows
     of the vocabulary."""
     most = max(128, chunk_bytes // (FP32_BYTES * num_rows))
@@ -623,6 +629,8 @@ def _logits_bytes(num_rows: int, d_model: int, num_tokens: int, compute_bytes: i
     embedding = num_rows * d_model
     # log_softmax has its input, a copy in fp32 of one that is not, and its output.
     logits_bytes = compute_bytes + FP32_BYTES + (FP32_BYTES if compute_bytes < FP32_BYTES else 0)
+    if is_divided:  # logsumexp has an input in fp32 and as much beside it
+        logits_bytes = 2 * FP32_BYTES
     in_softmax = chunk_tokens * num_rows * logits_bytes + embedding * FP32_BYTES
     in_product = chunk_tokens * num_rows * compute_bytes + embedding * (FP32_BYTES + compute_bytes)
     return max(in_softmax, in_product)

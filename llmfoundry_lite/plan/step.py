@@ -56,7 +56,7 @@ SHARES: Mapping[str, Shares] = {
     "A100": Shares(products=0.74, attention=0.3, source=_FITTED),
     "H100": Shares(products=0.56, attention=0.2, source=_FITTED),
     "MI250": Shares(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
-    "MI250X": Shares(products=0.57, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
+    "MI250X": Shares(products=0.59, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
 }
 """By the beginning of an accelerator's name, the longest that fits."""
 GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")

@@ -228,3 +228,11 @@ def test_less_than_a_gibibyte_is_told_in_mebibytes():
 def test_the_estimate_needs_no_torch():
     code = "import llmfoundry_lite.plan.memory, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_chunk_of_logits_takes_two_and_a_half_times_its_fp32_logits():
+    small, large = (
+        estimate_training_memory(load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config, Layout(shard=8))
+        for mib in (256, 512)
+    )
+    assert large.logits_bytes - small.logits_bytes == pytest.approx(2.5 * 256 * 2**20, rel=0.1)

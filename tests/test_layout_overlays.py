@@ -1,0 +1,126 @@
+"""yamls/layouts: a large model divided over so many devices of so much memory, and over more of them."""
+
+import re
+
+import pytest
+import yaml
+
+from llmfoundry_lite.bench.memory import MOST, compare, difference, find_case
+from llmfoundry_lite.config.layers import HARDWARE_KEYS, leaf_keys
+from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.hardware import GIB, accelerator_named
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.network import find_node
+from llmfoundry_lite.plan.search import search_layouts, usable_bytes, work_of
+from llmfoundry_lite.plan.step import step_time
+from llmfoundry_lite.rehearse.search import find_sizes
+from llmfoundry_lite.rehearse.stage import Stage
+from tests.helpers.launch import ROOT
+
+COUNTS = (8, 64, 512)
+MODELS = ("mpt-7b", "mpt-13b", "mpt-22b", "mpt-30b", "mpt-70b", "mpt-175b")
+OVERLAYS = {40: ("a100-40gb-8",), 64: ("mi250-4",), 80: ("a100-80gb-8", "h100-8"), 192: ("mi300x-8",)}
+"""GB of a device -> overlays of such devices."""
+STATE_BYTES = 16
+"""Of a parameter: itself, its gradient, two moments, in fp32."""
+SLOWER = 1.2
+"""Than the fastest that the planner finds, at most."""
+NAMES = sorted(path.stem for path in (ROOT / "yamls/layouts").glob("*.yaml"))
+
+
+def parts_of(name: str) -> tuple[str, int, int]:
+    """(model, devices, GB of a device)"""
+    found = re.fullmatch(r"(mpt-\d+b)-(\d+)x(\d+)gb", name)
+    assert found, name
+    return found[1], int(found[2]), int(found[3])
+
+
+def counts_of(name: str) -> list[int]:
+    """From its own number of devices to the one that the model's next layout begins with."""
+    model, first, size = parts_of(name)
+    firsts = [parts_of(other)[1] for other in NAMES if parts_of(other)[::2] == (model, size)]
+    end = min((other for other in firsts if other > first), default=COUNTS[-1] + 1)
+    return [count for count in COUNTS if first <= count < end]
+
+
+def load(name: str, overlay: str, *arguments: str):
+    return load_train_config([parts_of(name)[0], overlay, name, *arguments]).config
+
+
+def test_every_large_model_has_a_layout_from_the_smallest_count_that_holds_it():
+    firsts: dict[tuple[str, int], int] = {}
+    for name in NAMES:
+        model, count, size = parts_of(name)
+        firsts[model, size] = min(count, firsts.get((model, size), count))
+    expected = {}
+    for model in MODELS:
+        num_bytes = STATE_BYTES * count_parameters(load_train_config([model]).config.model)
+        for size in OVERLAYS:
+            expected[model, size] = next(count for count in COUNTS if count * size * GIB >= num_bytes)
+    assert firsts == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layout_sets_what_hardware_decides_and_says_why(name):
+    text = (ROOT / f"yamls/layouts/{name}.yaml").read_text()
+    settings = yaml.safe_load(text)
+    assert settings.pop("overlay") == "hardware"
+    for key in leaf_keys(settings):
+        assert any(key == allowed or key.startswith(f"{allowed}.") for allowed in HARDWARE_KEYS)
+    assert "not run on this hardware yet" in text
+    model, _, size = parts_of(name)
+    command = re.search(r"# llmfoundry-lite train -n 8 (\S+) (\S+) (\S+)$", text, re.MULTILINE)
+    assert command and command[1] == model and command[2] in OVERLAYS[size] and command[3] == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_fits_at_every_count(name):
+    for overlay in OVERLAYS[parts_of(name)[2]]:
+        config = load(name, overlay)
+        assert config.device_train_microbatch_size == "auto"
+        for count in counts_of(name):
+            needed = estimate_training_memory(config, layout_of(config, count, 8)).total_bytes
+            assert needed < usable_bytes(accelerator_named(overlay)), (overlay, count)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_nearly_as_fast_as_the_fastest_that_the_planner_finds(name):
+    for overlay in OVERLAYS[parts_of(name)[2]]:
+        config, device = load(name, overlay), accelerator_named(overlay)
+        node = find_node(device.name)
+        for count in counts_of(name):
+            layout = layout_of(config, count, 8)
+            strategy, again = config.sharding.sharding_strategy, config.sharding.activation_checkpointing
+            fitting = [
+                work_of(config, strategy, size, again)
+                for size in find_sizes(config, config.global_train_batch_size // layout.num_data_ranks)
+                if estimate_training_memory(
+                    load(name, overlay, f"device_train_microbatch_size={size}"), layout
+                ).total_bytes
+                < usable_bytes(device)
+            ]
+            seconds = step_time(fitting[-1], layout, device, node).seconds
+            fastest = min(found.time.seconds for found in search_layouts(config_of_run(name), count, device, node)[0])
+            assert seconds < SLOWER * fastest, (overlay, count, seconds / fastest)
+
+
+def config_of_run(name: str):
+    return load_train_config([parts_of(name)[0]]).config
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_its_fullest_rank_is_rehearsed_at_its_first_count(monkeypatch, name):
+    """With the largest microbatch that the estimate gives room for."""
+    monkeypatch.chdir(ROOT)
+    model, count, size = parts_of(name)
+    overlay = f"{OVERLAYS[size][-1]} + {name}"
+    case = find_case(model, overlay, accelerator_named(OVERLAYS[size][-1]), load(name, OVERLAYS[size][-1]), count)
+    assert case is not None
+    with Stage() as stage:
+        row = compare(stage, case)
+    assert not row["error"]
+    assert 0 <= difference(row) <= MOST, row["rehearsed"]["at_peak_bytes"]
