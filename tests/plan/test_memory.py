@@ -10,10 +10,10 @@ import torch
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory, estimate_training_memory
+from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory, estimate_moments, estimate_training_memory
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
@@ -231,8 +231,11 @@ def test_the_estimate_needs_no_torch():
 
 
 def test_a_chunk_of_logits_takes_two_and_a_half_times_its_fp32_logits():
-    small, large = (
-        estimate_training_memory(load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config, Layout(shard=8))
-        for mib in (256, 512)
-    )
-    assert large.logits_bytes - small.logits_bytes == pytest.approx(2.5 * 256 * 2**20, rel=0.1)
+    def in_loss(mib: int) -> int:
+        options = {"seq_len": 2048, "microbatch_size": 8, "logits_chunk_bytes": mib * MIB}
+        return estimate_moments(SEVEN_BILLION, **options)["in_loss"].logits_bytes
+
+    assert in_loss(512) - in_loss(256) == pytest.approx(2.5 * 256 * MIB, rel=0.2)
+    small, large = (load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config for mib in (256, 1024))
+    few, many = (estimate_training_memory(config, Layout(shard=8)).total_bytes for config in (small, large))
+    assert few < many
