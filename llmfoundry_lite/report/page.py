@@ -173,7 +173,7 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
 def places(run: Facts) -> Section:
     facts = run["relay"]
     total = {"place": "total", **facts["total"]}
-    rows = [
+    rows: list[Sequence[str]] = [
         (
             part["place"],
             count(part["num_legs"]),
