@@ -16,7 +16,7 @@ def about() -> None:
 def coordinate(
     listen: Annotated[str, typer.Option(help="host:port where islands come.")] = "127.0.0.1:7070",
     num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many are here.")] = 2,
-    silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 5.0,
+    silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 4.0,
 ) -> None:
     """Decide who trains which rows and which batches count, until Ctrl-C. No tensors pass through here.
 

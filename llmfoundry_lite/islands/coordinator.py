@@ -22,8 +22,10 @@ SMOOTHING = 0.3
 WORTH_MOVING = 0.95
 """Rows move when a batch then takes less than this share of what it takes now."""
 BATCHES_BETWEEN_MOVES = 10
-MOST_REPEATS = 3
-"""Of one batch without an island lost; then the smallest of those that complain has to go."""
+STALL_SLACK_SECONDS = 1.0
+"""Between two silences there is a new epoch, whose beats come a little later."""
+MOST_SILENCES = 2
+"""So long may a batch fail again and again without an island lost; then the smallest has to go."""
 
 FACTS: dict[str, type | tuple[type, ...]] = {
     "island": str,
@@ -122,8 +124,8 @@ class Coordinator:
         self.lanes: dict[str, range] = {}
         self.joiners: list[str] = []
         """Members that the view has brought in, to whom the scribe gives its state."""
-        self.num_repeats = 0
-        """Of this batch, since an island was lost."""
+        self.failing_since: float | None = None
+        """When an exchange of this batch failed first, since an island was lost."""
         self.moved_at = 0
         self.progress: tuple[Any, float] = (None, 0.0)
         """What ranks have exchanged, and since when it has not changed."""
@@ -168,7 +170,7 @@ class Coordinator:
             island.phases[rank] = (message["phase"], message["bytes"])
         elif message["kind"] == "prepared":
             check_fields(message, REPORT)
-            self._prepare(island, message)
+            self._prepare(island, message, now)
         elif message["kind"] == "state":
             check_fields(message, {"epoch": int, "state": dict})
             if message["epoch"] == self.epoch and island.name == self.scribe:
@@ -195,7 +197,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------ the verdict
 
-    def _prepare(self, island: Island, message: Message) -> None:
+    def _prepare(self, island: Island, message: Message, now: float) -> None:
         if island.name not in self.members or message["epoch"] != self.epoch:
             return  # of a view that is no more
         if message["batch"] != self.batch:
@@ -207,7 +209,7 @@ class Coordinator:
         if all(one.prepared and one.prepared["ok"] for one in present):
             self._commit(present)
         else:
-            self._repeat("an exchange failed")
+            self._fail("an exchange failed", now)
 
     def _commit(self, present: list[Island]) -> None:
         reports = {one.name: one.prepared for one in present if one.prepared}
@@ -226,7 +228,7 @@ class Coordinator:
         }
         told = [one for one in present if one.name in self.members]
         self.batch += 1
-        self.num_repeats = 0
+        self.failing_since = None
         for one in present:
             one.prepared = None
         for one in present:
@@ -264,9 +266,18 @@ class Coordinator:
             return None
         return self._view(staying, [])
 
+    def _fail(self, reason: str, now: float) -> None:
+        """All are alive, and the batch failed. Nobody can tell whose link is dead: the smallest island goes at last."""
+        self.failing_since = now if self.failing_since is None else self.failing_since
+        if now - self.failing_since < MOST_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS:
+            self._repeat(reason)
+            return
+        others = [name for name in self.members if name != self.scribe]
+        smallest = min(others, key=lambda name: len(self.lanes[name]))
+        self._evict(smallest, f"links of {smallest} are dead", now)
+
     def _repeat(self, reason: str) -> None:
         """The next epoch, of the same batch."""
-        self.num_repeats += 1
         self.log(f"batch {self.batch + 1} is repeated: {reason}")
         view = self._view(self.members, [])
         for name in self.members:
@@ -391,12 +402,8 @@ class Coordinator:
             return
         if now - self.progress[1] <= self.silence_seconds:
             return
-        if self.num_repeats < MOST_REPEATS or len(self.members) == 1:
-            self._repeat("a link is dead")
-            return
-        others = [name for name in self.members if name != self.scribe]
-        smallest = min(others, key=lambda name: len(self.lanes[name]))
-        self._evict(smallest, f"links of {smallest} are dead", now)
+        self.failing_since = self.progress[1] if self.failing_since is None else self.failing_since
+        self._fail("a link is dead", now)
 
     # ------------------------------------------------------------------------------------------------- its means
 
@@ -430,7 +437,7 @@ class Coordinator:
         if name not in self.members:
             return
         self.members.remove(name)
-        self.num_repeats = 0
+        self.failing_since = None
         if self.members:
             self._repeat(f"without {name}")
         else:

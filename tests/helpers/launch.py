@@ -62,11 +62,46 @@ def launch(
     timeout_seconds: float = 300,
 ) -> Launch:
     """Run `function(*arguments)` on `num_ranks` ranks; kill them all when the time is up."""
+    started = start(function, arguments, tmp_path, num_ranks, local_world_size, env)
+    deadline = time.monotonic() + timeout_seconds
+    for process in started.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [process for process in started.processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    outputs = [path.read_text() for path in started.outputs]
+    assert not late, f"{len(late)} ranks still ran after {timeout_seconds} s\n" + "\n".join(outputs)
+    return Launch([process.exitcode or 0 for process in started.processes], outputs)
+
+
+@dataclass
+class Started:
+    """A launch that runs. Whoever asked for it ends it."""
+
+    processes: list[Any]
+    outputs: list[Path]
+
+
+def start_training(
+    arguments: Sequence[str], tmp_path: Path, num_ranks: int = 1, *, env: dict[str, str] | None = None
+) -> Started:
+    return start(_train, (list(arguments),), tmp_path, num_ranks, None, env)
+
+
+def start(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    tmp_path: Path,
+    num_ranks: int,
+    local_world_size: int | None,
+    env: dict[str, str] | None,
+) -> Started:
     local = local_world_size or num_ranks
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     folder = tmp_path / f"launch-{time.monotonic_ns()}"
     folder.mkdir(parents=True)
-    processes = []
+    started = Started([], [])
     for rank in range(num_ranks):
         place = {
             "RANK": str(rank),
@@ -77,19 +112,13 @@ def launch(
         }
         environment = {**address, **place, "OMP_NUM_THREADS": "1", **(env or {})}
         output = folder / f"rank{rank}.txt"
-        processes.append(_server.Process(target=_rank, args=(environment, output, tmp_path, function, arguments)))
-    for process in processes:
+        output.touch()
+        process = _server.Process(target=_rank, args=(environment, output, tmp_path, function, arguments))
+        started.processes.append(process)
+        started.outputs.append(output)
+    for process in started.processes:
         process.start()
-    deadline = time.monotonic() + timeout_seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-        process.join()
-    outputs = [(folder / f"rank{rank}.txt").read_text() for rank in range(num_ranks)]
-    assert not late, f"{len(late)} ranks still ran after {timeout_seconds} s\n" + "\n".join(outputs)
-    return Launch([process.exitcode or 0 for process in processes], outputs)
+    return started
 
 
 def _rank(

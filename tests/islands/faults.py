@@ -5,8 +5,10 @@ import signal
 import time
 from pathlib import Path
 
+import torch
 from composer.core import Callback
 
+from llmfoundry_lite.checkpoint.state import local_part
 from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
 
 
@@ -43,3 +45,15 @@ class Hold(Callback):
     def batch_start(self, state, logger):
         while int(state.timestamp.batch) + 1 == self.batch and not self.until.exists():
             time.sleep(0.01)
+
+
+class Drift(Callback):
+    """After a batch, one weight is another than it should be."""
+
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == self.batch:
+            with torch.no_grad():
+                local_part(next(state.model.parameters())).view(-1)[:1].add_(1e-4)

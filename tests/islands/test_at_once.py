@@ -128,6 +128,20 @@ def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path
     assert "is repeated" not in running.lines
 
 
+def test_weights_that_have_drifted_are_found_and_replaced(tmp_path, data, alone):
+    drift = {"python:tests.islands.faults:Drift": {"batch": 3}}
+    with coordination(tmp_path) as running:
+        for launch in together(
+            partial(island, tmp_path, data, running, "a", 2, islands={"check_weights_every": 1}),
+            partial(island, tmp_path, data, running, "b", 1, islands={"check_weights_every": 1}, callbacks=drift),
+        ):
+            launch.check()
+        assert "batch 4: other weights than a's on b" in running.lines
+    for name in ("a", "b"):
+        assert values(metrics(tmp_path, name), "islands/drifts") == [0, 0, 0, *[1] * 7]
+        check_is_one_run(metrics(tmp_path, name), alone, tolerance=1e-3)
+
+
 def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, data):
     with coordination(tmp_path) as running:
         for changes, words in (

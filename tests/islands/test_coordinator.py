@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmfoundry_lite.islands.coordinator import BATCHES_BETWEEN_MOVES, MOST_REPEATS, Coordinator
+from llmfoundry_lite.islands.coordinator import BATCHES_BETWEEN_MOVES, Coordinator
 from llmfoundry_lite.islands.messages import BadMessageError
 
 ROWS = 8
@@ -235,18 +235,28 @@ def test_silence_evicts(play):
 
 def test_a_link_that_is_dead_while_both_ends_live_repeats_the_batch_then_evicts_the_smaller(play):
     def seconds(count):
-        for _ in range(count):
-            play.wait(1.0)
+        for _ in range(4 * count):
+            play.wait(0.25)
             for who in (("a", 0), ("a", 1), ("b", 0)):
                 if who[0] in play.coordinator.members:
                     play.beat(*who, phase="exchange", num_bytes=7)
 
     seconds(4)
     assert play.coordinator.epoch == 1
-    seconds(3)
+    seconds(1)
     assert play.coordinator.epoch == 2 and play.coordinator.members == ["a", "b"]
-    seconds(8 * MOST_REPEATS)
-    assert play.coordinator.members == ["a"]
+    seconds(5)
+    assert play.coordinator.members == ["a"] and play.now <= 10
+
+
+def test_a_link_that_is_cut_again_and_again_costs_the_smaller_island_its_place(play):
+    for _ in range(30):
+        play.wait(0.25)
+        for name in list(play.coordinator.members):
+            play.beat(name, 0)
+            play.beat(name, play.coordinator.islands[name].size - 1)
+            play.prepare(name, ok=name != "b")
+    assert play.coordinator.members == ["a"] and play.coordinator.batch > 0
 
 
 def test_slow_links_are_not_dead(play):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,9 +22,9 @@ _processes = multiprocessing.get_context("forkserver")
 
 
 def _coordinate(port: int, output: str, num_islands: int, silence: float) -> None:
+    sys.stdout = open(output, "a", buffering=1)  # noqa: SIM115 - until the process ends
     from llmfoundry_lite.islands.serve import serve
 
-    sys.stdout = open(output, "w", buffering=1)  # noqa: SIM115 - until the process ends
     serve(("127.0.0.1", port), SECRET.encode(), num_islands, silence)
 
 
@@ -33,7 +34,11 @@ class Coordination:
     def __init__(self, folder: Path, num_islands: int, silence: float):
         self.port = free_port()
         self.output = folder / f"coordinator-{self.port}.txt"
-        self.process = _processes.Process(target=_coordinate, args=(self.port, str(self.output), num_islands, silence))
+        self.arguments = (self.port, str(self.output), num_islands, silence)
+        self.start()
+
+    def start(self) -> None:
+        self.process = _processes.Process(target=_coordinate, args=self.arguments)
         self.process.start()
         while not self.answers():
             assert self.process.is_alive()
@@ -49,6 +54,11 @@ class Coordination:
     @property
     def lines(self) -> str:
         return self.output.read_text()
+
+    def members(self) -> list[str]:
+        """Of the newest view."""
+        views = re.findall(r"epoch \d+, batch \d+: (.*); \w+ saves", self.lines)
+        return [part.split()[0] for part in views[-1].split(", ")] if views else []
 
     def wait_for(self, words: str, times: int = 1) -> None:
         """Until the coordinator has said so."""
