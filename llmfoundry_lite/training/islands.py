@@ -213,20 +213,20 @@ class Islands:
         )
 
     def move_on(self, state: State) -> Iterator[Any] | None:
-        """At the end of a batch: batches to go on with instead, if there is a new view."""
-        view = self.next_view
+        """At the end of a batch: batches to go on with instead, if there is a new view with other rows."""
+        view, before = self.next_view, self.view
         self.began_at = time.monotonic()
-        self.weights = ""
-        if int(state.timestamp.batch) % self.config.check_weights_every == 0:
-            parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
-            shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-            digest = sum_of([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
-            self.weights = f"{digest % (1 << 64):016x}"
-        if view is None or self.name not in view.members:
-            return None
-        before = self.view.lanes[self.name]
-        self._take_up(view, state)
-        return None if self.view.lanes[self.name] == before else self.batches(state)
+        if view is not None and self.name in view.members:
+            self._take_up(view, state)
+        is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
+        self.weights = self._digest_weights() if is_due else ""
+        return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
+
+    def _digest_weights(self) -> str:
+        parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        digest = sum_of([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
+        return f"{digest % (1 << 64):016x}"
 
     # -------------------------------------------------------------------------------------------------- the batch
 
