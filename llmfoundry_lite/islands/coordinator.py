@@ -240,7 +240,9 @@ class Coordinator:
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
         """Islands whose weights, before this batch, were not the scribe's."""
-        drifted = [name for name, report in reports.items() if report["weights"] != reports[self.scribe]["weights"]]
+        digests = {name: report["weights"] for name, report in reports.items() if report["weights"]}
+        expected = digests.get(self.scribe)
+        drifted = [name for name, digest in digests.items() if expected and digest != expected]
         if drifted:
             self.log(f"batch {self.batch + 1}: other weights than {self.scribe}'s on {', '.join(drifted)}")
         return drifted

@@ -191,7 +191,7 @@ def test_the_state_of_the_scribe_reaches_those_that_join(play):
 def test_weights_that_differ_from_the_scribe_s_are_replaced_by_them(play):
     play.come("c")
     play.batch()
-    for name, weights in (("a", "11"), ("b", "22"), ("c", "11")):
+    for name, weights in (("a", "11"), ("b", "22"), ("c", "")):  # c has just come, and has the scribe's
         play.prepare(name, weights=weights)
     commit = play.last("b")
     assert commit["kind"] == "commit" and commit["drifted"] == ["b"], "the batch counts all the same"
