@@ -57,3 +57,13 @@ class Drift(Callback):
         if int(state.timestamp.batch) == self.batch:
             with torch.no_grad():
                 local_part(next(state.model.parameters())).view(-1)[:1].add_(1e-4)
+
+
+class Pace(Callback):
+    """Each batch takes so much longer, as a larger model's would."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def batch_start(self, state, logger):
+        time.sleep(self.seconds)

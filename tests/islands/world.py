@@ -16,25 +16,30 @@ from typing import Any
 from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.launch import Launch, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
+from tests.islands.links import serve_with_links
 
 SECRET = "a-secret-of-this-test"
 _processes = multiprocessing.get_context("forkserver")
 
 
-def _coordinate(port: int, output: str, num_islands: int, silence: float) -> None:
+def _coordinate(port: int, output: str, num_islands: int, silence: float, links: str | None) -> None:
     sys.stdout = open(output, "a", buffering=1)  # noqa: SIM115 - until the process ends
-    from llmfoundry_lite.islands.serve import serve
+    if links is None:
+        from llmfoundry_lite.islands.serve import serve
 
-    serve(("127.0.0.1", port), SECRET.encode(), num_islands, silence)
+        serve(("127.0.0.1", port), SECRET.encode(), num_islands, silence)
+    else:
+        os.environ[TOKEN] = SECRET
+        serve_with_links(port, num_islands, silence, Path(links))
 
 
 class Coordination:
-    """A coordinator that runs."""
+    """A coordinator that runs; with `links`, over those of `tests.islands.links`."""
 
-    def __init__(self, folder: Path, num_islands: int, silence: float):
+    def __init__(self, folder: Path, num_islands: int, silence: float, links: Path | None = None):
         self.port = free_port()
         self.output = folder / f"coordinator-{self.port}.txt"
-        self.arguments = (self.port, str(self.output), num_islands, silence)
+        self.arguments = (self.port, str(self.output), num_islands, silence, str(links) if links else None)
         self.start()
 
     def start(self) -> None:
