@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -153,7 +153,7 @@ class Exchange:
     def _connection_to(self, peer: Peer) -> socket.socket:
         """Waits for a rank that has to dial us, until the epoch is over."""
         with self._news:
-            key = (self._epoch, *peer)
+            key = (self._epoch, peer.island, peer.rank)
             self._news.wait_for(lambda: peer in self._connections or key in self._arrived or self._is_over)
             if self._is_over:
                 raise ConnectionError("there is a newer epoch")
@@ -204,15 +204,15 @@ class Exchange:
         try:
             welcome(connection, self.token)
             hello = receive(connection, 4096)
-            key = (hello.get("epoch"), hello.get("island"), hello.get("rank"))
-            if hello["kind"] != "peer" or [type(part) for part in key] != [int, str, int]:
+            epoch, island, rank = hello.get("epoch"), hello.get("island"), hello.get("rank")
+            if hello["kind"] != "peer" or not (type(epoch) is int and type(island) is str and type(rank) is int):
                 raise BadMessageError("no peer")
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._news:
-                if key[0] < self._epoch or len(self._arrived) >= 4096:
+                if epoch < self._epoch or len(self._arrived) >= 4096:
                     raise BadMessageError("of an earlier epoch")
-                self._arrived[key] = connection  # type: ignore[index]
+                self._arrived[epoch, island, rank] = connection
                 self._news.notify_all()
         except OSError:
             connection.close()
@@ -276,7 +276,7 @@ class Exchange:
         return arrived
 
     def _send(self, connection: socket.socket, flat: torch.Tensor, label: int, weight: float) -> None:
-        raw = memoryview(flat.numpy()).cast("B")
+        raw = memoryview(cast(Any, flat.numpy())).cast("B")
         connection.sendall(HEADING.pack(MAGIC, label, len(raw), weight))
         for begin in range(0, len(raw), CHUNK_BYTES):
             chunk = raw[begin : begin + CHUNK_BYTES]
@@ -285,7 +285,7 @@ class Exchange:
 
     def _receive(self, connection: socket.socket, size: int, label: int) -> tuple[float, torch.Tensor]:
         flat = np.empty(size, np.float32)
-        raw = memoryview(flat).cast("B")
+        raw = memoryview(cast(Any, flat)).cast("B")
         heading = bytearray(HEADING.size)
         receive_exactly(connection, memoryview(heading))
         *found, weight = HEADING.unpack(heading)

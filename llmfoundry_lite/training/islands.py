@@ -280,8 +280,9 @@ class Islands:
         for name, rows in verdict["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
-        counts = (verdict[key] for key in ("samples", "tokens", "losses"))
-        self.agreement.current = Upcoming(True, *counts, verdict["digest"] % (1 << 64))
+        self.agreement.current = Upcoming(
+            True, verdict["samples"], verdict["tokens"], verdict["losses"], verdict["digest"] % (1 << 64)
+        )
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
         return True
 
