@@ -6,7 +6,8 @@ Owns the file both read, the two command lines, the clock, and the proof that bo
 is not a dependency: the peer is the `llmfoundry` program of an environment in which somebody has installed it
 (`pip install llm-foundry==0.22.0 "setuptools<80"`); without one, our figure stands alone.
 
-What is timed is the whole command, start-up included, because that is what a user waits for. Documents are cut to the
+The same text also comes as parquet, for which the peer has no command; and one core does all that several do. What is
+timed is the whole command, start-up included, because that is what a user waits for. Documents are cut to the
 length of web pages, since the peer copies the rest of a document for every sample it cuts from it.
 """
 
@@ -20,7 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,9 @@ TRAINING_STRIDE = 8
 
 
 OURS, PEER = "llmfoundry-lite data prepare", "LLM Foundry convert_dataset_json"
+OURS_OF_PARQUET, OURS_ON_ONE_CORE = f"{OURS}, parquet", f"{OURS}, one core"
+ROWS_IN_A_GROUP = 1024
+"""Of the parquet file."""
 
 
 class Timing(NamedTuple):
@@ -82,14 +86,24 @@ def run(
             tokenizer = train_tokenizer(sample, vocab_size)
         tokenizer.save(work / "tokenizer")
 
-        sides = {OURS: partial(time_command, our_command(work, max_seq_len, num_cores), num_cores, work / "ours")}
+        write_parquet(work / "text.jsonl", work / "text.parquet")
+
+        def ours(source: str, cores: int) -> Callable[[], Timing]:
+            made = work / f"{source} on {cores}"
+            return partial(time_command, our_command(work / source, work, made, max_seq_len, cores), cores, made)
+
+        sides = {OURS: ours("text.jsonl", num_cores)}
+        sides |= {OURS_OF_PARQUET: ours("text.parquet", num_cores), OURS_ON_ONE_CORE: ours("text.jsonl", 1)}
         if peer_command:
             command = their_command(peer_command, work, max_seq_len)
             sides[PEER] = partial(time_command, command, num_cores, work / "peer")
         found, _ = take_turns(sides, num_rounds, console)
-        num_samples, digest = describe_samples(work / "ours" / "train")
-        if peer_command and describe_samples(work / "peer") != (num_samples, digest):
-            raise DataError("the peer made other samples than we did, so the times cannot be compared")
+        made = {folder.parent.name: describe_samples(folder) for folder in sorted(work.glob("* on */train"))}
+        if peer_command:
+            made[PEER] = describe_samples(work / "peer")
+        if len(set(made.values())) > 1:
+            raise DataError(f"the times cannot be compared, because the samples differ: {made}")
+        num_samples, _ = made[f"text.jsonl on {num_cores}"]
     report |= {
         "text_bytes": text_bytes,
         "documents": documents,
@@ -108,11 +122,11 @@ def run(
     return report
 
 
-def our_command(work: Path, max_seq_len: int, num_cores: int) -> list[str]:
+def our_command(source: Path, work: Path, out: Path, max_seq_len: int, num_cores: int) -> list[str]:
     """Everything into one split, as the peer does it."""
-    source = ["--source", str(work / "text.jsonl"), "--tokenizer", str(work / "tokenizer"), "--val-fraction", "0"]
-    target = ["--out", str(work / "ours"), "--max-seq-len", str(max_seq_len), "--num-workers", str(num_cores)]
-    return [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *source, *target]
+    options = ["--source", str(source), "--tokenizer", str(work / "tokenizer"), "--val-fraction", "0"]
+    target = ["--out", str(out), "--max-seq-len", str(max_seq_len), "--num-workers", str(num_cores)]
+    return [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *options, *target]
 
 
 def their_command(peer_command: str, work: Path, max_seq_len: int) -> list[str]:
@@ -166,6 +180,16 @@ def write_documents(path: Path, text_bytes: int) -> tuple[int, int]:
     return num_documents, num_bytes
 
 
+def write_parquet(lines: Path, path: Path) -> None:
+    """The documents of a JSON-lines file as rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with lines.open(encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=ROWS_IN_A_GROUP)
+
+
 def documents_of_this_environment() -> Iterator[str]:
     """Pieces of every Python file that is installed here, the standard library first, no file's content twice."""
     seen: set[bytes] = set()
@@ -212,16 +236,19 @@ def table_of(report: dict[str, Any]) -> Table:
         f"{report['num_cores']} cores"
     )
     rows = []
+    peer = report["sides"].get(PEER, [])
     for name, timings in report["sides"].items():
-        seconds = spread(timing["seconds"] for timing in timings)
-        cpu_seconds = spread(timing["cpu_seconds"] for timing in timings)
+        seconds, cpu_seconds = (spread(timing[key] for timing in timings) for key in Timing._fields)
         rate = report["text_bytes"] / 1e6 / seconds.median
-        rows.append([name, f"{seconds.median:.1f}", f"{rate:.2f}", f"{cpu_seconds.median:.1f}"])
-    return Table(title, ["", "seconds", "MB/s", "CPU seconds"], rows)
+        times = [
+            str(ratios((timing[key] for timing in peer), (timing[key] for timing in timings))) if peer else ""
+            for key in Timing._fields
+        ]
+        rows.append([name, f"{seconds.median:.1f}", f"{rate:.2f}", f"{cpu_seconds.median:.1f}", *times])
+    return Table(title, ["", "seconds", "MB/s", "CPU seconds", "times as fast", "in CPU seconds"], rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
     if PEER not in report["sides"]:
         return [f"{PEER}: not measured; give its program with --peer-command or {PEER_VARIABLE}"]
-    ours, peer = ([timing["seconds"] for timing in report["sides"][side]] for side in (OURS, PEER))
-    return [f"{ratios(peer, ours)} times as fast, with the same samples"]
+    return ["all make the same samples; the peer reads the JSON lines"]
