@@ -14,18 +14,21 @@ from llmfoundry_lite.errors import UserError
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The rest of the line is the program's own, `--help` and `--dry-run` included."""
 
+DEFAULT_RESTARTS = 3
 Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Processes on this machine.")]
 
 
-Restarts = Annotated[int, typer.Option("--max-restarts", min=0, help="With -n: after ranks that died or froze.")]
+Restarts = Annotated[
+    int | None, typer.Option("--max-restarts", min=0, help="After ranks that died or froze [3 with -n; else none].")
+]
 LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [logs in the run's folder].")]
 
 
-def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = 3, log_dir: LogDir = None) -> None:
+def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
     """Train a model: YAML files or names, then key=value; --help has more."""
     from llmfoundry_lite.train import check, main, prepare_environment
 
-    if not _is_launch(context.args, num_ranks):
+    if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
     from llmfoundry_lite.launcher.launch import Launcher, Program
     from llmfoundry_lite.lean_imports import HEAVY
@@ -39,7 +42,8 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     def batch() -> int:
         return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
 
-    raise typer.Exit(Launcher(program, num_ranks, max_restarts, logs, batch).run(context.args))
+    restarts = DEFAULT_RESTARTS if max_restarts is None else max_restarts
+    raise typer.Exit(Launcher(program, num_ranks, restarts, logs, batch).run(context.args))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
@@ -58,9 +62,10 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
     raise typer.Exit(Launcher(program, num_ranks, 0, logs).run(context.args))
 
 
-def _is_launch(arguments: Sequence[str], num_ranks: int) -> bool:
-    """Whether there are ranks to start. One runs in this process, and so does what only tells of many."""
-    if num_ranks == 1:
+def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = False) -> bool:
+    """Whether there are ranks to start. One runs in this process unless `is_asked`, and so does what only tells of
+    many."""
+    if num_ranks == 1 and not is_asked:
         return False
     from llmfoundry_lite.launcher.launch import places, refuse_other_launchers
 

@@ -153,9 +153,8 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
             noun = f"one document of {n} windows" if unit == "windows" and n > 1 else _count(n, "document")
             notes.append(f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}")
         return notes
-    asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
-    if alone := len(asked[0] ^ asked[1]):
-        notes.append(f"{alone:,} items that only one could be asked are left out")
+    if note := note_on_unshared(task, first, other):
+        notes.append(note)
     answers = answers_of(task, first, other, records[0]["metric"])
     shares: dict[object, float] = {}
     for unit, weight in zip(answers.clusters or answers.items, answers.weights, strict=True):
@@ -172,6 +171,15 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
     elif answers.clusters:
         notes.append(f"{len(answers.items):,} items in {num_units:,} clusters, which are what is independent")
     return notes
+
+
+def note_on_unshared(task: str, first: Loaded, other: Loaded) -> str | None:
+    """Not of a result that was stopped: what it left out was not asked on purpose."""
+    if is_reference(task, first, other):
+        return None
+    asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
+    alone = len(asked[0] ^ asked[1])
+    return f"{alone:,} items that only one could be asked are left out" if alone else None
 
 
 def _count(number: int, noun: str) -> str:

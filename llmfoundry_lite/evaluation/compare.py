@@ -29,6 +29,7 @@ from llmfoundry_lite.evaluation.comparable import (
     answers_of,
     has_other_tokenizer,
     is_reference,
+    note_on_unshared,
     notes_on,
     refuse_if_different,
     refuse_partial,
@@ -108,9 +109,12 @@ class Paired:
     def margin(self) -> str:
         """The difference without its sign, as text."""
         text = f"{abs(self.difference):.{self.digits}f}"
-        return (
-            text if self.low is None or self.high is None else f"{text} ± {(self.high - self.low) / 2:.{self.digits}f}"
-        )
+        if self.low is None or self.high is None:
+            return text
+        if self.stage is not None:  # the interval of a look lies to one side of its difference
+            ends = (abs(end) for end in sorted((self.low, self.high), key=abs))
+            return f"{text} ({' to '.join(f'{end:.{self.digits}f}' for end in ends)})"
+        return f"{text} ± {(self.high - self.low) / 2:.{self.digits}f}"
 
     @property
     def verdict(self) -> str:
@@ -222,6 +226,7 @@ def _compare_two(
         more=more,
         notes=[
             *notes_on(replace(first, items=seen[0]), replace(other, items=seen[1]), common, skip),
+            *(f"{t.task}: {note}" for t in tasks if t.stage and (note := note_on_unshared(t.task, first, other))),
             *(f"{task.task}: {task.stage.words}" for task in tasks if task.stage),
         ],
     )

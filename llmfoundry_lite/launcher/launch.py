@@ -107,18 +107,20 @@ class Launcher:
 
     def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Outcome:
         server, channel = self._server = self._running_server()
-        self._world = World(channel, server.pid, self.num_ranks)
+        self._world = World(channel, lambda: server.poll() is not None, self.num_ranks)
         if self._asked.is_set():  # meanwhile
-            self._world.is_asked_to_leave = True
+            self._world.asked_by = signal.SIGTERM
         self._world.start(arguments, environment, self.logs)
         outcome = self._world.wait()
+        if self._world.is_server_gone:
+            self._stop_server()
         if self._asked.is_set() and not self._world.processes:
             say("asked to leave before the ranks had begun; run the same command again")
         return outcome
 
     def _running_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The one there is; another if that has ended."""
-        if self._server is not None and self._server[0].poll() is None:
+        if self._server is not None:
             return self._server
         mine, its = open_channel()
         module, imports, packages = self.program
@@ -132,6 +134,7 @@ class Launcher:
         if self._server is None:
             return
         process, channel = self._server
+        self._server = None
         channel.close()
         process.kill()  # it has no rank left, and nothing to lose
         process.wait()
@@ -139,8 +142,7 @@ class Launcher:
     def _hand_on(self, number: int, frame: Any) -> None:
         self._asked.set()
         if self._world is not None:
-            self._world.is_asked_to_leave = True
-            self._world.signal(number)
+            self._world.ask_to_leave(number)
 
     def _give_up(self, outcome: Outcome) -> str:
         """The reason, and the last words of the rank whose words are in a file."""

@@ -72,7 +72,10 @@ def send(channel: socket.socket, message: Message) -> None:
 
 def receive(channel: socket.socket) -> Message | None:
     """The next message; None when nobody is left to send one."""
-    packet = channel.recv(MESSAGE_BYTES)
+    try:
+        packet = channel.recv(MESSAGE_BYTES)
+    except ConnectionError:  # the other side ended with messages unread
+        return None
     if not packet:
         return None
     kind, fields = json.loads(packet)

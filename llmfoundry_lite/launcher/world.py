@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +55,15 @@ class Outcome:
 class World:
     """The ranks of one try, as forks of the server on the other side of `channel`."""
 
-    def __init__(self, channel: socket.socket, server_pid: int, num_ranks: int):
+    def __init__(self, channel: socket.socket, server_has_ended: Callable[[], bool], num_ranks: int):
         self.channel = channel
         self.num_ranks = num_ranks
         self.processes: dict[int, Process] = {}
         """By process id, from their first sign of life."""
-        self.is_asked_to_leave = False
-        self._server_end = os.pidfd_open(server_pid)
-        self._is_server_gone = False
+        self.asked_by: int | None = None
+        """The signal that asks the ranks to leave."""
+        self.is_server_gone = False
+        self._server_has_ended = server_has_ended
         self._first: tuple[str, int | None] = ("", None)
         self._end_by = float("inf")
         self._looked_at = time.monotonic()
@@ -72,7 +73,13 @@ class World:
         for rank in range(self.num_ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             output = str(log_of(logs, rank)) if rank else None
-            send(self.channel, Start(rank, list(arguments), {**environment, **place}, output))
+            with suppress(ConnectionError):  # `wait` finds that nobody is there
+                send(self.channel, Start(rank, list(arguments), {**environment, **place}, output))
+
+    def ask_to_leave(self, number: int) -> None:
+        """Also those that are still to come, once one has begun; before that, `wait` ends."""
+        self.asked_by = number
+        self.signal(number)
 
     def signal(self, number: int) -> None:
         for process in self._alive():
@@ -81,39 +88,42 @@ class World:
 
     def wait(self) -> Outcome:
         """Until every rank has ended."""
-        try:
-            while not self._has_ended():
-                self._listen()
-                self._look_for_frozen()
-                if time.monotonic() >= self._end_by:
-                    self.signal(signal.SIGKILL)
-        finally:
-            os.close(self._server_end)
-        if self.is_asked_to_leave and len(self.processes) < self.num_ranks:
+        while not self._has_ended():
+            self._listen()
+            self._look_for_frozen()
+            if time.monotonic() >= self._end_by:
+                self.signal(signal.SIGKILL)
+        if self.asked_by is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         code = verdict(process.code or EXIT_DONE for process in self.processes.values())
-        return Outcome(EXIT_BUG if self._is_server_gone else code, *self._first)
+        return Outcome(EXIT_BUG if self.is_server_gone else code, *self._first)
 
     def _has_ended(self) -> bool:
-        is_starting = len(self.processes) < self.num_ranks
-        return self._is_server_gone or (self.is_asked_to_leave if is_starting else not self._alive())
+        if self.is_server_gone or not self.processes:
+            return self.is_server_gone or self.asked_by is not None
+        return len(self.processes) == self.num_ranks and not self._alive()
 
     def _alive(self) -> list[Process]:
         return [process for process in self.processes.values() if process.code is None]
 
     def _listen(self) -> None:
-        ready, _, _ = select.select([self.channel, self._server_end], [], [], LOOK_SECONDS)
+        ready, _, _ = select.select([self.channel], [], [], LOOK_SECONDS)
         now = time.monotonic()
-        if self.channel in ready:
-            message = receive(self.channel)
+        message = receive(self.channel) if ready else None
+        if message is None:
+            if ready or self._server_has_ended():
+                self.is_server_gone = True
+                self._blame("the process that starts the ranks has ended", None)
+        else:
             if isinstance(message, Beat):
-                process = self.processes.setdefault(message.pid, Process(message.rank, message.pid, now))
+                if message.pid not in self.processes:
+                    self.processes[message.pid] = Process(message.rank, message.pid, now)
+                    if self.asked_by is not None:
+                        os.kill(message.pid, self.asked_by)
+                process = self.processes[message.pid]
                 process.heard_at, process.cpu_seconds = now, cpu_seconds(message.pid)
             elif isinstance(message, Left):
                 self._note_end(self.processes[message.pid], message.code, now)
-        elif ready:
-            self._is_server_gone = True
-            self._blame("the process that starts the ranks has ended", None)
 
     def _note_end(self, process: Process, code: int, now: float) -> None:
         process.code = code

@@ -28,8 +28,8 @@ FIRST_CHECKED = 50
 """Documents that every process encodes by both libraries before it trusts the fast one."""
 CHECKED_ONE_IN = 1000
 """Afterwards: documents whose split key this divides."""
-LARGEST_CHECKED_BYTES = 1024 * 1024
-"""Longer documents are checked among the first ones alone."""
+LONGEST_CHECKED = 1024 * 1024
+"""Characters of such a document: what follows is not checked, except among the first ones."""
 RECYCLE_BYTES = 64 * 1024 * 1024
 """Its cache of words grows for as long as it lives, by up to 4 bytes a byte of text: begin anew after so much text."""
 
@@ -78,11 +78,13 @@ class FastEncoder:
         if self.encoded_bytes > RECYCLE_BYTES:
             self.load()
         ids = self.ids_of(document.text)
-        if self.num_checked < FIRST_CHECKED or (
-            document.split_key % CHECKED_ONE_IN == 0 and document.num_bytes <= LARGEST_CHECKED_BYTES
-        ):
+        name = f"the document that begins with {document.text[:60]!r}"
+        if self.num_checked < FIRST_CHECKED:
             self.num_checked += 1
-            self.check(document.text, ids, f"the document that begins with {document.text[:60]!r}")
+            self.check(document.text, ids, name)
+        elif document.split_key % CHECKED_ONE_IN == 0:
+            beginning = document.text[:LONGEST_CHECKED]
+            self.check(beginning, ids if beginning == document.text else self.ids_of(beginning), name)
         return ids
 
     def ids_of(self, text: str) -> np.ndarray:

@@ -88,7 +88,7 @@ def _arc(row: Row) -> Row:
 
 def _boolq(row: Row) -> Row:
     query = f"Passage: {row['passage']}\nQuestion: {row['question']}?"
-    return {"query": query, "choices": ["no", "yes"], "gold": int(row["answer"])}
+    return {"query": query, "choices": ["no", "yes"], "gold": int(row["answer"]), "passage": row["passage"]}
 
 
 def _hellaswag(row: Row) -> Row:

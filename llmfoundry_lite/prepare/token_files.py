@@ -30,6 +30,10 @@ from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 
 ENCODE_BATCH_BYTES = 512 * 1024
+DISTRUSTED = "distrusted-encoder.txt"
+"""In `.partial`: why the fast encoder is not asked any more."""
+KILLED = "killed-encoder"
+"""In `.partial`: a worker with the fast encoder was killed once. It may have been its own fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +80,12 @@ def tokenize(
     By the fast encoder where it is worth while. If it proves unequal, what it has made is made again without it, and
     it is not asked again in this folder.
     """
-    distrust_file = partial / "distrusted-encoder.txt"
     fast = is_installed() and (source.total_bytes is None or source.total_bytes >= WORTH_PROVING_BYTES)
-    if not distrust_file.exists():
+    if not (partial / DISTRUSTED).exists():
         try:
             return make_token_files(source, request, tokenizer, partial, num_workers, bars, fast=fast)
         except Unequal as error:
-            write_atomically(distrust_file, f"{error}\n")
+            distrust(partial, error)
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     return make_token_files(source, request, tokenizer, partial, num_workers, bars, fast=False)
 
@@ -162,6 +165,10 @@ def make_token_files(
         if fast:  # here if an earlier launch has done all the rest
             (proof or workers.submit(prove_encoder)).result()
     except BrokenProcessPool as error:
+        if fast and (partial / KILLED).exists():
+            raise Unequal("a worker that encodes by gigatoken was killed twice") from error
+        if fast:
+            (partial / KILLED).touch()
         raise DataError(
             "a worker process was killed, perhaps for want of memory; what is done is kept: run the same command "
             "again, with fewer --num-workers if it was memory"
@@ -220,16 +227,34 @@ def fast_encoder_of_worker() -> FastEncoder | None:
 
 def prove_encoder() -> None:
     """`FastEncoder.prove` in a worker process."""
-    encoder = fast_encoder_of_worker()
-    assert encoder is not None, "asked only where there is one"
-    encoder.prove()
+    with remembered():
+        encoder = fast_encoder_of_worker()
+        assert encoder is not None, "asked only where there is one"
+        encoder.prove()
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[None]:
+    """A difference that a worker finds is on disk before anybody hears of it: another unit's error, or a kill, may come
+    first."""
+    assert _worker_context is not None, "the pool runs start_worker first"
+    try:
+        yield
+    except Unequal as error:
+        distrust(_worker_context[2].parent, error)
+        raise
+
+
+def distrust(partial: Path, error: Unequal) -> None:
+    write_atomically(partial / DISTRUSTED, f"{error}\n")
 
 
 def work_on_unit(number: int, unit: Unit) -> tuple[int, int]:
     """`tokenize_unit` in a worker process."""
     assert _worker_context is not None, "the pool runs start_worker first"
     tokenizer, request, units_folder, _ = _worker_context
-    return tokenize_unit(tokenizer, fast_encoder_of_worker(), request, units_folder, number, unit)
+    with remembered():
+        return tokenize_unit(tokenizer, fast_encoder_of_worker(), request, units_folder, number, unit)
 
 
 def tokenize_unit(

@@ -130,6 +130,13 @@ def test_a_task_without_its_data_is_left_out_by_name_when_asked_to(checkout):
         load_eval_config(["eval/yamls/hf_eval.yaml", "skip_missing_tasks=true"])
 
 
+def test_an_average_is_without_categories_that_are_not_there(checkout):
+    gauntlet = yaml.safe_load(GAUNTLET)["eval_gauntlet"] | {"averages": {"core": ["programming", "reading"]}}
+    (checkout / "eval/yamls/gauntlet.yaml").write_text(yaml.safe_dump({"eval_gauntlet": gauntlet}))
+    notes = load_eval_config(["eval/yamls/hf_eval.yaml"]).notes
+    assert "eval_gauntlet: core is without 'programming', which is no category here" in notes
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -108,6 +108,7 @@ def test_interval_and_p_are_of_the_look_and_agree(tmp_path):
     (task,) = pair_of(tmp_path, {"t/0-shot": base}, {"t/0-shot": ours}).tasks
     stage = task.stage
     assert 2 <= stage.look < 10 and task.is_detected and task.low > 0
+    assert task.verdict == f"better by {task.difference:.3f} ({task.low:.3f} to {task.high:.3f})"
     whole = compare(load_results([tmp_path / "base.json", tmp_path / "ours.json"]))[0].tasks[0]
     assert whole.n == 1000 and whole.stage is None
     single = math.erfc((abs(task.wins - task.losses) - 0.5) / math.sqrt(2 * (task.wins + task.losses)))
@@ -115,6 +116,12 @@ def test_interval_and_p_are_of_the_look_and_agree(tmp_path):
     for level in (task.p * 0.999, task.p * 1.001):
         low, high = task.interval(level)
         assert (low > 0) == (level > task.p) and low < task.difference < high
+
+
+def test_items_that_only_one_was_asked_are_told_of(tmp_path):
+    base, ours = answers(1000, 0, won=0.3)
+    notes = pair_of(tmp_path, {"t/0-shot": base[:900]}, {"t/0-shot": ours}).notes
+    assert "t/0-shot: 100 items that only one could be asked are left out" in notes
 
 
 def test_earlier_looks_decide_nothing(tmp_path):

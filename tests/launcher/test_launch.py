@@ -135,7 +135,7 @@ def test_a_rank_that_has_computed_before_is_found_frozen_at_once_when_the_silenc
     monkeypatch.setattr(world, "cpu_seconds", lambda pid: 5.0)
     mine, its = open_channel()
     send(its, Beat(0, os.getpid()))
-    ranks = world.World(mine, os.getpid(), 1)
+    ranks = world.World(mine, lambda: False, 1)
     ranks._listen()
     while not ranks._first[0] and clock.now < 150:
         clock.now += 0.5
@@ -183,6 +183,23 @@ def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):
     code, _, words = run.end()
     assert code == 0
     assert words.startswith("launcher: the process that starts the ranks has ended; restart 1 of 1")
+
+
+def test_a_server_that_ends_before_it_has_a_rank_is_a_failed_try(launched):
+    code, _, words = launched(2, 1, imports="no_such_module").end()
+    assert code == 1
+    assert [line for line in words.splitlines() if line.startswith("launcher: ")] == [
+        "launcher: the process that starts the ranks has ended; restart 1 of 1, from the newest save",
+        "launcher: the process that starts the ranks has ended; that was restart 1 of 1",
+    ]
+
+
+def test_a_channel_that_ends_is_enough_to_know_that_the_server_has(tmp_path):
+    mine, its = open_channel()
+    its.close()
+    ranks = world.World(mine, lambda: False, 2)
+    ranks.start([], {}, tmp_path)
+    assert ranks.wait() == world.Outcome(1, "the process that starts the ranks has ended")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import fast_encoder, token_files
 from llmfoundry_lite.prepare.documents import Document, split_key
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal
@@ -137,6 +138,49 @@ def test_a_difference_in_a_late_document_is_named_and_all_is_made_again(
     ]
     for name in ("train", "val"):
         assert folder_bytes(tmp_path / "out" / name) == folder_bytes(tmp_path / "expected" / name)
+
+
+def test_the_end_of_the_longest_documents_alone_goes_unchecked(tokenizer: Tokenizer, lying, monkeypatch) -> None:
+    monkeypatch.setattr(fast_encoder, "LONGEST_CHECKED", 1000)
+    monkeypatch.setattr(fast_encoder, "FIRST_CHECKED", 0)
+    lying("wrong")
+    encoder = FastEncoder(tokenizer)
+    texts = [f"wrong {'word ' * 400}{number}" for number in range(3000)]
+    chosen = [d for d in documents_of(*texts) if d.split_key % fast_encoder.CHECKED_ONE_IN == 0]
+    assert chosen
+    with pytest.raises(fast_encoder.Unequal, match="differ on the document that begins with 'wrong word"):
+        encoder.encode(chosen)
+
+
+def test_a_worker_remembers_a_difference_before_it_tells_of_it(tmp_path: Path, tokenizer, lying, monkeypatch) -> None:
+    monkeypatch.setattr(token_files, "_worker_context", (tokenizer, None, tmp_path / "units", True))
+    lying("I'm we'll")
+    token_files.fast_encoder_of_worker.cache_clear()
+    with pytest.raises(fast_encoder.Unequal):
+        token_files.prove_encoder()
+    token_files.fast_encoder_of_worker.cache_clear()
+    assert (tmp_path / token_files.DISTRUSTED).read_text().startswith("gigatoken 0 and tokenizers differ on")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_an_encoder_whose_workers_are_killed_twice_is_done_without(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch
+) -> None:
+    """A library of that name which ends the process, as no exception does."""
+    library = tmp_path / "library/gigatoken"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("")
+    (library / "gigatoken_rs.py").write_text("import os\ndef load_hf_json(text): os.abort()\n")
+    monkeypatch.syspath_prepend(library.parent)
+    monkeypatch.setattr(token_files, "is_installed", lambda: True)
+    monkeypatch.setattr(token_files, "WORTH_PROVING_BYTES", 0)
+    wanted = request(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tokenizer_folder)
+    with pytest.raises(DataError, match="a worker process was killed, perhaps for want of memory"):
+        prepare(wanted, tmp_path / "out", num_workers=2)
+    said: list[str] = []
+    prepare(wanted, tmp_path / "out", num_workers=2, notify=said.append)
+    assert said[-1].startswith("a worker that encodes by gigatoken was killed twice: tokenising by tokenizers alone")
 
 
 def test_a_difference_in_the_probes_is_seen_before_a_document(tmp_path: Path, tokenizer_folder: Path, lying) -> None:

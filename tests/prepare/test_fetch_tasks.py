@@ -101,7 +101,12 @@ CONVERTED = {
         "context": UPSTREAM["lambada_openai"]["text"].removesuffix(" signs"),
         "continuation": "signs",
     },
-    "boolq": {"query": "Passage: It is so.\nQuestion: is it so?", "choices": ["no", "yes"], "gold": 1},
+    "boolq": {
+        "query": "Passage: It is so.\nQuestion: is it so?",
+        "choices": ["no", "yes"],
+        "gold": 1,
+        "passage": "It is so.",
+    },
     "openbook_qa": {"query": "Predators eat", "choices": ["lions", "humans", "bunnies", "grass"], "gold": 2},
     "winogrande": {
         "context_options": [
@@ -173,7 +178,7 @@ def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_check
     assert main.run(["data", "fetch-tasks"]) == 0
     for task in tasks:
         (row,) = read_rows(task)
-        assert set(row) == set(COLUMNS[task.icl_task_type])
+        assert set(row) == {*COLUMNS[task.icl_task_type], *filter(None, [task.cluster])}
 
 
 def name_of(repository: str, configuration: str | None) -> str:
