@@ -7,6 +7,7 @@ Owns which runs are compared, and the table. Leaves rehearsing to `rehearse`, an
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 import time
@@ -46,6 +47,8 @@ class Case(NamedTuple):
     arguments: list[str]
     num_devices: int
     microbatch_size: int
+    run: str = ""
+    """A digest of the run with all its settings: a rehearsal of another is none of this."""
 
 
 def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence[str]) -> list[Case]:
@@ -67,7 +70,8 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
                 same = dataclasses.replace(sized, environment={}, run_name="", run_folder="")
                 kind = json.dumps([as_dict(same), num_devices], default=str)
                 known = found[kind].overlays if kind in found else []
-                found[kind] = case._replace(overlays=[*known, overlay])
+                digest = hashlib.sha256(kind.encode()).hexdigest()[:16]
+                found[kind] = case._replace(overlays=[*known, overlay], run=digest)
     return sorted(found.values(), key=is_uncommon)
 
 
@@ -138,12 +142,12 @@ def run(
     an estimate is below its rehearsal or more than 5 % above it."""
     models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
     deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
-    known = {place_of(row): row for row in read_report(out)}
+    known = {row.get("run"): row for row in read_report(out)}
     print(*HEADINGS, sep="  ", flush=True)
     with Stage() as stage:
         cases = [case for model in models for case in find_cases([model], with_layouts(model, overlays), devices)]
         for case in sorted(cases, key=is_uncommon):
-            row = known.get(place_of(describe(case, {})))
+            row = known.get(case.run)
             if row is None and time.monotonic() > deadline:
                 left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
                 continue
@@ -182,6 +186,7 @@ def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str
         "overlays": sorted(case.overlays),
         "num_devices": case.num_devices,
         "microbatch_size": case.microbatch_size,
+        "run": case.run,
         "num_parameters": count_parameters(config.model),
         "estimated_bytes": estimate.total_bytes,
         "estimate": dataclasses.asdict(estimate),
@@ -297,6 +302,5 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
     write_atomically(folder / "memory.md", "\n".join(lines) + "\n")
 
 
-def place_of(row: dict[str, Any]) -> tuple[int, str, int, int, str]:
-    names = ", ".join(row["overlays"])
-    return row["num_parameters"], row["model"], row["num_devices"], row["microbatch_size"], names
+def place_of(row: dict[str, Any]) -> tuple[int, str, int, str]:
+    return row["num_parameters"], row["model"], row["num_devices"], ", ".join(row["overlays"])

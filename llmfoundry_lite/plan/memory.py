@@ -631,6 +631,8 @@ def _logits_bytes(
     logits_bytes = compute_bytes + FP32_BYTES + (FP32_BYTES if compute_bytes < FP32_BYTES else 0)
     if is_divided:  # logsumexp has an input in fp32 and as much beside it
         logits_bytes = 2 * FP32_BYTES
-    in_softmax = chunk_tokens * num_rows * logits_bytes + embedding * FP32_BYTES
+    # The embedding's gradient begins with the first chunk, after its softmax.
+    gradient = embedding * FP32_BYTES if chunk_tokens < num_tokens else 0
+    in_softmax = chunk_tokens * num_rows * logits_bytes + gradient
     in_product = chunk_tokens * num_rows * compute_bytes + embedding * (FP32_BYTES + compute_bytes)
     return max(in_softmax, in_product)

@@ -174,7 +174,11 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(stage, schedule):
 
 
 @pytest.mark.parametrize(
-    ("model", "devices"), [("mpt-quickstart", "1024"), ("mpt-125m", "1"), ("mpt-350m", "8"), ("mpt-7b", "1024")]
+    ("model", "devices"),
+    [
+        *[("mpt-quickstart", "1024"), ("mpt-125m", "1"), ("mpt-125m", "1024"), ("mpt-350m", "8"), ("mpt-3b", "1024")],
+        ("mpt-7b", "1024"),
+    ],
 )
 def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_below(stage, model, devices):
     (case,) = find_cases([model], ["h100-8"], [devices])
