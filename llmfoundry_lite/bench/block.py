@@ -259,7 +259,8 @@ def measure_part(rank: int, config: ContextParallelConfig, case: Sequence[Any], 
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    row = measure(*case, build_context(config, Layout(context=size, node_size=size), device_type()))
+    context = build_context(config, Layout(context=size, node_size=size), device_type())
+    row = measure(*case, context=context)
     if rank == 0:
         (Path(folder) / "row.json").write_text(json.dumps(row))
     dist.destroy_process_group()

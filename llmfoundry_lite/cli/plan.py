@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+DEFAULT_WAN_GIGABITS = 10.0
+
 
 def plan_command(
     arguments: Annotated[list[str] | None, typer.Argument(help="RUN.yaml [HARDWARE.yaml] [key=value ...]")] = None,
@@ -22,14 +24,16 @@ def plan_command(
     pipeline: Annotated[
         int | None, typer.Option(min=1, help="Stages of a pipeline; default: the run's, else searched.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="Of --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv.")] = "1f1b",
+    schedule: Annotated[
+        str | None, typer.Option(help="Of --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
+    ] = None,
     virtual: Annotated[int | None, typer.Option(min=1, help="Runs of blocks on a device.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None,
     mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None,
     join: Annotated[str | None, typer.Option(help="A second cluster, HARDWARE:DEVICES, that trains along.")] = None,
-    wan: Annotated[float, typer.Option(min=0.001, help="Gbit/s between the two clusters.")] = 10.0,
-    exchange_every: Annotated[int, typer.Option(min=1, help="Steps between their exchanges.")] = 1,
+    wan: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between the two clusters [10].")] = None,
+    exchange_every: Annotated[int | None, typer.Option(min=1, help="Steps between their exchanges [1].")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="A batch of so many samples for each device.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts that are shown.")] = 5,
     write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None,
@@ -51,9 +55,18 @@ def plan_command(
     if not (arguments and hardware and devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
 
+    for option, value, needs, given in (
+        ("--schedule", schedule, "--pipeline", pipeline),
+        ("--virtual", virtual, "--pipeline", pipeline),
+        ("--wan", wan, "--join", join),
+        ("--exchange-every", exchange_every, "--join", join),
+    ):
+        if value is not None and given is None:
+            raise ConfigError(f"{option}: {value} given, which needs {needs}")
+    wan, exchange_every = wan or DEFAULT_WAN_GIGABITS, exchange_every or 1
     stages = None
     if pipeline:
-        stages = PipelineConfig(pipeline_parallel_degree=pipeline, schedule=schedule, virtual_stages=virtual)
+        stages = PipelineConfig(pipeline_parallel_degree=pipeline, schedule=schedule or "1f1b", virtual_stages=virtual)
 
     def plan_on(name: str, number: int) -> Plan:
         batch = [] if samples is None else [f"global_train_batch_size={samples * number}"]

@@ -96,7 +96,8 @@ device_eval_batch_size: 8
 
 
 def sizes() -> list[str]:
-    return [name.removeprefix("mpt-") for name in shipped_yamls() if name.startswith("mpt-")]
+    runs = (name for name, path in shipped_yamls().items() if path.parent.name == "pretrain")
+    return [name.removeprefix("mpt-") for name in runs if name.startswith("mpt-")]
 
 
 def write_starter(data: Path, size: str, out: Path) -> str:

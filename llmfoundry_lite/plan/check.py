@@ -9,11 +9,13 @@ from statistics import median
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.plan.network import find_node
 from llmfoundry_lite.plan.search import work_of
 from llmfoundry_lite.plan.step import Shares, step_time
 
+REPORT_SCHEMA = 1
+"""As `bench.frame.SCHEMA`, which needs torch."""
 PRODUCTS = "matrix products"
 """The name of those rows in the report of `bench mfu`."""
 
@@ -58,21 +60,35 @@ def describe_check(config: TrainConfig, spans: Sequence[Measured], left_out: Seq
     return "\n".join([*lines, *left_out])
 
 
-def calibrate(shares: Shares, path: Path) -> Shares:
+def calibrate(shares: Shares, path: Path, accelerator: Accelerator) -> Shares:
     """The shares, with the rate of matrix products that `llmfoundry-lite bench mfu --out` has measured on this device.
 
-    Raises DataError for a file that is no such report, ConfigError for a device whose peak is not known.
+    Raises DataError for a file that is no such report, ConfigError for a device whose peak is not known, and for
+    another one.
     """
     try:
         report = json.loads(path.read_text())
+        schema = report.get("schema", REPORT_SCHEMA)
         rates = [row["flops_per_sec"] for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row]
         peak, device = report["peak_flops"], report["device"]
     except OSError as error:
         raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"--calibrate: {path} is no report of `llmfoundry-lite bench mfu` (mfu.json)") from None
     if not peak:
         raise ConfigError(f"--calibrate: {path} was measured on {device}, whose peak is not in the table")
+    if schema != REPORT_SCHEMA:
+        raise DataError(
+            f"--calibrate: {path} has schema {schema}, this release reads {REPORT_SCHEMA}; measure again: "
+            "llmfoundry-lite bench mfu --out FOLDER"
+        )
+    if (row := find_accelerator(device)) is not None and row.name != accelerator.name:
+        raise ConfigError(f"--calibrate: {path} was measured on {row.name}, --hardware says {accelerator.name}")
     if not rates:
         raise DataError(f"--calibrate: {path} has no rate of matrix products")
-    return replace(shares, products=median(rates) / peak, source=f"products measured on {device}, {path.name}")
+    products = median(rates) / peak
+    if not 0 < products <= 1:
+        raise DataError(
+            f"--calibrate: {path}: matrix products at {products:.0%} of the peak of {device}; measure again"
+        )
+    return replace(shares, products=products, source=f"products measured on {device}, {path.name}")

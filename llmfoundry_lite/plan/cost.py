@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.plan.memory import MemoryEstimate
 from llmfoundry_lite.plan.network import Node
 
@@ -16,6 +17,8 @@ RESTART_SECONDS = 300.0
 COPY_BYTES_PER_SECOND = 10e9
 """From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
 LEAST_SAVE_SECONDS = 0.1
+MOST_LOST = 0.99
+"""Of the time: beyond it a plan is no plan."""
 
 
 def save_seconds(memory: MemoryEstimate) -> float:
@@ -48,10 +51,15 @@ def cost_of(
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Cost:
-    """`save_seconds`: how long a save holds training up."""
+    """`save_seconds`: how long a save holds training up. Raises ConfigError where failures leave no time to train."""
     between = device_hours_between_failures / num_devices * 3600
     every = suggest_save_interval(save_seconds, between)
     lost = lost_share(every, save_seconds, between, restart_seconds)
+    if lost > MOST_LOST:
+        raise ConfigError(
+            f"--mtbf: a failure every {between:.3g} s on {num_devices} devices, each of which costs "
+            f"{restart_seconds:g} s: the run would not come forward"
+        )
     hours = num_tokens / tokens_per_second / 3600 / (1 - lost)
     watts = node.power_watts / node.num_devices
     return Cost(
@@ -68,7 +76,10 @@ def cost_of(
 def lost_share(every: float, save_seconds: float, between: float, restart_seconds: float) -> float:
     """Of the time that is not training's: Daly 2006, equation 20, solved for the share, with failures that come as a
     Poisson process, in saves and restarts too."""
-    spent = math.expm1((every + save_seconds) / between) * between * math.exp(restart_seconds / between)
+    try:
+        spent = math.expm1((every + save_seconds) / between) * between * math.exp(restart_seconds / between)
+    except OverflowError:
+        return 1.0
     return 1 - every / spent
 
 

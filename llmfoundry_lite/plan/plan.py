@@ -7,6 +7,7 @@ Owns the request and the answer. Leaves time to `step`, memory to `memory`, layo
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from llmfoundry_lite.plan.check import calibrate
 from llmfoundry_lite.plan.cost import Cost, Joined, cost_of, join_clusters, save_seconds
 from llmfoundry_lite.plan.network import Node, find_node
 from llmfoundry_lite.plan.schedule import check_schedule
-from llmfoundry_lite.plan.search import Candidate, Rejected, search_layouts, smallest_that_fits
+from llmfoundry_lite.plan.search import Candidate, Rejected, nearest_that_fits, search_layouts
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, find_shares
 
 
@@ -39,7 +40,7 @@ class Plan:
     candidates: list[Candidate]
     rejected: list[Rejected]
     would_fit: int | None
-    """Where nothing fits: the next number of devices, twice as many or more, that something fits on."""
+    """Where nothing fits: a number of devices that something fits on."""
     cost: Cost | None
     """Of the first candidate."""
 
@@ -64,6 +65,8 @@ def make_plan(
 
     Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
     accelerator = accelerator_named(hardware)
+    if num_tokens is not None and not math.isfinite(num_tokens):
+        raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
     config = load_train_config(arguments).config
     node = find_node(accelerator.name)
     changes = {
@@ -74,7 +77,7 @@ def make_plan(
     node = dataclasses.replace(node, **{name: value for name, value in changes.items() if value is not None})
     shares = find_shares(accelerator)
     if measured is not None:
-        shares = calibrate(shares, measured)
+        shares = calibrate(shares, measured, accelerator)
     if products_share is not None:
         shares = dataclasses.replace(shares, products=products_share, source="as given")
     if num_devices > node.num_devices and num_devices % node.num_devices:
@@ -121,7 +124,7 @@ def make_plan(
         num_tokens=num_tokens,
         candidates=candidates,
         rejected=rejected,
-        would_fit=None if candidates else smallest_that_fits(config, num_devices, accelerator, node, shares),
+        would_fit=None if candidates else nearest_that_fits(config, num_devices, accelerator, node, shares, pipeline),
         cost=cost,
     )
 
@@ -173,4 +176,8 @@ def write_overlay(plan: Plan, path: Path) -> None:
     if not plan.candidates:
         raise ConfigError(f"--write: no layout of {plan.num_devices} {plan.accelerator.name} fits, nothing to write")
     head = f"# Planned for {plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
-    path.write_text(head + yaml.safe_dump(plan.candidates[0].overlay(), sort_keys=False))
+    overlay = plan.candidates[0].overlay(plan.config)
+    try:
+        path.write_text(head + yaml.safe_dump(overlay, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--write: {path}: {error.strerror}; choose another file") from None

@@ -210,7 +210,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     def facts(c: Candidate) -> dict[str, Any]:
         return {
             **degrees(c),
-            "overlay": c.overlay(),
+            "overlay": c.overlay(plan.config),
             "memory_bytes": c.memory.total_bytes,
             "step_seconds": c.time.seconds,
             "tokens_per_second": c.time.tokens_per_second,

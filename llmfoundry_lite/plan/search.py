@@ -49,12 +49,16 @@ class Candidate:
     time: StepTime
     mfu: float
 
-    def overlay(self) -> dict[str, Any]:
-        """The keys that make a run compute so."""
+    def overlay(self, config: TrainConfig) -> dict[str, Any]:
+        """The keys that make the run compute so, those among them that take back what it says itself."""
         fsdp: dict[str, Any] = {"sharding_strategy": self.strategy}
         if self.strategy == "HYBRID_SHARD":
             fsdp["data_parallel_shard_degree"] = self.layout.shard
+        elif config.sharding.data_parallel_shard_degree is not None:
+            fsdp["data_parallel_shard_degree"] = None
         fsdp["activation_checkpointing"] = self.work.activation_checkpointing
+        unset = ("activation_checkpointing_reentrant", "activation_cpu_offload")
+        fsdp |= {key: False for key in unset if getattr(config.sharding, key)}
         keys: dict[str, Any] = {
             "overlay": "hardware",
             "device_train_microbatch_size": self.work.microbatch_size,
@@ -62,7 +66,10 @@ class Candidate:
         }
         if self.layout.tensor > 1:
             tensor = {"tensor_parallel_degree": self.layout.tensor}
-            keys["tp_config"] = tensor | ({"sequence_parallel": True} if self.work.sequence_parallel else {})
+            is_said = self.work.sequence_parallel or config.tp_config is not None
+            keys["tp_config"] = tensor | ({"sequence_parallel": self.work.sequence_parallel} if is_said else {})
+        elif config.tp_config is not None:
+            keys["tp_config"] = None
         if self.layout.context > 1:
             keys["cp_config"] = dataclasses.asdict(self.work.context)
         if self.layout.pipeline > 1:
@@ -74,6 +81,8 @@ class Candidate:
             }
             if pipeline.blocks is not None:
                 keys["pp_config"]["blocks"] = list(pipeline.blocks)
+            unset = ("num_microbatches", *(["blocks"] if pipeline.blocks is None else []))
+            keys["pp_config"] |= {key: None for key in unset if getattr(config.pp_config, key, None) is not None}
         return keys
 
 
@@ -120,13 +129,22 @@ def search_layouts(
     return candidates, rejected
 
 
-def smallest_that_fits(
-    config: TrainConfig, num_devices: int, accelerator: Accelerator, node: Node, shares: Shares | None = None
+def nearest_that_fits(
+    config: TrainConfig,
+    num_devices: int,
+    accelerator: Accelerator,
+    node: Node,
+    shares: Shares | None = None,
+    pipeline: PipelineConfig | None = None,
 ) -> int | None:
-    """The first of twice, four times ... so many devices that some layout fits; None up to 65,536."""
-    while (num_devices := 2 * num_devices) <= MOST_DEVICES:
-        if search_layouts(config, num_devices, accelerator, node, shares)[0]:
-            return num_devices
+    """A number of devices that some layout fits: the first of twice, four times … so many, up to 65,536; where there is
+    none, the first of half, a quarter … of the power of two below, such as a batch too small for so many calls for."""
+    below = 1 << (num_devices - 1).bit_length()
+    above = (num_devices << power for power in range(1, MOST_DEVICES.bit_length()))
+    counts = itertools.chain((n for n in above if n <= MOST_DEVICES), (below >> n for n in range(1, 20)))
+    for count in counts:
+        if count and search_layouts(config, count, accelerator, node, shares, pipeline)[0]:
+            return count
     return None
 
 

@@ -36,8 +36,8 @@ def test_a_small_case_by_hand():
         optimizer_bytes=8 * parameters,
         unsharded_bytes=4 * parameters,
         activations_bytes=tokens * (norms + attention + feed_forward + around),
-        # Logits and log-probabilities, the embedding's gradient, the hidden states' gradient.
-        logits_bytes=2 * 4 * tokens * 8 + 4 * 8 * d + 4 * tokens * d,
+        # Logits and log-probabilities, the hidden states' gradient. The embedding's comes after the softmax.
+        logits_bytes=2 * 4 * tokens * 8 + 4 * tokens * d,
     )
 
 
@@ -55,14 +55,14 @@ def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
 
 
 def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
-    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=8, no_bias=True)
+    model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=64, no_bias=True)
     later, alone = (
         estimate_memory(
             model, seq_len=4, microbatch_size=2, precision="fp32", has_fsdp=False, has_one_microbatch=is_alone
         )
         for is_alone in (False, True)
     )
-    assert later.logits_bytes == 2 * 4 * 8 * 8 + 4 * 8 * 2 + 4 * 8 * 2  # as by hand above
+    assert later.logits_bytes == 2 * 4 * 8 * 64 + 4 * 8 * 2  # as by hand above
     assert later.gradients_bytes == later.parameters_bytes
     assert alone.gradients_bytes == 0
 

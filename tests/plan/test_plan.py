@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import DIMENSIONS, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.search import layouts_of
 
@@ -63,6 +65,69 @@ def test_the_overlay_it_writes_is_one_that_trains(capsys, tmp_path):
     config = load_train_config(["mpt-30b", str(overlay)]).config
     assert config.device_train_microbatch_size == best["overlay"]["device_train_microbatch_size"]
     assert config.sharding.sharding_strategy == best["overlay"]["fsdp_config"]["sharding_strategy"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["tp_config.tensor_parallel_degree=8", "tp_config.sequence_parallel=true"],
+        ["fsdp_config.sharding_strategy=HYBRID_SHARD", "fsdp_config.data_parallel_shard_degree=16"],
+        ["fsdp_config.activation_checkpointing=true", "fsdp_config.activation_cpu_offload=true"],
+        ["fsdp_config.activation_checkpointing=true", "fsdp_config.activation_checkpointing_reentrant=true"],
+        ["device_train_microbatch_size=null", "pp_config.pipeline_parallel_degree=2", "pp_config.num_microbatches=16"],
+    ],
+    ids=lambda said: said[-1].partition("=")[0],
+)
+def test_the_overlay_takes_back_what_the_run_says_otherwise(capsys, tmp_path, said):
+    run = tmp_path / "run.yaml"
+    base = shipped_folder("yamls") / "pretrain/mpt-7b.yaml"
+    values = OmegaConf.merge(OmegaConf.load(base), OmegaConf.from_dotlist(said))
+    OmegaConf.save(values, run)
+    options = [str(run), "--hardware", "h100", "--devices", "64"]
+    for found in facts_of(capsys, *options)["layouts"]:
+        overlay = tmp_path / "x.yaml"
+        overlay.write_text(yaml.safe_dump(found["overlay"]))
+        config = load_train_config([str(run), str(overlay)]).config
+        layout = layout_of(config, 64, 8)
+        assert layout.degrees._asdict() == {name: found[name] for name in DIMENSIONS}
+        assert estimate_training_memory(config, layout).total_bytes == found["memory_bytes"]
+
+
+ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*ON_H100, "64", "--write", "/nonexistent/x.yaml"], "--write: /nonexistent/x.yaml: No such file or directory"),
+        ([*ON_H100, "64", "--write", "/tmp"], "--write: /tmp: Is a directory; choose another file"),
+        ([*ON_H100, "64", "--tokens", "inf"], "--tokens: inf given, expected a number of tokens, such as 1e12"),
+        ([*ON_H100, "4096", "--mtbf", "1", "global_train_batch_size=4096"], "--mtbf: a failure every 0.879 s on 4096"),
+        ([*ON_H100, "64", "--schedule", "gpipe"], "--schedule: gpipe given, which needs --pipeline"),
+        ([*ON_H100, "64", "--virtual", "2"], "--virtual: 2 given, which needs --pipeline"),
+        ([*ON_H100, "64", "--wan", "2"], "--wan: 2.0 given, which needs --join"),
+        ([*ON_H100, "64", "--exchange-every", "2"], "--exchange-every: 2 given, which needs --join"),
+    ],
+    ids=lambda value: value[4] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_meant_is_refused_in_a_line(capsys, arguments, words):
+    assert plan(*arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "would"),
+    [
+        ([*ON_H100, "1000000"], 8192),
+        (["mpt-70b", "--hardware", "a10", "--devices", "8", "--pipeline", "8"], 128),
+    ],
+    ids=["too many for the batch", "in stages"],
+)
+def test_the_count_that_it_names_fits(capsys, arguments, would):
+    assert plan(*arguments) == 2
+    assert f"fits; {would} devices would do" in capsys.readouterr().out
+    assert plan(*arguments[:4], str(would), *arguments[5:]) == 0
 
 
 def test_where_nothing_fits_it_says_what_would(capsys):
@@ -229,6 +294,9 @@ def test_a_measured_rate_takes_the_place_of_the_fitted_one(capsys, tmp_path):
         ({"rows": []}, "has no rate of matrix products"),
         ({"peak_flops": None}, "whose peak is not in the table"),
         ({"rows": 3}, "is no report of `llmfoundry-lite bench mfu`"),
+        ({"schema": 99}, "has schema 99, this release reads 1; measure again: llmfoundry-lite bench mfu"),
+        ({"device": "NVIDIA A100-SXM4-80GB"}, "was measured on A100-80GB, --hardware says H100-80GB"),
+        ({"peak_flops": 1e12}, "matrix products at 62000% of the peak of NVIDIA H100 80GB HBM3"),
     ],
 )
 def test_a_report_without_a_rate_is_refused(capsys, tmp_path, changes, words):
