@@ -38,6 +38,7 @@ REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
 """What ranks tell each other is an index of these; the highest wins."""
 STOP = "STOP"
 BY_FILE = REASONS.index("the file STOP")
+BY_KEY = REASONS.index("SIGINT")
 
 
 class Preemption:
@@ -165,11 +166,14 @@ class Preemption:
             self._request(BY_FILE)
 
     def _request(self, reason: int) -> None:
-        if self.reason:
+        # A launcher answers Ctrl-C with SIGTERM. Of two signals that wait for a process, the kernel runs the handler of
+        # the later one first: whoever pressed Ctrl-C is the reason, whichever came in first.
+        if self.reason and (reason != BY_KEY or self.reason == BY_KEY):
             return
         if reason == BY_FILE:
             self._seconds_left += 2 * self._longest_step_seconds
-        self.leave_by = time.monotonic() + self._seconds_left
+        if self.leave_by is None:
+            self.leave_by = time.monotonic() + self._seconds_left
         self.reason = reason
         with suppress(Exception):
             self.on_request(REASONS[reason])
