@@ -97,7 +97,11 @@ def make_plan(
         )
     if pipeline:
         check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
-    candidates, rejected = search_layouts(config, num_devices, accelerator, node, shares, pipeline)
+
+    def search(count: int) -> tuple[list[Candidate], list[Rejected]]:
+        return search_layouts(config, count, accelerator, node, shares, pipeline)
+
+    candidates, rejected = search(num_devices)
     num_tokens = num_tokens or count_run_tokens(config)
     cost = None
     if candidates and num_tokens:
@@ -124,7 +128,7 @@ def make_plan(
         num_tokens=num_tokens,
         candidates=candidates,
         rejected=rejected,
-        would_fit=None if candidates else nearest_that_fits(config, num_devices, accelerator, node, shares, pipeline),
+        would_fit=None if candidates else nearest_that_fits(num_devices, lambda count: bool(search(count)[0])),
         cost=cost,
     )
 

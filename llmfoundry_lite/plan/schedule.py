@@ -54,29 +54,20 @@ def simulate_bubble(
     virtual_stages: int = 1,
     costs: Costs | None = None,
     loads: Sequence[float] | None = None,
+    *,
+    in_few_rounds: bool = False,
 ) -> float:
     """The same, by playing the schedule event by event, without time for sending.
 
     `loads`: for each run of blocks, through the model, by how much it takes longer than `costs` say. The time that is
-    waited is that of the device that computes the longest.
+    waited is that of the device that computes the longest. `in_few_rounds`: the first microbatches alone are played.
+    Once all devices are busy, each further one adds its own time alone.
     """
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
     num_runs = {"interleaved": virtual_stages, "zbv": 2}.get(schedule, 1)
     loads = tuple(loads or [1.0] * num_stages * num_runs)
-    return _play(schedule, num_stages, num_microbatches, num_runs, costs or Costs(), loads)
-
-
-def played_bubble(
-    schedule: str,
-    num_stages: int,
-    num_microbatches: int,
-    virtual_stages: int = 1,
-    costs: Costs | None = None,
-    loads: Sequence[float] | None = None,
-) -> float:
-    """The same, from a few rounds: once all devices are busy, each further microbatch adds its own time alone."""
-    num_played = few_rounds(num_stages, num_microbatches)
-    waited = simulate_bubble(schedule, num_stages, num_played, virtual_stages, costs, loads)
+    num_played = few_rounds(num_stages, num_microbatches) if in_few_rounds else num_microbatches
+    waited = _play(schedule, num_stages, num_played, num_runs, costs or Costs(), loads)
     return waited * num_played / num_microbatches
 
 

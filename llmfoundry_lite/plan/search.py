@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,23 +129,13 @@ def search_layouts(
     return candidates, rejected
 
 
-def nearest_that_fits(
-    config: TrainConfig,
-    num_devices: int,
-    accelerator: Accelerator,
-    node: Node,
-    shares: Shares | None = None,
-    pipeline: PipelineConfig | None = None,
-) -> int | None:
+def nearest_that_fits(num_devices: int, has_layout: Callable[[int], bool]) -> int | None:
     """A number of devices that some layout fits: the first of twice, four times … so many, up to 65,536; where there is
     none, the first of half, a quarter … of the power of two below, such as a batch too small for so many calls for."""
     below = 1 << (num_devices - 1).bit_length()
     above = (num_devices << power for power in range(1, MOST_DEVICES.bit_length()))
     counts = itertools.chain((n for n in above if n <= MOST_DEVICES), (below >> n for n in range(1, 20)))
-    for count in counts:
-        if count and search_layouts(config, count, accelerator, node, shares, pipeline)[0]:
-            return count
-    return None
+    return next((count for count in counts if count and has_layout(count)), None)
 
 
 def layouts_of(

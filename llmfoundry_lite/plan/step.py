@@ -23,7 +23,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.network import Group, Node, group_of, send_seconds
-from llmfoundry_lite.plan.schedule import played_bubble
+from llmfoundry_lite.plan.schedule import simulate_bubble
 
 FP32_BYTES = 4
 MEMORY_SHARE = 0.85
@@ -234,8 +234,10 @@ def step_time(
     }
     waiting = 0.0
     if layout.pipeline > 1:
-        waiting = played_bubble(
-            work.pipeline.schedule, layout.pipeline, num_microbatches, work.pipeline.num_runs, loads=loads.of_runs
+        waiting = simulate_bubble(
+            *(work.pipeline.schedule, layout.pipeline, num_microbatches, work.pipeline.num_runs),
+            loads=loads.of_runs,
+            in_few_rounds=True,
         )
     time = StepTime(
         **{name: seconds * num_microbatches for name, seconds in per_microbatch.items()},
