@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite.cli.options import refuse_beside
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
 
 bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -72,6 +73,7 @@ def bench_mfu(
 
 @bench.command("scaling")
 def bench_scaling(
+    context: typer.Context,
     devices: Annotated[str, typer.Option(help="Counts on this machine, with commas.")] = "1,2",
     runs: Annotated[str, typer.Option(help="Instead: finished runs, with commas. Nothing is started.")] = "",
     shape: Shape = "125m",
@@ -84,6 +86,8 @@ def bench_scaling(
     overrides: Overrides = None,
 ) -> None:
     """Speed-up, efficiency and MFU over counts of devices, at a fixed batch (strong) and a fixed share of it (weak)."""
+    if runs:
+        refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
     from llmfoundry_lite.bench.train.scaling import run, table_runs
     from llmfoundry_lite.plan.plan import parse_counts
 

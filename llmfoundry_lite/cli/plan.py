@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite.cli.options import refuse_beside
+
 DEFAULT_WAN_GIGABITS = 10.0
 
 
 def plan_command(
+    context: typer.Context,
     arguments: Annotated[list[str] | None, typer.Argument(help="RUN.yaml [HARDWARE.yaml] [key=value ...]")] = None,
     hardware: Annotated[str, typer.Option(help="The device: h100-80gb, mi250 and so on. Several: a,b,c.")] = "",
     devices: Annotated[str, typer.Option(help="Devices in all nodes. Several counts, 64,128, make one table.")] = "",
@@ -50,6 +53,7 @@ def plan_command(
     from llmfoundry_lite.plan.report import describe_joined, describe_plan, describe_plans, plan_facts
 
     if check is not None:
+        refuse_beside(context, "--check", "a finished run says all of it itself")
         print(check_run(check))
         return
     if not (arguments and hardware and devices):

@@ -4,8 +4,11 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite.cli.options import refuse_beside
+
 
 def rehearse_command(
+    context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(help="RUN.yaml HARDWARE.yaml [key=value ...]")],
     devices: Annotated[int, typer.Option(min=1, help="Devices of the run, in all nodes.")],
     per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
@@ -27,6 +30,10 @@ def rehearse_command(
     """
     from llmfoundry_lite.rehearse.rehearse import rehearse
 
+    if searches:
+        refuse_beside(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))
+    if rank is not None:
+        refuse_beside(context, "--rank", "it is the only one that is rehearsed", only=("all_kinds",))
     code = rehearse(
         arguments,
         num_devices=devices,

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from llmfoundry_lite.bench.train import scaling
 from llmfoundry_lite.bench.train.scaling import Point
-from llmfoundry_lite.cli.main import app
+from llmfoundry_lite.cli.main import app, run
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
 
 SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "FULL_SHARD", "device_name": "A100"}
@@ -48,6 +49,23 @@ def test_a_batch_that_grows_with_the_devices_is_weak_scaling():
 def test_runs_that_differ_in_more_than_their_devices_are_refused(other, words):
     with pytest.raises(DataError, match=words):
         scaling.kind_of([point(1, 16, 1.0), other])
+
+
+@pytest.mark.parametrize("block", ["tp_config.tensor", "pp_config.pipeline", "cp_config.context"])
+def test_runs_whose_layers_blocks_or_samples_are_divided_otherwise_are_refused(block):
+    plain, divided = (
+        scaling.name_layout(load_train_config(["mpt-125m", "h100-8", *overrides]).config)
+        for overrides in ([], [f"{block}_parallel_degree=2"])
+    )
+    words = f"sharding is FULL_SHARD in runs/1 and FULL_SHARD, {block[10:]}_parallel_degree 2 in runs/2"
+    with pytest.raises(DataError, match=words):
+        scaling.kind_of([point(1, 16, 1.0, sharding=plain), point(2, 16, 1.0, sharding=divided)])
+
+
+def test_finished_runs_take_no_option_of_a_launch(capsys):
+    assert run(["bench", "scaling", "--runs", "a,b", "--devices", "1,2", "precision=fp32", "--out", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "--runs: finished runs say what they were, nothing is launched; leave out --devices, precision" in error
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_launched():

@@ -107,6 +107,10 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
         ([*ON_H100, "64", "--virtual", "2"], "--virtual: 2 given, which needs --pipeline"),
         ([*ON_H100, "64", "--wan", "2"], "--wan: 2.0 given, which needs --join"),
         ([*ON_H100, "64", "--exchange-every", "2"], "--exchange-every: 2 given, which needs --join"),
+        (
+            [*ON_H100, "64", "--check", "runs/x", "--json"],
+            "--check: a finished run says all of it itself; leave out mpt-7b, --hardware, --devices, --json",
+        ),
     ],
     ids=lambda value: value[4] if isinstance(value, list) else "",
 )

@@ -45,6 +45,18 @@ def test_a_rank_that_is_not_there_is_refused(capfd):
     assert "--rank: 8 given, expected 0 to 7" in refusal(capfd, *RUN, "--devices", "8", "--rank", "8")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--search", "--all-kinds", "--batches", "3"], "--search: it rehearses one rank, for two batches; leave out "),
+        (["--rank", "1", "--all-kinds"], "--rank: it is the only one that is rehearsed; leave out --all-kinds"),
+    ],
+    ids=["search", "rank"],
+)
+def test_an_option_that_would_be_ignored_is_refused(capfd, options, words):
+    assert words in refusal(capfd, *RUN, "--devices", "8", *options)
+
+
 def test_without_a_c_compiler_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

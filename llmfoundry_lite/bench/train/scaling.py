@@ -4,7 +4,7 @@ llmfoundry-lite bench scaling --devices 1,2,4 fsdp_config.sharding_strategy=FULL
 llmfoundry-lite bench scaling --runs runs/on-8,runs/on-16,runs/on-32 --out results
 
 Without `--runs`, every point is a real launch on this machine, and the launches take turns. With them, nothing is
-started: runs that other machines have made are put into one table, if batch, precision and model are the same.
+started: runs that other machines have made are put into one table, if batch, precision, model and layout are the same.
 """
 
 import os
@@ -203,7 +203,7 @@ def read_point(place: str) -> Point:
             "num_parameters": count_parameters(config.model),
             "seq_len": config.max_seq_len,
             "precision": config.precision,
-            "sharding": config.sharding.sharding_strategy,
+            "sharding": name_layout(config),
             "device_name": found.segments[-1].device if found.segments else None,
         },
         flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens,
@@ -211,6 +211,17 @@ def read_point(place: str) -> Point:
         seconds=float(np.median(log[SECONDS][timed])),
         peak_flops=float(np.median(peaks)) if np.isfinite(peaks).all() else None,
     )
+
+
+def name_layout(config: TrainConfig) -> str:
+    """FULL_SHARD, tensor_parallel_degree 2: all that divides a model or a sample, but for the copies."""
+    degrees = {
+        "tensor_parallel_degree": config.tensor_parallel_degree,
+        "pipeline_parallel_degree": config.pipeline.pipeline_parallel_degree,
+        "context_parallel_degree": config.context.context_parallel_degree,
+    }
+    divided = (f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    return ", ".join([config.sharding.sharding_strategy, *divided])
 
 
 def read_config(place: str) -> TrainConfig:
