@@ -2,12 +2,10 @@
 
 Portable checkpoints and folders of the model types mpt, gpt2 and llama become our MPT, which shares prefixes, or are
 refused: transformers' models of these types ignore what they do not know. A causal language model of another type runs
-as transformers has it, row by row. Code that a folder brings is never run.
+as transformers has it (`plain_models.py`). Code that a folder brings is never run.
 """
 
-import dataclasses
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,14 +32,15 @@ from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
+from llmfoundry_lite.convert.files import check_no_adapter
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
 from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
-from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
-from llmfoundry_lite.models.generate import check_finite, generate
+from llmfoundry_lite.evaluation.plain_models import load_plain, read_plain_config
+from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden
+from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -212,7 +211,7 @@ def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
             "set fsdp=false"
         )
     else:
-        _read_plain_config(folder)
+        read_plain_config(folder)
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
@@ -224,7 +223,7 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
 
 def _load_folder(folder: Path, precision: str, device: torch.device, shard: Shard | None) -> Any:
     if read_hf_config(folder).get("model_type") not in LAYOUTS:
-        return _load_plain(folder, precision, device)
+        return load_plain(folder, DTYPES[precision], device)
     config, weights = import_model(folder, _read_pickled_weights)
     ours = _build_empty(config, precision, device, shard)
     _fill(ours, weights, device, shard)
@@ -312,191 +311,3 @@ class TreeModel:
 
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         return generate(self.model, torch.tensor(context, device=self.device), num_tokens, temperature=0)
-
-
-DECISIVE_OPTIONS = (
-    *("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
-    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "sliding_window", "qk_ln", "qk_norm"),
-)
-"""Keys of config.json that change logits. transformers ignores those that a model's class does not declare."""
-
-
-def _read_plain_config(folder: Path) -> Any:
-    """transformers' description of the model. Raises DataError."""
-    from transformers import AutoConfig
-
-    hf_config = read_hf_config(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises
-        raise _not_loaded(folder, error) from error
-    declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
-    for key in DECISIVE_OPTIONS:
-        if hf_config.get(key) is not None and key not in declared:
-            raise DataError(
-                f"models: {folder}: {key} is {json.dumps(hf_config[key])} in config.json, and transformers' "
-                f"{config.model_type} ignores it; expected a model that has it"
-            )
-    return config
-
-
-def _not_loaded(folder: Path, error: Exception) -> DataError:
-    if "trust_remote_code" in str(error):
-        code = ", ".join(map(str, (read_hf_config(folder).get("auto_map") or {}).values()))
-        return DataError(
-            f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model that "
-            "transformers has itself"
-        )
-    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    reason = f"{first} {more[0]}" if first.endswith(":") and more else first
-    return DataError(f"models: {folder} is no causal language model that transformers loads: {reason}")
-
-
-def _load_plain(folder: Path, precision: str, device: torch.device) -> "PlainModel":
-    from transformers import AutoModelForCausalLM
-
-    config = _read_plain_config(folder)
-    _check_numbers(folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=DTYPES[precision], output_loading_info=True, trust_remote_code=False
-        )
-    except Exception as error:  # whatever transformers and its readers raise
-        raise _not_loaded(folder, error) from error
-    model, told = loaded
-    for kind, fault in (
-        ("missing_keys", "lacks weights of its model"),  # which transformers draws at random
-        ("unexpected_keys", "has weights that its model has no place for"),
-        ("mismatched_keys", "has weights of other shapes than its model"),
-    ):
-        if names := sorted(map(str, told[kind])):
-            raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
-    try:
-        plain = PlainModel(model.to(device).eval(), device)
-        sees_ahead = _sees_ahead(plain)
-    except Exception as error:  # whatever such a model raises that cannot compute what its config.json promises
-        raise _not_loaded(folder, error) from error
-    if sees_ahead:
-        raise DataError(
-            f"models: {folder}: later tokens change its earlier logits, so it is no causal language model; its "
-            f"model_type is {config.model_type!r}"
-        )
-    return plain
-
-
-def _check_numbers(folder: Path) -> None:
-    """transformers takes the last of two tensors of one name, and packed weights for the numbers they are packed in.
-    Raises ExportError or DataError."""
-    dtypes = read_dtypes(folder)
-    if read_hf_config(folder).get("quantization_config"):  # which says how to unpack them
-        return
-    packed = [name for name, dtype in dtypes.items() if name.endswith(".weight") and dtype not in FLOATS]
-    if packed:
-        raise DataError(
-            f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
-            f"expected {', '.join(FLOATS)}"
-        )
-
-
-FLOATS = ("F32", "BF16", "F16", "F64")
-
-PROBED_TOKENS = 1024
-"""Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
-
-
-@torch.no_grad()
-def _sees_ahead(model: "PlainModel") -> bool:
-    """Whether other tokens from some place on change logits before it, and not by rounding alone.
-
-    The places are odd, so that a block whose tokens all see each other is cut in two.
-    """
-    length = min(PROBED_TOKENS, model.max_seq_len)
-    places = {place for place in (1, length // 4 | 1, length // 2 | 1, length - 1) if 0 < place < length}
-    if not places:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    tokens_t = torch.randint(model.vocab_size, (length,), generator=generator)
-    steps_t = torch.randint(1, max(2, model.vocab_size), (length,), generator=generator)
-    others_t = (tokens_t + steps_t) % model.vocab_size
-    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)}))
-    expected_cv = model.logits(tokens_t, columns_c)
-    tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
-    for place in places:
-        changed_t = torch.cat([tokens_t[:place], others_t[place:]])
-        apart_c = (model.logits(changed_t, columns_c) - expected_cv).abs().amax(dim=-1).cpu()
-        if apart_c[columns_c < place].max() > tolerance * apart_c[columns_c >= place].max():
-            return True
-    return False
-
-
-class PlainModel:
-    """Any causal language model of transformers. Padding is on the right, where causal attention never looks."""
-
-    shares_prefixes = False
-    separates_documents = False
-
-    def __init__(self, model: Any, device: torch.device):
-        self.model = model
-        self.device = device
-        _make_fp32_logits(model)
-        self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.vocab_size = int(_text_config(model).vocab_size)
-        self.max_seq_len = _max_seq_len(model)
-
-    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
-        assert inputs.positions_bt is None, "rows are plain text"
-        options: dict[str, Any] = {}
-        columns_u = wanted.columns_u
-        if self.keeps_columns:  # logits of the columns alone at which any row has an answer
-            options["logits_to_keep"], columns_u = columns_u.unique(return_inverse=True)
-        logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
-        return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
-
-    def logits(self, tokens_t: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
-        """Of one row, at these columns, fp32 [c, v]."""
-        columns_c = columns_c.to(self.device)
-        options = {"logits_to_keep": columns_c} if self.keeps_columns else {}
-        logits_cv = self.model(input_ids=tokens_t[None].to(self.device), **options).logits[0]
-        return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
-
-    @torch.no_grad()
-    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
-        tokens_1t, past = torch.tensor([context], device=self.device), None
-        for _ in range(num_tokens):
-            output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
-            logits_11v = output.logits[:, -1:].float()
-            check_finite(logits_11v)
-            next_11 = logits_11v.argmax(dim=-1)
-            yield int(next_11)
-            # The oldest models keep nothing, and recurrent ones something else: those read the whole text again.
-            past = getattr(output, "past_key_values", None)
-            tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if past is None else next_11
-
-
-def _text_config(model: Any) -> Any:
-    """Of a model that reads more than text, what concerns text."""
-    return getattr(model.config, "text_config", model.config)
-
-
-def _max_seq_len(model: Any) -> int:
-    """What config.json says, or fewer where the table of positions begins behind that of padding, as RoBERTa's does."""
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    said = [int(value) for name in names if (value := getattr(_text_config(model), name, None))]
-    longest = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
-    for name, table in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
-            longest = min(longest, table.num_embeddings - table.padding_idx - 1)
-    return longest
-
-
-def _make_fp32_logits(model: Any) -> None:
-    """Let the last layer of a model in another precision compute in fp32, as ours does: rounded logits make ties."""
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Linear) and head.weight.dtype != torch.float32:
-
-        def in_fp32(hidden_btd: torch.Tensor) -> torch.Tensor:
-            bias = None if head.bias is None else head.bias.float()
-            return nn.functional.linear(hidden_btd.float(), head.weight.float(), bias)
-
-        module: Any = head
-        module.forward = in_fp32

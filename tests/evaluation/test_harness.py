@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -349,7 +350,7 @@ def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here)
     transformers = pytest.importorskip("transformers")
     folder = load_subject("model", device=CPU)
     assert isinstance(folder.model, TreeModel)
-    from llmfoundry_lite.evaluation.models import PlainModel
+    from llmfoundry_lite.evaluation.plain_models import PlainModel
 
     plain = PlainModel(transformers.AutoModelForCausalLM.from_pretrained("model").eval(), CPU)
     ours = evaluate(folder.model, folder.tokenizer, tasks(), Results(model="a", suite="s", source=""))
@@ -451,7 +452,7 @@ def test_a_learning_curve_is_of_the_run_whose_whole_name_it_has(monkeypatch):
     for results in models:
         results.tasks["next/0-shot"] = record
     suite.plot_learning_curves(models, Path("learning.png"))
-    points = {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}
+    points: dict[str, Any] = {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}
     assert drawn == [[Panel(title="next/0-shot", y_label="accuracy (acc)", points=points, chance=0.25)]]
 
 
@@ -735,12 +736,14 @@ def ask_by_hand(kind, rows, nats, greedy=()):
         def encode(self, text):
             return [1 + sum(map(ord, word)) % 300 for word in text.split()]
 
+    model: Any = Known()
+    words: Any = Words()
     found = {i: Score(value, i in greedy) for i, value in enumerate(nats)}
     config = TaskConfig(label="t", icl_task_type=kind, dataset_uri="")
-    task = prepare(config, rows, 0, Words(), max_seq_len=64, tokenization="separate")
+    task = prepare(config, rows, 0, words, max_seq_len=64, tokenization="separate")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "score", lambda *_, **__: [found])
-        return harness.run_task(Known(), Words(), task, 64, lambda *_: None, (0, 1))
+        return harness.run_task(model, words, task, 64, lambda *_: None, (0, 1))
 
 
 def test_three_scores_by_hand():

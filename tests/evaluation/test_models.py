@@ -1,4 +1,4 @@
-"""A name -> the model that is there, or a refusal: never another model, and never a folder's own code."""
+"""A folder of our model types -> the model that is there, or a refusal: never another, and never a folder's code."""
 
 import io
 import json
@@ -6,40 +6,21 @@ import pickle
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    RobertaConfig,
-    RobertaForCausalLM,
-    XLNetConfig,
-    XLNetLMHeadModel,
-)
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
-from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError, UserError
-from llmfoundry_lite.evaluation.models import PlainModel, TreeModel, _sees_ahead, find_subject, load_subject
+from llmfoundry_lite.evaluation.models import TreeModel, find_subject
 from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal
 
 CPU = torch.device("cpu")
-VOCAB = 320
 PLAIN = ModelConfig(d_model=16, n_heads=2, n_layers=4, max_seq_len=32, vocab_size=VOCAB)
-GPT_NEO_X = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-}
 TOKENS_BT = torch.arange(24)[None] * 13 % VOCAB
 
 
@@ -51,45 +32,12 @@ def random_model(config: ModelConfig) -> MPT:
     return model
 
 
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(["the cat sat on a mat"] * 3, 300).save(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path, tokenizer_folder) -> Path:
-    """With a tokenizer, and no model yet."""
-    load_tokenizer(tokenizer_folder).save(tmp_path / "model")
-    return tmp_path / "model"
-
-
 def write_foundry(folder: Path, model: MPT, **changes) -> None:
     """As LLM Foundry's checkpointer has it: a pickle, and a config.json that names code of its own."""
     code = {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}
     marks = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], "auto_map": code, "init_device": "cpu"}
     (folder / "config.json").write_text(json.dumps({**asdict(model.config), **marks, **changes}))
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-
-
-def edit_config(folder: Path, **changes) -> None:
-    hf_config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**hf_config, **changes}))
-
-
-def load(folder: Path):
-    return load_subject(str(folder), device=CPU).model
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(UserError) as error:
-        load(folder)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-# ------------------------------------------------------------------------------------------------- our model types
 
 
 @pytest.mark.parametrize(
@@ -190,190 +138,6 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder, tmp_path):
     assert "pytorch_model.bin: " in refusal(folder) and not (tmp_path / "ran").exists()
 
 
-# ------------------------------------------------------------------------------------------- transformers' own types
-
-
-@pytest.fixture
-def neox(folder) -> Path:
-    torch.manual_seed(0)
-    GPTNeoXForCausalLM(GPTNeoXConfig(**GPT_NEO_X)).save_pretrained(folder)
-    return folder
-
-
-def test_a_causal_model_of_another_type_runs_as_transformers_has_it(neox):
-    assert isinstance(load(neox), PlainModel)
-
-
-UNUSUAL = {
-    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "gpt_neox": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-}
-"""Keeps nothing from one token to the next, a state of its own kind, and what most models keep."""
-
-
-@pytest.mark.parametrize("kind", UNUSUAL)
-def test_a_model_writes_what_it_finds_likeliest_whatever_it_keeps_between_tokens(kind):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=97, **UNUSUAL[kind]))
-    plain, tokens = PlainModel(model.eval(), torch.device("cpu")), [3, 5, 7, 11, 13]
-    written = list(plain.write(tokens, 8))
-    for token in written:
-        assert token == plain.logits(torch.tensor(tokens), torch.tensor([len(tokens) - 1]))[0].argmax()
-        tokens.append(token)
-
-
-def test_weights_that_transformers_would_ignore_make_up_or_misread_are_refused(neox):
-    edit_config(neox, num_hidden_layers=3)
-    assert "has weights that its model has no place for: gpt_neox.layers.3." in refusal(neox)
-    edit_config(neox, num_hidden_layers=5)
-    assert "lacks weights of its model: gpt_neox.layers.4." in refusal(neox)
-    edit_config(neox, num_hidden_layers=4, intermediate_size=48)
-    assert "is no causal language model that transformers loads: " in refusal(neox)
-    edit_config(neox, intermediate_size=32, final_logit_softcapping=30.0)
-    assert refusal(neox).endswith(
-        "final_logit_softcapping is 30.0 in config.json, and transformers' gpt_neox ignores it; expected a model that "
-        "has it"
-    )
-    edit_config(neox, final_logit_softcapping=None, model_type=None)
-    assert refusal(neox).endswith("config.json has no model_type, which says what the weights are of")
-
-
-def test_weights_that_transformers_would_take_for_others_are_refused(neox):
-    weights = load_file(neox / "model.safetensors")
-    name = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
-    for dtype, said in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
-        save_file({**weights, name: weights[name].to(dtype)}, neox / "model.safetensors", metadata={"format": "pt"})
-        assert refusal(neox) == (
-            f"models: {neox}: tensor {name} is {said}, and config.json has no quantization_config; expected F32, BF16, "
-            "F16, F64"
-        )
-    (neox / "model.safetensors").unlink()
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**GPT_NEO_X))
-    model.save_pretrained(neox, max_shard_size="6KB")
-    first, *_, last = sorted(neox.glob("model-*.safetensors"))
-    twice = {**load_file(last), **load_file(first)}
-    save_file(twice, last, metadata={"format": "pt"})
-    assert f"{min(load_file(first))} is in {last.name} and in another file; it cannot be told which" in refusal(neox)
-    save_file(weights, neox / "model.safetensors", metadata={"format": "pt"})
-    assert "holds model.safetensors and model.safetensors.index.json, which names other files" in refusal(neox)
-
-
-def test_a_model_without_a_limit_to_its_length_is_probed_too(folder):
-    torch.manual_seed(0)
-    config = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=32)
-    XLNetLMHeadModel(config).save_pretrained(folder)
-    assert "later tokens change its earlier logits" in refusal(folder)
-
-
-def test_why_transformers_takes_no_config_is_said_whole(neox):
-    edit_config(neox, max_position_embeddings="8")
-    assert "'max_position_embeddings': TypeError: Field 'max_position_embeddings' expected int" in refusal(neox)
-
-
-def test_a_model_that_sees_later_tokens_is_refused(folder):
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
-    config = RobertaConfig(vocab_size=VOCAB, max_position_embeddings=34, **sizes)
-    RobertaForCausalLM(config).save_pretrained(folder)
-    assert "later tokens change its earlier logits, so it is no causal language model; its model_type is 'roberta'" in (
-        refusal(folder)
-    )
-    edit_config(folder, is_decoder=True)
-    model = load(folder)
-    assert isinstance(model, PlainModel) and model.max_seq_len == 32  # two of its 34 positions are of padding
-
-
-def plain_model(may_see, max_seq_len: int) -> PlainModel:
-    """A token's logits are the mean of what it may see: `may_see(t, s)`."""
-
-    class Mean(torch.nn.Module):
-        config = GPTNeoXConfig(vocab_size=50, max_position_embeddings=max_seq_len)
-
-        def __init__(self):
-            super().__init__()
-            self.embedding = torch.nn.Embedding(50, 50)
-
-        def forward(self, input_ids):
-            t = torch.arange(input_ids.size(1))
-            sight_ts = torch.as_tensor(may_see(t[:, None], t[None])).float()
-            return SimpleNamespace(logits=sight_ts / sight_ts.sum(dim=1, keepdim=True) @ self.embedding(input_ids))
-
-    torch.manual_seed(0)
-    return PlainModel(Mean(), CPU)
-
-
-AHEAD = {
-    "the next token": lambda t, s: s <= t + 1,
-    "all, from the 21st on": lambda t, s: (s <= t) | ((t > 20) & (s > 20)),
-    "all, from the 900th on": lambda t, s: (s <= t) | ((t > 900) & (s > 900)),
-    "all of its block of 64": lambda t, s: (s <= t) | (s // 64 == t // 64),
-    "the first five": lambda t, s: (s <= t) | (s < 5),
-    "what is 100 tokens later": lambda t, s: (s <= t) | (s == t + 100),
-}
-
-
-@pytest.mark.parametrize("may_see", AHEAD.values(), ids=AHEAD)
-def test_looking_ahead_is_found_wherever_it_begins(may_see):
-    assert _sees_ahead(plain_model(may_see, 2048))
-
-
-@pytest.mark.parametrize("max_seq_len", [1, 2, 3, 40, 5000])
-def test_a_model_that_looks_back_is_accepted_at_any_length(max_seq_len):
-    assert not _sees_ahead(plain_model(lambda t, s: (s <= t) & (s > t - 30), max_seq_len))
-    assert not _sees_ahead(plain_model(lambda t, s: (s <= t) & (s // 32 == t // 32), max_seq_len))
-    assert _sees_ahead(plain_model(lambda t, s: s + t > -1, max_seq_len)) == (max_seq_len > 1)
-
-
-def test_a_model_of_one_position_is_loaded_and_asked(neox):
-    edit_config(neox, max_position_embeddings=1)
-    assert load(neox).max_seq_len == 1
-
-
-# ------------------------------------------------------------------------------------------------- a folder's code
-
-
-CODE = """
-from pathlib import Path
-Path({path!r}).write_text("ran")
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
-class MyConfig(GPTNeoXConfig):
-    model_type = "mine"
-class MyModel(GPTNeoXForCausalLM):
-    config_class = MyConfig
-class MyTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-
-
-def test_a_folders_own_code_is_never_run_whatever_the_terminal_answers(neox, tmp_path, monkeypatch):
-    (neox / "mine.py").write_text(CODE.format(path=str(tmp_path / "ran")))
-    code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
-    edit_config(neox, model_type="mine", auto_map=code)
-    message = (
-        "needs code of its own (mine.MyConfig, mine.MyModel), which is not run; expected a model that transformers"
-    )
-    assert message in refusal(neox)
-    edit_config(neox, model_type="gpt_neox")  # which transformers has itself
-    assert isinstance(load(neox), PlainModel)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_tokenizers_own_code_is_never_run(folder, tmp_path, monkeypatch):
-    (folder / "mine.py").write_text(CODE.format(path=str(tmp_path / "ran")))
-    (folder / "tokenizer.json").rename(folder / "vocab.json")
-    tokens = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["mine.MyTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "eos_token": "<|endoftext|>"}))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
-    with pytest.raises(DataError) as error:
-        load_tokenizer(folder)
-    assert str(error.value) == (
-        f"tokenizer {folder} needs code of its own, which is not run; expected a folder with a tokenizer.json"
-    )
-    assert not (tmp_path / "ran").exists()
-
-
 def test_weights_are_those_of_safetensors_where_both_are_there(folder):
     model = random_model(PLAIN)
     write_foundry(folder, model)
@@ -399,6 +163,15 @@ def test_two_sets_of_weights_or_an_adapter_beside_them_are_refused(tmp_path, tok
     assert "adapter_config.json says that an adapter belongs to the model, which is not read here" in refusal(folder)
 
 
-def test_an_adapter_of_another_type_is_refused(neox):
-    (neox / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
-    assert "adapter_config.json says that an adapter belongs to the model" in refusal(neox)
+def test_a_tokenizers_own_code_is_never_run(folder, tmp_path, monkeypatch):
+    (folder / "mine.py").write_text(OWN_CODE.format(path=str(tmp_path / "ran")))
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    tokens = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["mine.MyTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "eos_token": "<|endoftext|>"}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
+    with pytest.raises(DataError) as error:
+        load_tokenizer(folder)
+    assert str(error.value) == (
+        f"tokenizer {folder} needs code of its own, which is not run; expected a folder with a tokenizer.json"
+    )
+    assert not (tmp_path / "ran").exists()

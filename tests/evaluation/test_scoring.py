@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.evaluation.models import PlainModel, TreeModel
+from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.packing import Row, pack
+from llmfoundry_lite.evaluation.plain_models import PlainModel
 from llmfoundry_lite.evaluation.scoring import Score, Wanted, score, score_hidden
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models import products
