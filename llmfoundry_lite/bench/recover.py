@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +27,18 @@ from llmfoundry_lite.bench.shapes import check_shapes
 from llmfoundry_lite.bench.train.made_up import write_run
 from llmfoundry_lite.errors import DataError
 
-KILL_RANK, FREEZE_RANK, KILL_LAUNCHER = "a rank killed", "a rank frozen", "the launcher killed"
-SHARES = {KILL_RANK: 0.5, FREEZE_RANK: 0.3, KILL_LAUNCHER: 0.2}
-"""Of the faults. torchrun's agent is not killed: its ranks would live on."""
+KILL_RANK, FREEZE_RANK = "a rank killed", "a rank frozen"
+KILL_LAUNCHER, FREEZE_LAUNCHER = "the launcher killed", "the launcher frozen"
+SHARES = {KILL_RANK: 0.5, FREEZE_RANK: 0.25, KILL_LAUNCHER: 0.15, FREEZE_LAUNCHER: 0.1}
+"""Of the faults. torchrun's agent is left alone: its ranks would live on when it is killed."""
+FROZEN_SECONDS = 15.0
+"""Of the launcher, which then goes on. It is longer than the silence by which a rank counts as frozen."""
 BATCHES_BETWEEN = (3, 10)
 COLLECTIVE_SECONDS = 30
 """`dist_timeout` of both sides; torchrun learns of a frozen rank by it."""
 DEADLINE_SECONDS = 300.0
+MOST_BATCHES = 20_000
+"""A run has more than are trained: it ends soon after its last fault."""
 LOOK_SECONDS = 0.02
 COMPARED = ("loss/train/total", "grad_norm", "data/digest")
 
@@ -41,6 +47,8 @@ class Fault(NamedTuple):
     kind: str
     seconds: float
     """From the signal to the record of the next finished batch."""
+    since_noticed: float | None
+    """The same from the launcher's word that it starts again, where it says so."""
     batches: int
     """Had been finished, and were trained again."""
 
@@ -55,6 +63,8 @@ class Side:
     ranks: Callable[[psutil.Process], list[psutil.Process]]
     """Of the launcher's process."""
     kinds: tuple[str, ...]
+    word: str | None = None
+    """In its output: it has noticed, and starts again."""
 
 
 OURS = Side(
@@ -63,7 +73,8 @@ OURS = Side(
         *(sys.executable, "-m", "llmfoundry_lite", "train", "-n", "2", "--max-restarts", str(restarts), str(yaml))
     ],
     lambda launcher: [rank for server in launcher.children() for rank in server.children()],
-    (KILL_RANK, FREEZE_RANK, KILL_LAUNCHER),
+    (KILL_RANK, FREEZE_RANK, KILL_LAUNCHER, FREEZE_LAUNCHER),
+    word="; restart ",
 )
 TORCHRUN = Side(
     "torchrun",
@@ -115,7 +126,7 @@ class Disturbed:
         """That it has come back from."""
 
     def run(self, note: Callable[[str], None]) -> None:
-        """Raises DataError when the run does not come back, or does not end well."""
+        """Until the last fault is over; with none, to the end. Raises DataError when the run does not come back."""
         faults = self.faults
         self.process = self.launch()
         try:
@@ -126,31 +137,50 @@ class Disturbed:
                 kind = self.side.kinds[number] if number < len(self.side.kinds) else None
                 faults.append(self.disturb(kind or self.chance.choices(self.side.kinds, shares)[0]))
                 note(f"{self.side.name}: {number + 1}/{self.num_faults} {faults[-1].kind}: {faults[-1].seconds:.1f} s")
-            code = self.process.wait(DEADLINE_SECONDS * 10)
+            if self.num_faults:
+                self.wait(BATCHES_BETWEEN[1])
+            elif code := self.process.wait(DEADLINE_SECONDS * 10):
+                raise DataError(f"bench recover: {self.side.name} ended with {code}: {self.last_words()}")
         finally:
-            self.process.kill()
-        if code != 0:
-            raise DataError(f"bench recover: {self.side.name} ended with {code}: {self.last_words()}")
+            kill_with_children(self.process)
 
     def launch(self) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
             return subprocess.Popen(self.command, stdout=output, stderr=output)
 
     def disturb(self, kind: str) -> Fault:
-        launcher = psutil.Process(self.process.pid)
-        before = self.log.read()[-1]["launch"]
+        before = self.log.read()[-1]
+        seen, said = len(self.log.records), self.words()
         started = time.monotonic()
-        if kind == KILL_LAUNCHER:
+        if kind == FREEZE_LAUNCHER:
+            self.process.send_signal(signal.SIGSTOP)
+        elif kind == KILL_LAUNCHER:
             self.process.kill()
             self.process.wait()
             self.process = self.launch()  # as a scheduler would
         else:
-            rank = self.chance.choice(self.side.ranks(launcher))
+            rank = self.chance.choice(self.side.ranks(psutil.Process(self.process.pid)))
             rank.send_signal(signal.SIGKILL if kind == KILL_RANK else signal.SIGSTOP)
-        first = self.wait_for(lambda: [record for record in self.log.read() if record["launch"] > before])[0]
-        seconds = time.monotonic() - started
-        finished = max(record["batch"] for record in self.log.read() if record["launch"] <= before)
-        return Fault(kind, seconds, finished - first["batch"] + 1)
+        noticed: list[float] = []
+
+        def next_batch() -> dict[str, Any] | None:
+            if not noticed and self.words() > said:
+                noticed.append(time.monotonic())
+            new = [one for one in self.log.read()[seen:] if kind == FREEZE_LAUNCHER or one["launch"] > before["launch"]]
+            return new[0] if new else None
+
+        first = self.wait_for(next_batch)
+        now = time.monotonic()
+        finished = [record["batch"] for record in self.log.records if record["launch"] <= before["launch"]][-1]
+        if kind == FREEZE_LAUNCHER:
+            finished = before["batch"]
+            time.sleep(FROZEN_SECONDS)
+            self.process.send_signal(signal.SIGCONT)
+        return Fault(kind, now - started, now - noticed[0] if noticed else None, finished - first["batch"] + 1)
+
+    def words(self) -> int:
+        """How often the launcher has said so far that it starts again."""
+        return self.output.read_text(errors="replace").count(self.side.word) if self.side.word else 0
 
     def wait(self, num_batches: int) -> None:
         have = len(self.log.read())
@@ -171,6 +201,17 @@ class Disturbed:
         return " | ".join(self.output.read_text(errors="replace").splitlines()[-3:])
 
 
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """Ranks of composer and torchrun outlive their launcher."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(family, DEADLINE_SECONDS)
+
+
 def run(
     shape: str, seq_len: int, batch_size: int, num_faults: int, peer_faults: int, seed: int, out: Path | None
 ) -> dict[str, Any]:
@@ -179,7 +220,7 @@ def run(
     check_shapes("--shape", [shape])
     console = open_console()
     conditions = describe_conditions()
-    settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size}
+    settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": MOST_BATCHES}
     found: dict[str, list[Fault]] = {}
     differing: dict[str, int] = {}
     lost: dict[str, DataError] = {}
@@ -187,17 +228,15 @@ def run(
         for side, count in ((OURS, num_faults), (TORCHRUN, peer_faults)):
             if not count:
                 continue
-            num_batches = (BATCHES_BETWEEN[1] + 1) * (count + 1)
             runs = [
-                Disturbed(
-                    side, Path(folder, f"{side.name} {name}"), {**settings, "num_steps": num_batches}, faults, seed
-                )
+                Disturbed(side, Path(folder, f"{side.name} {name}"), settings, faults, seed)
                 for name, faults in (("disturbed", count), ("left alone", 0))
             ]
             found[side.name] = runs[0].faults
             try:
-                for one in runs:
-                    one.run(lambda text: console.print(text, highlight=False))
+                runs[0].run(lambda text: console.print(text, highlight=False))
+                runs[1].command.append(f"stop_after={max(runs[0].log.last_of_each_batch())}ba")
+                runs[1].run(lambda text: None)
                 differing[side.name] = count_differing(*(run.log.last_of_each_batch() for run in runs))
             except DataError as error:
                 console.print(str(error), highlight=False)
@@ -232,18 +271,22 @@ def tell(
                 continue
             seconds, batches = spread(f.seconds for f in some), spread(f.batches for f in some)
             again = f"{batches.median:g} ({batches.least:g} to {batches.most:g})"
-            rows.append((name, kind, str(len(some)), str(seconds), again))
+            since = [f.since_noticed for f in some if f.since_noticed is not None]
+            rows.append((name, kind, str(len(some)), str(seconds), str(spread(since)) if since else "", again))
             records += [{"side": name, **fault._asdict()} for fault in some]
     table = Table(
         "What a fault costs",
-        ("launcher", "fault", "times", "s to the next finished batch", "batches trained again"),
+        ("launcher", "fault", "times", "s to the next finished batch", "since it was noticed", "batches trained again"),
         rows,
         num_keys=2,
     )
     notes = [f"{name}: {count} batches differ from the run left alone" for name, count in differing.items()]
     notes += [f"{name}: did not come back from fault {len(found[name]) + 1}" for name in lost]
-    notes.append(f"a frozen rank: noticed after 10 s here, by torchrun after `dist_timeout`, {COLLECTIVE_SECONDS} s")
+    notes.append(
+        f"a frozen rank: noticed after 10 to 12 s here, by torchrun after `dist_timeout`, {COLLECTIVE_SECONDS} s"
+    )
     notes.append("a killed launcher: the same command is given again at once, and imports anew")
+    notes.append(f"a frozen launcher: its ranks train on; it goes on after {FROZEN_SECONDS:g} s")
     report |= {"faults": records, "differing": differing, "lost": lost}
     show(open_console(), table, notes=notes)
     if out is not None:

@@ -305,6 +305,19 @@ def bench_checkpoint(
     run(num_rounds=num_rounds, sizes=sizes.split(","), out=out, folder=folder, quick=quick)
 
 
+@bench.command("start")
+def bench_start(
+    shape: Shape = "10m",
+    seq_len: SampleTokens = 128,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the launchers take turns.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="A folder for start.json and .md.")] = None,
+) -> None:
+    """Seconds from the command to the first batch of a run that is carried on, under each launcher."""
+    from llmfoundry_lite.bench.start import run
+
+    run(shape, seq_len, num_rounds, out)
+
+
 @bench.command("recover")
 def bench_recover(
     shape: Shape = "10m",
