@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER
-from llmfoundry_lite.launcher.server import Beat, Left, Start, receive, send
+from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, Left, Start, receive, send
 
 GRACE_SECONDS = {EXIT_USER: 10.0, EXIT_PREEMPTED: 60.0, EXIT_INTERRUPTED: 5.0, EXIT_BUG: 1.0}
 """For the other ranks, once one has left with that code. The first of these codes that any rank has is the launch's: a
@@ -138,11 +138,14 @@ class World:
         for process in self._alive():
             if was_stopped_myself:
                 process.heard_at = now
-            if now - process.heard_at < SILENCE_SECONDS:
+            silence = now - process.heard_at
+            if silence < BEAT_SECONDS:
                 continue
             used = cpu_seconds(process.pid)
-            if used > process.cpu_seconds:  # something long holds the interpreter's lock
+            if used > process.cpu_seconds:  # since its last beat; or something long holds the interpreter's lock
                 process.cpu_seconds, process.heard_at = used, now
+                continue
+            if silence < SILENCE_SECONDS:
                 continue
             self._blame(f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s", process.rank)
             self._end_by = now

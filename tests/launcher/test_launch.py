@@ -14,7 +14,7 @@ import pytest
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launcher import world
 from llmfoundry_lite.launcher.launch import refuse_other_launchers
-from llmfoundry_lite.launcher.server import Beat, open_channel, send
+from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, send
 from llmfoundry_lite.launcher.world import verdict
 from tests.helpers.launch import ROOT
 
@@ -129,10 +129,12 @@ def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
     )
 
 
-def test_a_rank_that_has_computed_before_is_found_frozen_at_once_when_the_silence_is_over(monkeypatch):
+@pytest.mark.parametrize(("used_since", "noticed_after"), [(0.0, 0.0), (0.4, BEAT_SECONDS)])
+def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monkeypatch, used_since, noticed_after):
+    """Also one that has computed between its last sign of life and the moment that it froze."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(world, "cpu_seconds", lambda pid: 5.0)
+    monkeypatch.setattr(world, "cpu_seconds", lambda pid: 5.0 + (used_since if clock.now > 100 else 0.0))
     mine, its = open_channel()
     send(its, Beat(0, os.getpid()))
     ranks = world.World(mine, lambda: False, 1)
@@ -140,7 +142,7 @@ def test_a_rank_that_has_computed_before_is_found_frozen_at_once_when_the_silenc
     while not ranks._first[0] and clock.now < 150:
         clock.now += 0.5
         ranks._look_for_frozen()
-    assert clock.now == 100 + world.SILENCE_SECONDS
+    assert clock.now == 100 + noticed_after + world.SILENCE_SECONDS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
