@@ -33,7 +33,9 @@ ENCODE_BATCH_BYTES = 512 * 1024
 DISTRUSTED = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 KILLED = "killed-encoder"
-"""In `.partial`: a worker with the fast encoder was killed once. It may have been its own fault."""
+"""In `.partial`: a byte for each time that a process with the fast encoder was killed, perhaps by its own fault."""
+MOST_DEATHS = 2
+"""Then it is done without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,8 @@ def tokenize(
     fast = is_installed() and (source.total_bytes is None or source.total_bytes >= WORTH_PROVING_BYTES)
     if not (partial / DISTRUSTED).exists():
         try:
+            if fast and num_deaths(partial) >= MOST_DEATHS:
+                raise Unequal("a process that encodes by gigatoken was killed twice")
             return make_token_files(source, request, tokenizer, partial, num_workers, bars, fast=fast)
         except Unequal as error:
             distrust(partial, error)
@@ -125,7 +129,7 @@ def make_token_files(
         bars.advance(task, unit.num_bytes)
 
     if num_workers == 1:
-        with one_thread_per_process():
+        with one_thread_per_process(), death_counted(partial) if fast else contextlib.nullcontext():
             encoder = FastEncoder(tokenizer) if fast else None
             if encoder:
                 encoder.prove()
@@ -165,10 +169,10 @@ def make_token_files(
         if fast:  # here if an earlier launch has done all the rest
             (proof or workers.submit(prove_encoder)).result()
     except BrokenProcessPool as error:
-        if fast and (partial / KILLED).exists():
-            raise Unequal("a worker that encodes by gigatoken was killed twice") from error
         if fast:
-            (partial / KILLED).touch()
+            count_deaths(partial, num_deaths(partial) + 1)
+            if num_deaths(partial) >= MOST_DEATHS:
+                raise Unequal("a process that encodes by gigatoken was killed twice") from error
         raise DataError(
             "a worker process was killed, perhaps for want of memory; what is done is kept: run the same command "
             "again, with fewer --num-workers if it was memory"
@@ -176,6 +180,26 @@ def make_token_files(
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
     return work
+
+
+def num_deaths(partial: Path) -> int:
+    path = partial / KILLED
+    return path.stat().st_size if path.exists() else 0
+
+
+def count_deaths(partial: Path, number: int) -> None:
+    write_atomically(partial / KILLED, "." * number)
+
+
+@contextlib.contextmanager
+def death_counted(partial: Path) -> Iterator[None]:
+    """A crash of the encoder takes this very process down: its death is on disk before, and taken back if none came."""
+    before = num_deaths(partial)
+    count_deaths(partial, before + 1)
+    try:
+        yield
+    finally:
+        count_deaths(partial, before)
 
 
 def first_failure(running: dict[Future[tuple[int, int]], tuple[int, Unit]]) -> BaseException:

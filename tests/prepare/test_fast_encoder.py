@@ -1,6 +1,10 @@
 """`gigatoken` is used only where it makes the tokens that `tokenizers` makes."""
 
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -162,25 +166,66 @@ def test_a_worker_remembers_a_difference_before_it_tells_of_it(tmp_path: Path, t
     assert (tmp_path / token_files.DISTRUSTED).read_text().startswith("gigatoken 0 and tokenizers differ on")
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_an_encoder_whose_workers_are_killed_twice_is_done_without(
-    tmp_path: Path, tokenizer_folder: Path, monkeypatch
-) -> None:
-    """A library of that name which ends the process, as no exception does."""
+@pytest.fixture
+def crashing(tmp_path: Path, monkeypatch) -> None:
+    """A library of that name which ends the process, as no exception does; here and in processes begun here."""
     library = tmp_path / "library/gigatoken"
     library.mkdir(parents=True)
     (library / "__init__.py").write_text("")
     (library / "gigatoken_rs.py").write_text("import os\ndef load_hf_json(text): os.abort()\n")
     monkeypatch.syspath_prepend(library.parent)
+    monkeypatch.setenv("PYTHONPATH", str(library.parent), prepend=os.pathsep)
     monkeypatch.setattr(token_files, "is_installed", lambda: True)
     monkeypatch.setattr(token_files, "WORTH_PROVING_BYTES", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_an_encoder_whose_workers_are_killed_twice_is_done_without(
+    tmp_path: Path, tokenizer_folder: Path, crashing
+) -> None:
     wanted = request(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tokenizer_folder)
     with pytest.raises(DataError, match="a worker process was killed, perhaps for want of memory"):
         prepare(wanted, tmp_path / "out", num_workers=2)
     said: list[str] = []
     prepare(wanted, tmp_path / "out", num_workers=2, notify=said.append)
-    assert said[-1].startswith("a worker that encodes by gigatoken was killed twice: tokenising by tokenizers alone")
+    assert said[-1].startswith("a process that encodes by gigatoken was killed twice: tokenising by tokenizers alone")
+
+
+PREPARE_IN_ONE_PROCESS = """
+import sys
+from pathlib import Path
+from llmfoundry_lite.prepare import token_files
+from llmfoundry_lite.prepare.prepare import prepare
+from tests.helpers.preparing import request
+
+token_files.WORTH_PROVING_BYTES, token_files.is_installed = 0, lambda: True
+text, tokenizer, out = map(Path, sys.argv[1:])
+prepare(request(text, tokenizer), out, num_workers=1, notify=print)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_one_that_takes_the_only_process_down_is_done_without_the_third_time(
+    tmp_path: Path, tokenizer_folder: Path, crashing
+) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
+    command = [sys.executable, "-c", PREPARE_IN_ONE_PROCESS, str(text), str(tokenizer_folder), str(tmp_path / "out")]
+    launches = [subprocess.run(command, capture_output=True, text=True) for _ in range(3)]
+    assert [launch.returncode for launch in launches] == [-signal.SIGABRT, -signal.SIGABRT, 0], launches[-1].stderr
+    assert "a process that encodes by gigatoken was killed twice: tokenising by tokenizers alone" in launches[2].stdout
+
+
+def test_a_process_that_ends_in_order_counts_as_no_death(tmp_path: Path, tokenizer_folder: Path, lying) -> None:
+    lying("said by nobody")
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 17}\n')
+    wanted = request(tmp_path / "a.jsonl", tokenizer_folder)
+    for _ in range(token_files.MOST_DEATHS + 1):
+        with pytest.raises(DataError, match="text"):
+            prepare(wanted, tmp_path / "out", num_workers=1)
+    assert token_files.num_deaths(tmp_path / "out/.partial") == 0
+    assert (tmp_path / "out/.partial" / token_files.KILLED).exists()
 
 
 def test_a_difference_in_the_probes_is_seen_before_a_document(tmp_path: Path, tokenizer_folder: Path, lying) -> None:
