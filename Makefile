@@ -13,6 +13,8 @@ SOURCES := llmfoundry_lite scripts tests
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false
+# What is imported is compiled once, and not by every process that a test starts: that takes 8 s of each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install quickstart test test-slow test-long docs lint format requirements gpu-check clean
 
