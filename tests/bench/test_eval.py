@@ -33,7 +33,7 @@ def test_our_side_is_measured_and_written_down(tmp_path, capsys):
     assert "of the floor" in capsys.readouterr().out.replace("\n", " ")
     (found,) = json.loads((tmp_path / "out/eval.json").read_text())["suites"].values()
     assert found["items_per_second"] > 0
-    assert found["of_the_floor"] > 0
+    assert 0 < found["of_the_floor"] < found["of_the_floor_with_logits"]
     assert "items.jsonl" in (tmp_path / "out/eval.md").read_text()
 
 
@@ -52,7 +52,9 @@ def test_speeds_are_ratios_within_rounds_and_decisions_are_counted():
     def timed(seconds, acc):
         return {**side(acc, [[-1.0, -2.0]] * 2), "n": 2, "seconds": seconds, "cpu_seconds": 2 * seconds}
 
-    ours = [{**timed(seconds, [1, 0]), "of_the_floor": 0.8} for seconds in (1.0, 2.0, 9.0)]
+    ours = [
+        {**timed(seconds, [1, 0]), "of_the_floor": 0.8, "of_the_floor_with_logits": 0.9} for seconds in (1.0, 2.0, 9.0)
+    ]
     found = bench.compare(ours, [timed(8.0, [1, 1])] * 3, bench.SUITES["ARC, zero-shot"])
     assert found["items_per_second"] == 1.0
     assert found["times"] == found["times_in_cpu_seconds"] == (8 / 9, 4.0, 8.0)

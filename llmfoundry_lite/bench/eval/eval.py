@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,16 +45,19 @@ from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import Subject, load_subject
+from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.products import multiply
 
 VOCAB_SIZE = 8192
 """Of the tokenizer that is made for the items."""
+LOGITS_AT_A_TIME = 256
+"""Positions, when the product that makes logits is timed."""
 
 
 class Suite(NamedTuple):
@@ -128,6 +132,7 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
         "items_per_second": spread(rates(ours)).median,
         "items_per_cpu_second": spread(rates(ours, "cpu_seconds")).median,
         "of_the_floor": spread(one["of_the_floor"] for one in ours).median,
+        "of_the_floor_with_logits": spread(one["of_the_floor_with_logits"] for one in ours).median,
     }
     if theirs:
         different = {
@@ -150,10 +155,21 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
     return found
 
 
-HEADINGS = ("items", "ours", "lm-eval", "times", "in CPU time", "wanted", "of the floor", "other decisions")
+HEADINGS = (
+    "items",
+    "ours",
+    "lm-eval",
+    "times",
+    "in CPU time",
+    "wanted",
+    "of the floor",
+    "with logits",
+    "other decisions",
+)
 HEADING, COMMAND = "Evaluation in context, beside lm-evaluation-harness", "llmfoundry-lite bench eval"
 FLOOR = (
     "The floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits. "
+    "With logits: and the plain product of the answers' tokens with the unembedding, without which nothing is scored. "
     "Where the load average is more than there are cores, CPU time is the column to read."
 )
 
@@ -166,7 +182,8 @@ def table_of(report: dict[str, Any]) -> Table:
             wanted = "" if found["wanted"] is None else f"{found['wanted']:g}"
             times = [str(found[key]) for key in ("times", "times_in_cpu_seconds")]
             peer = [f"{found['peer_items_per_second']:.2f}", *times, wanted, str(sum(found["num_different"].values()))]
-        rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], f"{found['of_the_floor']:.0%}", peer[4]])
+        shares = [f"{found[key]:.0%}" for key in ("of_the_floor", "of_the_floor_with_logits")]
+        rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], *shares, peer[4]])
     threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
     title = f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, {threads}"
     return Table(f"{title}; items per second", HEADINGS, rows)
@@ -300,11 +317,16 @@ def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
         for request in item.requests:
             tree.add(request._replace(context=context), number)
     num_tokens = len(tree) - (0 if is_fixed else len(prepared.items))
+    floor = num_tokens / statistics.mean(rates)
+    is_ours = isinstance(subject.model, TreeModel)
+    logits = _logits_seconds(subject.model, len({index for index, _, _ in tree.targets})) if is_ours else nan
+    elapsed = _elapsed(subject.model, seconds, cpu_seconds)
     return {
         "n": len(answered),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        "of_the_floor": num_tokens / statistics.mean(rates) / _elapsed(subject.model, seconds, cpu_seconds),
+        "of_the_floor": floor / elapsed,
+        "of_the_floor_with_logits": (floor + logits) / elapsed,
         "acc": [item["acc"] for item in answered],
         "acc_norm": [item["acc_norm"] for item in answered],
         "log_probability": [item["log_probability"] for item in answered],
@@ -319,6 +341,17 @@ def _forward_rate(model: Any) -> float:
         started, cpu_started = time.perf_counter(), time.process_time()
         float(model.score(Inputs(tokens, None, None), Wanted(one, one, one, one)).log_probability_n[0])
         return tokens.numel() / _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
+
+
+def _logits_seconds(model: TreeModel, num_positions: int) -> float:
+    """Of the product that makes logits of so many positions, and of nothing that is made of them."""
+    config = model.model.config
+    hidden_ud = torch.randn(num_positions, config.d_model, device=model.device)
+    unembedding_vd = torch.randn(config.vocab_size, config.d_model, device=model.device)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    for part_ud in hidden_ud.split(LOGITS_AT_A_TIME):
+        float(multiply(part_ud, unembedding_vd)[0, 0])
+    return _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
 
 
 def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
