@@ -57,7 +57,7 @@ def run(shape: str, seq_len: int, num_rounds: int, out: Path | None) -> dict[str
         log, output = Log(Path(folder, "run/metrics.jsonl")), Path(folder, "output.txt")
         begin = [*LAUNCHERS["llmfoundry-lite train -n 2"], *options, f"stop_after={BATCHES_SAVED}ba"]
         begun = subprocess.run(begin, env=environment, capture_output=True, text=True)
-        if len(log.read()) != BATCHES_SAVED:
+        if len(log.last_of_each_batch()) != BATCHES_SAVED:
             raise DataError(f"bench start: the run did not begin: {last_words(begun.stdout + begun.stderr)}")
 
         def first_batch(launcher: Sequence[str]) -> float:
