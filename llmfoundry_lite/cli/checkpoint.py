@@ -27,7 +27,7 @@ from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, read_tokeniz
 from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
-    help="Portable checkpoints: what is in them, are they whole, what can be made of them.",
+    help="Portable checkpoints: list, verify, compare, convert, prune.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -167,7 +167,7 @@ def segment_row(segment: Any) -> tuple[str, ...]:
 
 @checkpoint.command("verify")
 def verify(where: Where) -> None:
-    """Hash every byte; exit code 2 and the file's and tensor's name if one is not what was written.
+    """Hash every byte. Exit code 2, and the file's and tensor's name, if one is not what was written.
 
     Of a folder or a run, its newest checkpoint.
     """
@@ -179,7 +179,7 @@ def verify(where: Where) -> None:
 
 @checkpoint.command("diff")
 def diff_checkpoints(a: Where, b: Where) -> None:
-    """The largest difference of each tensor, and every number that differs."""
+    """Each tensor's largest difference, and numbers that differ."""
     first, second = find(a), find(b)
 
     from llmfoundry_lite.checkpoint.whole import diff, diff_scalars
@@ -212,7 +212,7 @@ def export(
         str | None, typer.Option(help="Where the run's tokenizer lies now, or none to leave it out.")
     ] = None,
 ) -> None:
-    """Write the weights as safetensors in a Hugging Face layout that plain transformers loads, with the tokenizer.
+    """Write the weights in a layout that plain transformers loads. As safetensors, with the tokenizer.
 
     The tokenizer must be the one that the model was trained with: the manifest has its fingerprint.
     """
@@ -269,7 +269,7 @@ def import_weights(
         typer.Option(help="The YAML it was trained with, if the checkpoint does not say what model it is."),
     ] = None,
 ) -> None:
-    """Make a portable checkpoint of weights from elsewhere: Hugging Face, or LLM Foundry / Composer.
+    """Make a portable checkpoint of weights from elsewhere. Of Hugging Face, or of LLM Foundry / Composer.
 
     Weights, the model's configuration and the tokenizer; never the optimizer's state or the position in the data. Train
     from it with load_path=OUT load_weights_only=true.
@@ -323,7 +323,7 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove old checkpoints; never the newest one that is whole, every byte of which is hashed first."""
+    """Remove old checkpoints; never the newest one that is whole. Every byte of that one is hashed first."""
     store, candidates = find_some(where)
     doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=verify_visibly, dry_run=dry_run)
     kept = [candidate.name for candidate in reversed(candidates) if candidate.name not in doomed]

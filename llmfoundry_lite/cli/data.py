@@ -84,7 +84,7 @@ def data_fetch_tasks(
     out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
     force: Annotated[bool, typer.Option("--force", help="Fetch again what is there.")] = False,
 ) -> None:
-    """Download the public evaluation tasks' data from the Hugging Face Hub."""
+    """Download the public evaluation tasks' data from the Hub."""
     from llmfoundry_lite.prepare.fetch_tasks import fetch_tasks
 
     fetch_tasks(names or (), out, force=force, notify=typer.echo)
@@ -94,7 +94,7 @@ def data_fetch_tasks(
 def data_make_tasks(
     out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
 ) -> None:
-    """Make evaluation tasks from the modules that `data prepare --source python-stdlib` holds out."""
+    """Make evaluation tasks from held-out modules. `data prepare --source python-stdlib` holds them out."""
     from llmfoundry_lite.prepare.make_tasks import make_tasks
 
     make_tasks(out, notify=typer.echo)

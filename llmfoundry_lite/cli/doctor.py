@@ -13,7 +13,7 @@ def doctor_command(
     alone: Annotated[bool, typer.Option("--alone", help="In a launch too: this machine, and not its links.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under 10 s without a GPU.")] = False,
 ) -> None:
-    """Check this machine before a run is trusted to it; exit code 2 when something failed.
+    """Check this machine before a run is trusted to it. Exit code 2 when something failed.
 
     Under torchrun or srun, all nodes together: each pair's link, each node's rate, clocks and versions.
     """

@@ -42,7 +42,7 @@ def plan_command(
     write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
-    """Predict memory, speed, days and cost of a run for every way of dividing the devices. Nothing is started.
+    """Predict memory, speed, days and cost of a run. Tries every way to divide the devices; starts nothing.
 
     Exit code 2 when no layout fits.
     """
@@ -166,7 +166,7 @@ def fabric_command(
     switch_watts: Annotated[float | None, typer.Option(min=0, help="That a switch draws.")] = None,
     message: Annotated[float, typer.Option(min=1, help="MiB of an all-reduce.")] = 186,
 ) -> None:
-    """Switches, price and power of a cluster's network, and what an all-reduce can reach on it. Arithmetic alone."""
+    """Count switches, price and power of a cluster's network. Also what an all-reduce can reach; by arithmetic."""
     from llmfoundry_lite.hardware import MIB
     from llmfoundry_lite.plan.fabric import describe
 

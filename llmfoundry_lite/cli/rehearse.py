@@ -24,7 +24,7 @@ def rehearse_command(
     ] = False,
     hardware: Annotated[str | None, typer.Option(help="The device, if no YAML is named after it.")] = None,
 ) -> None:
-    """Run the real training code as one rank of many, on devices that are not there: memory, FLOPs, collectives.
+    """Run a rank's real training code on devices that are not there. Memory, FLOPs and collectives are measured.
 
     Exit code 2 when the run would be refused or run out of memory.
     """

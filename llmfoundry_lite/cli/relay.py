@@ -8,7 +8,7 @@ import typer
 def relay_command(
     path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its places, and when it moves.")],
 ) -> None:
-    """Move a run between places, every so many batches or when one preempts it, until it is done.
+    """Move a run between places until it is done. It moves every so many batches, or when a place preempts it.
 
     May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
     """

@@ -34,7 +34,7 @@ class Spending(StrEnum):
 
 
 def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
-    """Show a run live, until it ends: batch, loss, rate, remaining time, last checkpoint. Ctrl-C leaves it alone."""
+    """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone."""
     from llmfoundry_lite.report.watch import watch
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -63,8 +63,7 @@ def report_runs(
         bool, typer.Option("--csv", help="Also write report.csv: a row for each batch and run, repeats removed.")
     ] = False,
 ) -> None:
-    """Show a run: losses beside baselines, how launches ended, where it ran and what that took, a sample, a plot.
-    Several: how far they are apart, batch by batch."""
+    """Show runs: losses, launches, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
     from llmfoundry_lite.report.report import PROMPTS, report
 
     sampling = {"prompts": prompt or PROMPTS, "temperature": temperature, "top_k": top_k}
@@ -90,7 +89,7 @@ def compare_results(
         float | None, typer.Option(min=0, help="Of --sequential: stop also when no difference is as large as this.")
     ] = None,
 ) -> None:
-    """Are models equally good? Item by item: differences, intervals, tests; or that nothing can be told."""
+    """Compare models item by item: differences, intervals, tests. It also says when nothing can be told."""
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare

@@ -25,7 +25,7 @@ LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [
 
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
-    """Train a model: YAML files or names, then key=value; --help has more."""
+    """Train a model: YAML files or names, then key=value. --help has more."""
     from llmfoundry_lite.train import check, main, prepare_environment
 
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
@@ -47,7 +47,7 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
-    """Evaluate models in context: models.NAME=WHERE; --help has more."""
+    """Evaluate models in context: models.NAME=WHERE. --help has more."""
     from llmfoundry_lite.eval import main, prepare_environment
 
     if not _is_launch(context.args, num_ranks):
