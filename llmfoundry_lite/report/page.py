@@ -111,7 +111,7 @@ def launches(run: Facts) -> Section:
 def advise_saves(run: Facts) -> list[str]:
     facts, num = run["failures"], run["failures"]["num_failures"]
     if not num:
-        return [f"no failure in {clock(facts['hours'])} of training: no interval of saves to suggest"]
+        return [f"no failure in {clock(facts['hours'])} of training"]
     between = facts["hours_between_failures"]
     if between is None:
         return [f"{num} failure{'s' * (num > 1)}; the log has no time/elapsed_seconds, so no mean time between them"]
@@ -156,7 +156,7 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     ]
     lines += ["time is that of training, evaluation and saves, without start-up"]
     if any(fact["mfu"] is None for fact in facts):
-        lines.append("no MFU or energy where the run knew no peak of the device")
+        lines.append("a device whose peak is not known has no MFU and no energy")
     if has_energy:
         lines.append("kWh at the board's rated power: devices alone, at full draw all the time")
     if with_cost:
