@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder

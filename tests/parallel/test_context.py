@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
-from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, FSDPConfig, ModelConfig
@@ -117,7 +117,7 @@ def compare(kind: str, degree: int, tensor: int, attn_impl: str, names: list[str
             continue
         expected["loss_sum"].backward()
         found["loss_sum"].backward()
-        gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
+        gradients: dict[str, Any] = {key: parameter.grad for key, parameter in whole.named_parameters()}
         for key, parameter in divided.named_parameters():
             gradient = parameter.grad.full_tensor() * ranks.size  # type: ignore[union-attr]
             error = (gradient - gradients[key]).norm() / gradients[key].norm()

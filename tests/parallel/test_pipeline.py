@@ -10,7 +10,7 @@ from torch import nn
 
 from llmfoundry_lite.checkpoint.state import join_optimizers
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
-from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
@@ -93,7 +93,9 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-KEPT = dict.fromkeys(("zero bubble, sharded", "four stages, llama", "blocks as given"), pytest.mark.slow)
+KEPT: dict[str, Any] = dict.fromkeys(
+    ("zero bubble, sharded", "four stages, llama", "blocks as given"), pytest.mark.slow
+)
 """Others are in the long tier: `test_layouts.py` has pairs of ways."""
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
-from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Coordinates, DataRanks, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
@@ -140,7 +140,7 @@ WAYS = {
 }
 
 
-KEPT = dict.fromkeys(("stream, selective", "stream, compiled", "clipped"), pytest.mark.slow)
+KEPT: dict[str, Any] = dict.fromkeys(("stream, selective", "stream, compiled", "clipped"), pytest.mark.slow)
 """Others are in the long tier: `test_layouts.py` has pairs of ways."""
 
 
