@@ -32,7 +32,7 @@ from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, al
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tables import print_gauntlet, print_table, write_tables
 from llmfoundry_lite.evaluation.verdicts import print_comparison
-from llmfoundry_lite.plots import Panel, plot_curves
+from llmfoundry_lite.plots.evaluations import Panel, plot_curves
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group

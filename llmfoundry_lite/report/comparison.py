@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmfoundry_lite.plots import Difference
+from llmfoundry_lite.plots.runs import Difference
 from llmfoundry_lite.report.reading import LOSS, VALIDATION, Log, Run
 
 

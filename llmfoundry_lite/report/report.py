@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite import plots
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.log_lines import read_lines
+from llmfoundry_lite.plots.runs import Axis, Curve, Leg, plot_comparison, plot_relay, plot_run
 from llmfoundry_lite.report.comparison import compare
 from llmfoundry_lite.report.failures import describe_failures
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
@@ -87,17 +87,17 @@ def report(
     reach = None if smooth_batches is None else smooth_batches // 2
     if len(runs) == 1:
         baselines = facts["runs"][0]["baselines"]
-        plots.plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=baselines, reach=reach)
+        plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=baselines, reach=reach)
     else:
         pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
         facts["comparisons"] = [asdict(comparison) for comparison, _ in pairs]
         differences = [difference for _, difference in pairs]
-        plots.plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
+        plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
     relay = facts["runs"][0]["relay"]
     if len(runs) == 1 and relay is not None:
         facts["relay_figure"] = f"relay.{form}"
-        legs = [plots.Leg(**{key: leg[key] for key in plots.Leg.__slots__}) for leg in relay["legs"]]
-        plots.plot_relay(folder / facts["relay_figure"], legs, title=runs[0].name)
+        legs = [Leg(**{key: leg[key] for key in Leg.__slots__}) for leg in relay["legs"]]
+        plot_relay(folder / facts["relay_figure"], legs, title=runs[0].name)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
     (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]))
@@ -187,10 +187,10 @@ def finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> plots.Curve:
+def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> Curve:
     log = run.log
     evaluated = np.isfinite(log[VALIDATION])
-    return plots.Curve(
+    return Curve(
         name=name,
         batches=log.batch,
         losses=log[LOSS],
@@ -203,11 +203,11 @@ def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> plots.Curve:
     )
 
 
-def axis_of(run: Run, x: str) -> plots.Axis:
+def axis_of(run: Run, x: str) -> Axis:
     """What has been trained after each batch: tokens, or these times the FLOPs of one, by the run's own account."""
     log = run.log
     if x == "batch":
-        return plots.Axis()
+        return Axis()
     totals, key = log[TOKENS], TOKENS
     if x == "flops":
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -215,7 +215,7 @@ def axis_of(run: Run, x: str) -> plots.Axis:
         totals, key = totals * (np.median(of_a_token) if len(of_a_token) else np.nan), FLOPS
     if not np.isfinite(totals).any():
         raise ConfigError(f"--x {x}: the log of {run.where} has no {key}; --x batch needs none")
-    return plots.Axis(AXES[x], log.batch, totals)
+    return Axis(AXES[x], log.batch, totals)
 
 
 def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | None]]:

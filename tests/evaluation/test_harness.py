@@ -28,7 +28,7 @@ from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plots import Panel
+from llmfoundry_lite.plots.evaluations import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 

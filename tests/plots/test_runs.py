@@ -1,21 +1,11 @@
 """Figures have no numbers to compare; what is drawn is looked at through matplotlib's own objects."""
 
-import matplotlib.pyplot as plt
+from typing import Any
+
 import numpy as np
 import pytest
 
-from llmfoundry_lite import plots
-from llmfoundry_lite.plots import Axis, Curve, Difference, Panel, Span, smooth, thin
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures, kept open."""
-    figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    yield figures
-    monkeypatch.undo()
-    plt.close("all")
+from llmfoundry_lite.plots.runs import Axis, Curve, Difference, Span, plot_comparison, plot_run, smooth, thin
 
 
 def curve(num=100, name="run", **more):
@@ -29,7 +19,7 @@ def texts(axes):
 
 def test_wide_segments_bear_their_labels_where_none_overlap(tmp_path, drawn):
     spans = [Span(1, 50, "2 x cpu · FULL_SHARD · fp32"), Span(51, 100, "1 x cpu · NO_SHARD · fp32")]
-    plots.plot_run(tmp_path / "loss.png", curve(), spans, title="run")
+    plot_run(tmp_path / "loss.png", curve(), spans, title="run")
     strip, loss, speed = drawn[0].axes
     assert texts(strip) == ["2 x cpu\nFULL_SHARD · fp32", "1 x cpu\nNO_SHARD · fp32"]
     boxes = [text.get_window_extent() for text in strip.texts]
@@ -41,7 +31,7 @@ def test_wide_segments_bear_their_labels_where_none_overlap(tmp_path, drawn):
 def test_narrow_segments_get_numbers_and_a_legend_and_one_shade_for_each_kind(tmp_path, drawn):
     kinds = ["8 x H100-80GB · FULL_SHARD · amp_bf16 PURE", "4 x MI250 · HYBRID_SHARD · amp_bf16 PURE"]
     spans = [Span(first, first + 9, kinds[i % 2]) for i, first in enumerate(range(1, 100, 10))]
-    plots.plot_run(tmp_path / "loss.png", curve(), spans, title="run")
+    plot_run(tmp_path / "loss.png", curve(), spans, title="run")
     strip, loss, _ = drawn[0].axes
     assert texts(strip) == ["1", "2"] * 5
     (legend,) = drawn[0].legends
@@ -52,14 +42,14 @@ def test_narrow_segments_get_numbers_and_a_legend_and_one_shade_for_each_kind(tm
 @pytest.mark.slow
 def test_a_thousand_segments_are_shaded_without_a_word_too_many(tmp_path, drawn):
     spans = [Span(batch, batch, f"{1 + batch % 2} x cpu") for batch in range(1, 1001)]
-    plots.plot_run(tmp_path / "loss.png", curve(1000), spans, title="run")
+    plot_run(tmp_path / "loss.png", curve(1000), spans, title="run")
     assert texts(drawn[0].axes[0]) == []
 
 
 def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(tmp_path, drawn):
     broken = curve(not_finite=[7])
     broken.losses[6] = np.nan
-    plots.plot_run(tmp_path / "loss.png", broken, title="run")
+    plot_run(tmp_path / "loss.png", broken, title="run")
     lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
     assert list(lines["not finite: 1 of run"].get_xdata()) == [7]
     assert np.isnan(drawn[0].axes[0].lines[0].get_ydata()[6])
@@ -72,7 +62,7 @@ def test_differences_of_zero_are_counted_and_not_drawn_on_the_scale(tmp_path, dr
     equal = Difference(name="c", batches=batches, absolute=np.zeros(100))
     none = Difference(name="d", batches=np.empty(0, np.int64), absolute=np.empty(0))
     curves = [curve(name=name) for name in "abcd"]
-    plots.plot_comparison(tmp_path / "report.png", curves, [apart, equal, none], title="four")
+    plot_comparison(tmp_path / "report.png", curves, [apart, equal, none], title="four")
     gap = drawn[0].axes[-1]
     labels = [text.get_text() for text in gap.get_legend().get_texts()]
     assert labels == [
@@ -87,7 +77,7 @@ def test_differences_of_zero_are_counted_and_not_drawn_on_the_scale(tmp_path, dr
 
 def test_the_hardware_of_compared_runs_stands_beside_their_names(tmp_path, drawn):
     spans = [[Span(1, 100, "2 x cpu · FULL_SHARD")], []]
-    plots.plot_comparison(tmp_path / "report.png", [curve(name="a"), curve(name="b")], [], spans, title="two")
+    plot_comparison(tmp_path / "report.png", [curve(name="a"), curve(name="b")], [], spans, title="two")
     first, second, *_ = drawn[0].axes
     assert (first.get_ylabel(), texts(first)) == ("a", ["2 x cpu · FULL_SHARD"])
     assert (second.get_ylabel(), texts(second)) == ("b", [])
@@ -114,8 +104,8 @@ def test_smoothing_lags_behind_nothing_and_passes_over_what_is_not_finite():
 
 
 def test_the_mean_is_as_wide_as_asked_and_left_out_at_one_batch(tmp_path, drawn):
-    plots.plot_run(tmp_path / "a.png", curve(), title="run", reach=2)
-    plots.plot_run(tmp_path / "b.png", curve(), title="run", reach=0)
+    plot_run(tmp_path / "a.png", curve(), title="run", reach=2)
+    plot_run(tmp_path / "b.png", curve(), title="run", reach=0)
     wide, none = ([text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in drawn)
     assert (wide, none) == (["training (mean of 5 batches)"], ["training"])
 
@@ -124,7 +114,7 @@ def test_the_mean_is_as_wide_as_asked_and_left_out_at_one_batch(tmp_path, drawn)
 def test_a_figure_is_what_its_suffix_says_and_the_same_each_time(tmp_path, suffix, start):
     paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
     for path in paths:
-        plots.plot_run(path, curve(), title="run")
+        plot_run(path, curve(), title="run")
     one, two = (path.read_bytes() for path in paths)
     assert one.startswith(start) and one == two
     assert suffix != "svg" or b">loss, nats per token<" in one
@@ -134,11 +124,11 @@ def test_tokens_stand_along_the_figure_with_everything_in_its_place(tmp_path, dr
     """The batch grows from 10 to 1,000 tokens after half of the batches."""
     totals = np.cumsum(np.where(np.arange(1, 101) <= 50, 10.0, 1000.0))
     axis = Axis("training tokens", np.arange(1, 101), totals)
-    evaluated = {"eval_batches": np.array([50, 100]), "eval_losses": np.array([2.0, 1.0])}
+    evaluated: dict[str, Any] = {"eval_batches": np.array([50, 100]), "eval_losses": np.array([2.0, 1.0])}
     lost = (np.arange(101, 106), np.full(5, 0.1))
     spans = [Span(1, 50, "2 x cpu"), Span(51, 100, "1 x cpu")]
     run = curve(axis=axis, not_finite=[50], dead=[lost], **evaluated)
-    plots.plot_run(tmp_path / "loss.png", run, spans, title="run")
+    plot_run(tmp_path / "loss.png", run, spans, title="run")
     _, loss, speed = drawn[0].axes
     lines = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
     assert speed.get_xlabel() == "training tokens"
@@ -151,32 +141,13 @@ def test_tokens_stand_along_the_figure_with_everything_in_its_place(tmp_path, dr
 
 def test_the_validation_after_the_last_batch_is_not_cut_in_half(tmp_path, drawn):
     last = curve(eval_batches=np.array([100]), eval_losses=np.array([2.0]))
-    plots.plot_run(tmp_path / "loss.png", last, title="run")
-    plots.plot_comparison(tmp_path / "two.png", [last, last], [], title="two")
+    plot_run(tmp_path / "loss.png", last, title="run")
+    plot_comparison(tmp_path / "two.png", [last, last], [], title="two")
     for figure in drawn:
         marks = [line for line in figure.axes[0].lines if not line.get_clip_on()]
         assert marks and all((mark.get_xdata()[0], mark.get_ydata()[0]) == (100, 2.0) for mark in marks)
 
 
-def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):
-    points = {name: [(100, 0.3, 0.02), (200, 0.4, 0.02)] for name in "ab"}
-    panels = [
-        Panel(title="choice/0-shot", y_label="accuracy (acc)", points=points, chance=0.25),
-        Panel(title="text/0-shot", y_label="bits per byte", points=points),
-    ]
-    plots.plot_curves(panels, tmp_path / "learning.png", x_label="batch")
-    choice, text, *_ = drawn[0].axes
-    assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in (choice, text)] == [
-        ("batch", "accuracy (acc)"),
-        ("batch", "bits per byte"),
-    ]
-    assert [note.get_text() for note in choice.texts] == ["chance, 0.25"] and not text.texts
-    assert choice.get_ylim()[0] < 0.25
-    assert [label.get_text() for label in drawn[0].legends[0].get_texts()] == ["a", "b"]
-
-
 def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
-    points = {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}
-    plots.plot_curves([Panel(title="a $ b $x_{", y_label="$", points=points)], tmp_path / "a.png", x_label="b")
-    plots.plot_run(tmp_path / "b.png", curve(), [Span(1, 100, "$x_{")], title="$\\frac{ of $")
-    assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size
+    plot_run(tmp_path / "b.png", curve(), [Span(1, 100, "$x_{")], title="$\\frac{ of $")
+    assert (tmp_path / "b.png").stat().st_size

@@ -5,8 +5,7 @@
     plot_relay(path, legs, title=…)                which place had a run when, and how far it came
 
 A hundred thousand batches are thinned before they are drawn: of each stretch its lowest and its highest value.
-A figure is PNG, PDF or SVG, as the suffix of its path says. Batches are placed by `Axis`: tokens or FLOPs may stand
-along it as well.
+Batches are placed by `Axis`: tokens or FLOPs may stand along it as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from llmfoundry_lite.plots.figure import CURVES, REFERENCE, TRAIN, VALIDATION, plt, write
 
-matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no formula
-
-TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
-CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
 SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
 MAX_POINTS = 4000
 """Drawn of one curve; a figure is a quarter as many pixels wide."""
@@ -145,7 +138,7 @@ def plot_run(
         _shade((loss, speed), spans, curve.axis)
         _label_strips(figure, strip, [spans], [""], [curve.axis])
     figure.axes[0].set_title(title, fontsize=11)
-    _write(figure, path)
+    write(figure, path)
 
 
 def plot_comparison(
@@ -190,7 +183,7 @@ def plot_comparison(
         axes = [curve.axis for curve in curves]
         _label_strips(figure, strip, spans, [curve.name for curve in curves], axes)
     figure.axes[0].set_title(title, fontsize=11)
-    _write(figure, path)
+    write(figure, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,15 +223,7 @@ def plot_relay(path: Path, legs: Sequence[Leg], *, title: str) -> None:
     for axes in (progress, rows):
         axes.spines[["top", "right"]].set_visible(False)
     progress.set_title(title, fontsize=11)
-    _write(figure, path)
-
-
-def _write(figure: Any, path: Path) -> None:
-    """Text stays text in SVG and PDF, and the same figure is the same bytes."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "llmfoundry-lite"}):
-        undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-        figure.savefig(path, metadata=undated[path.suffix.removeprefix(".")])
-    plt.close(figure)
+    write(figure, path)
 
 
 def _draw(axes: Any, place: Place, batches: Ints, values: Floats, **look: Any) -> None:
@@ -437,122 +422,3 @@ def smooth(values: Floats, reach: int | None = None) -> Floats:
     counts = np.concatenate([[0], np.cumsum(known)])
     total, count = sums[at + half + 1] - sums[at - half], counts[at + half + 1] - counts[at - half]
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One of small multiples."""
-
-    title: str
-    y_label: str
-    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
-    """Name -> (x, y, error of y)."""
-    chance: float | None = None
-    """What guessing makes of y."""
-
-
-def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
-    """Small multiples; written to `path`."""
-    num_columns = min(3, len(panels))
-    num_rows = -(-len(panels) // num_columns)
-    figure, grid = plt.subplots(
-        num_rows, num_columns, figsize=(4 * num_columns, 3 * num_rows), squeeze=False, layout="constrained", dpi=130
-    )
-    for axes in grid.flat[len(panels) :]:
-        axes.axis("off")
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        for name, points in panel.points.items():
-            x, y, error = zip(*points, strict=True)
-            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1.5, capsize=2, label=name)
-        if panel.chance is not None:
-            label = f"chance, {panel.chance:.2f}"
-            axes.axhline(panel.chance, color=REFERENCE, linestyle="--", linewidth=1.2, zorder=1)
-            axes.annotate(
-                label,
-                (1, panel.chance),
-                (0, 2),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                ha="right",
-                va="bottom",
-                fontsize=8,
-                color="#555555",
-            )
-        axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(panel.y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
-    if any(len(panel.points) > 1 for panel in panels):
-        handles, labels = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    _write(figure, path)
-
-
-def plot_differences(
-    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float, bool]]]], path: Path, *, title: str
-) -> None:
-    """Differences from a first model, with their intervals: panel -> row -> model -> (difference, low, high, whether it
-    is more than chance); written to `path` as PNG. Chance's are hollow. Rows go downwards; one that starts with `mean`
-    is set apart."""
-    models = list(dict.fromkeys(model for rows in panels.values() for points in rows.values() for model in points))
-    step = 0.7 / max(1, len(models))
-    heights = [max(1, len(rows)) * max(1, 0.55 * len(models)) + 0.6 for rows in panels.values()]
-    figure, grid = plt.subplots(
-        len(panels),
-        1,
-        figsize=(8, 1.3 + 0.38 * sum(heights) + 0.3 * len(panels)),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
-        dpi=130,
-    )
-    for axes, (x_label, rows) in zip(grid.flat, panels.items(), strict=True):
-        axes.axvline(0, color="#333333", linewidth=1, zorder=1)
-        for row, (name, points) in enumerate(rows.items()):
-            if name.startswith("mean") and row:
-                axes.axhline(row - 0.5, color=REFERENCE, linewidth=0.8)
-            for i, model in enumerate(models):
-                if model in points:
-                    place = row + (i - (len(models) - 1) / 2) * step
-                    _plot_interval(axes, points[model], place, CURVES[i % len(CURVES)], is_mean=name.startswith("mean"))
-        axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        farthest = max(
-            (abs(end) for points in rows.values() for point in points.values() for end in point[:3]), default=0
-        )
-        axes.set_xlim(-1.08 * farthest or -1, 1.08 * farthest or 1)
-        axes.set_xlabel(x_label, fontsize=9)
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.25, linewidth=0.6)
-    looks = [(CURVES[i % len(CURVES)], CURVES[i % len(CURVES)], model) for i, model in enumerate(models)]
-    looks = looks if len(models) > 1 else []
-    looks += [
-        ("#555555", "#555555", "a difference (corrected p < 0.05)"),
-        ("#555555", "white", "none to be told from chance"),
-    ]
-    handles = [
-        plt.Line2D([], [], color=edge, marker="o", markerfacecolor=face, markersize=6, linewidth=1.6, label=label)
-        for edge, face, label in looks
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
-    grid.flat[0].set_title(title, fontsize=11)
-    _write(figure, path)
-
-
-def _plot_interval(axes: Any, point: tuple[float, float, float, bool], y: float, color: str, *, is_mean: bool) -> None:
-    difference, low, high, is_detected = point
-    axes.plot([low, high], [y, y], color=color, linewidth=2.4 if is_mean else 1.6, solid_capstyle="butt", zorder=2)
-    axes.plot(
-        [difference],
-        [y],
-        "D" if is_mean else "o",
-        color=color,
-        markerfacecolor=color if is_detected else "white",
-        markeredgewidth=1.6,
-        markersize=7,
-        zorder=3,
-    )

@@ -1,0 +1,25 @@
+"""What all figures have in common: pyplot without a screen, colours, and how they become files.
+
+A figure is PNG, PDF or SVG, as the suffix of its path says.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no formula
+
+TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
+CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
+
+
+def write(figure: Any, path: Path) -> None:
+    """Text stays text in SVG and PDF, and the same figure is the same bytes."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "llmfoundry-lite"}):
+        undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+        figure.savefig(path, metadata=undated[path.suffix.removeprefix(".")])
+    plt.close(figure)

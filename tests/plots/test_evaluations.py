@@ -1,0 +1,28 @@
+"""Figures of evaluations, looked at through matplotlib's own objects."""
+
+from typing import Any
+
+from llmfoundry_lite.plots.evaluations import Panel, plot_curves
+
+
+def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):
+    points: dict[str, Any] = {name: [(100, 0.3, 0.02), (200, 0.4, 0.02)] for name in "ab"}
+    panels = [
+        Panel(title="choice/0-shot", y_label="accuracy (acc)", points=points, chance=0.25),
+        Panel(title="text/0-shot", y_label="bits per byte", points=points),
+    ]
+    plot_curves(panels, tmp_path / "learning.png", x_label="batch")
+    choice, text, *_ = drawn[0].axes
+    assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in (choice, text)] == [
+        ("batch", "accuracy (acc)"),
+        ("batch", "bits per byte"),
+    ]
+    assert [note.get_text() for note in choice.texts] == ["chance, 0.25"] and not text.texts
+    assert choice.get_ylim()[0] < 0.25
+    assert [label.get_text() for label in drawn[0].legends[0].get_texts()] == ["a", "b"]
+
+
+def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
+    points: dict[str, Any] = {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}
+    plot_curves([Panel(title="a $ b $x_{", y_label="$", points=points)], tmp_path / "a.png", x_label="b")
+    assert (tmp_path / "a.png").stat().st_size
