@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, EXIT_USER
+from llmfoundry_lite.errors import EXIT_PREEMPTED
 from tests.helpers.launch import ROOT
 
 SKY = ROOT / "scripts/sky"
@@ -49,8 +49,7 @@ def test_it_runs_on_either_vendor_and_is_recovered_when_it_says_75(task):
         if option["accelerators"].startswith("MI"):
             assert "rocm" in option["image_id"]
     assert resources["job_recovery"]["recover_on_exit_codes"] == [EXIT_PREEMPTED]
-    assert resources["job_recovery"]["max_restarts_on_errors"] == 0  # EXIT_USER and EXIT_BUG come again each time
-    assert EXIT_USER and EXIT_BUG
+    assert resources["job_recovery"]["max_restarts_on_errors"] == 0  # a user's mistake or a bug comes again each time
 
 
 def test_what_it_lays_over_a_run_loads_and_saves_into_the_bucket(task):
@@ -124,7 +123,8 @@ def test_codes_that_are_not_75_stay_unless_the_run_says_that_it_was_preempted(no
         (tmp_path / "runs/tiny").mkdir(parents=True)
         path = tmp_path / "runs/tiny/status.json"
         path.write_text(json.dumps({"status": status, "batch": 3, "reason": "SIGTERM"}))
-        os.utime(path, (time.time() + 5,) * 2)
+        later = time.time() + 5
+        os.utime(path, (later, later))
     assert node(code=code, OPTIONS="").wait(60) == expected
 
 

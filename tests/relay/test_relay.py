@@ -1,6 +1,7 @@
 """`llmfoundry-lite relay`: who has the run, for how long, and what survives when anything is killed.
 
-Launches are real processes, but for `test_long.py` they do not train: `trainer.py` leaves behind what a launch does.
+Launches are real processes, but they do not train as those of `test_killed_at_random.py` do: `trainer.py` leaves behind
+what a launch does.
 """
 
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,7 +33,7 @@ def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(places, policy="on_preemption", **more):
+def write(places, policy: str | dict[str, Any] = "on_preemption", **more):
     """relay.yaml, of places by name: a launch command, or a whole block."""
     blocks = {name: place if isinstance(place, dict) else {"launch": place} for name, place in places.items()}
     content = {"run": "runs/x", "policy": policy, "places": blocks, "rest": "0.1s", **more}
@@ -39,11 +41,11 @@ def write(places, policy="on_preemption", **more):
     return "relay.yaml"
 
 
-def relay(places, policy="on_preemption", **more):
+def relay(places, policy: str | dict[str, Any] = "on_preemption", **more):
     return run(load_relay(write(places, policy, **more)))
 
 
-def begin():
+def begin() -> subprocess.Popen[Any]:
     """The relay as users start it."""
     command = [sys.executable, "-m", "llmfoundry_lite", "relay", "relay.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -243,7 +245,8 @@ def test_one_relay_moves_a_run_and_its_lock_ends_with_it():
     (pid,) = trainers()
     assert psutil.pid_exists(pid)  # the launch does not hold the lock
     third = begin()
-    wait_for(lambda: "waiting for it" in third.stdout.readline())
+    said: Any = third.stdout
+    wait_for(lambda: "waiting for it" in said.readline())
     third.send_signal(signal.SIGTERM)
     output, _ = third.communicate(timeout=DEADLINE_SECONDS)
     assert third.returncode == 75, output
