@@ -208,22 +208,6 @@ class Checkpointing(Callback):
         saved = f"saved as ba{self.last_saved_batch}" if self.saves_here else "another island saves"
         return f"{reason} after batch {int(state.timestamp.batch)}, {saved}; run the same command again"
 
-    # ------------------------------------------------------------------------------------------------ joining a run
-
-    def tell(self, state: State) -> dict[str, Any]:
-        """What a save holds besides tensors and optimizer, as JSON can hold it: for islands that join."""
-        segments = (*self.segments, self._segment(state)) if int(state.timestamp.batch) >= self.first_batch else ()
-        return {
-            "scalars": encode_value(self.run_state.collect(state)),
-            "segments": [portable.encode_segment(segment) for segment in segments],
-        }
-
-    def take_over(self, told: dict[str, Any], state: State) -> None:
-        """Carry on from what another island has told."""
-        self._say(*self.run_state.restore(decode_value(told["scalars"]), state))
-        self.segments = tuple(portable.decode_segment(Item(one, "segment")) for one in told["segments"])
-        self._begin(state)
-
     def fit_end(self, state: State, logger: Logger) -> None:
         self._finish(logger)
 
@@ -328,3 +312,19 @@ class Checkpointing(Callback):
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)
+
+    # ------------------------------------------------------------------------------------------------ joining a run
+
+    def tell(self, state: State) -> dict[str, Any]:
+        """What a save holds besides tensors and optimizer, as JSON can hold it: for islands that join."""
+        segments = (*self.segments, self._segment(state)) if int(state.timestamp.batch) >= self.first_batch else ()
+        return {
+            "scalars": encode_value(self.run_state.collect(state)),
+            "segments": [portable.encode_segment(segment) for segment in segments],
+        }
+
+    def take_over(self, told: dict[str, Any], state: State) -> None:
+        """Carry on from what another island has told."""
+        self._say(*self.run_state.restore(decode_value(told["scalars"]), state))
+        self.segments = tuple(portable.decode_segment(Item(one, "segment")) for one in told["segments"])
+        self._begin(state)
