@@ -11,8 +11,8 @@ from llmfoundry_lite.errors import ConfigError
 def refuse_beside(
     context: typer.Context, option: str, why: str, *, only: Collection[str] = (), but: Collection[str] = ()
 ) -> None:
-    """Raises ConfigError, with `why`, if the command line gives anything beside `option`: one of the parameters `only`,
-    or where none are named any one but those in `but`.
+    """Raises ConfigError, which says `why`, where the command line gives what means nothing beside `option`: one
+    of the parameters `only`; or, where that is empty, any that is not in `but`.
     """
     given = [
         _words(context, parameter)
@@ -30,5 +30,5 @@ def _is_given(context: typer.Context, parameter: Any) -> bool:
 
 
 def _words(context: typer.Context, parameter: Any) -> str:
-    """An option's name; of arguments themselves."""
+    """An option's name, or the arguments as they were given."""
     return parameter.opts[0] if parameter.opts[0].startswith("-") else " ".join(context.params[parameter.name])

@@ -312,6 +312,8 @@ class LoaderConfig:
 NEWTON_SCHULZ_STEPS = 5
 """Of muon, unless `ns_steps` says otherwise."""
 
+LOSS_CHUNK_MIB = 256
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
@@ -577,7 +579,7 @@ class TrainConfig:
     eval_subset_num_batches: int = -1
     """Global batches of device_eval_batch_size times the devices (groups of them with tp_config or cp_config); -1 for
     all."""
-    loss_chunk_mib: int = 256
+    loss_chunk_mib: int = LOSS_CHUNK_MIB
     """Of fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
     products, and add up the embedding's gradient in fewer parts."""
     device_eval_batch_size: int | None = None

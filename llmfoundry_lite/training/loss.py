@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llmfoundry_lite.config.schema import LOSS_CHUNK_MIB
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.products import multiply
 from llmfoundry_lite.parallel.tensor import all_gather, divided_rows
@@ -24,7 +25,7 @@ from llmfoundry_lite.parallel.tensor import all_gather, divided_rows
 IGNORED = -100
 """The label of a token that has no loss."""
 
-CHUNK_BYTES = 256 * MIB
+CHUNK_BYTES = LOSS_CHUNK_MIB * MIB
 """Of fp32 logits at a time, unless told otherwise."""
 
 CPU_ROWS = 8192
