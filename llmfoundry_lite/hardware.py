@@ -52,6 +52,13 @@ class Accelerator:
         """What is left of the memory for a program."""
         return int(FREE_SHARE * self.memory_bytes)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory of matrix products for each thread that computes, as torch has it: 32 MiB from Hopper on, a
+        quarter before (`getChosenWorkspaceSize`). AMD's is not rehearsed and counts as Hopper's."""
+        is_older = self.name.startswith(("V100", "A100", "A10", "L4", "RTX-4090"))
+        return 8 * MIB + 128 * KIB if is_older else 32 * MIB
+
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s in fp32, tf32, bf16, fp16 or fp8; None where none is published."""
         teraflops = self.peak_teraflops.get(dtype)

@@ -22,7 +22,7 @@ from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, ConfigError
 from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.rehearse.device import find_device
@@ -36,6 +36,8 @@ COMMON = "h100-8"
 COUNTS = [1, 2, 4, *range(8, 1025, 8)]
 MOST = 0.05
 """By which the estimate may exceed the rehearsal. It is never below it."""
+MOST_BYTES = 8 * MIB
+"""Or by so much, where that is more: of a model that takes 50 MiB."""
 HEADINGS = ["model", "hardware", "devices", "microbatch", "rehearsed, GiB", "estimate, GiB", "difference"]
 
 
@@ -72,11 +74,12 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
                 known = found[kind].overlays if kind in found else []
                 digest = hashlib.sha256(kind.encode()).hexdigest()[:16]
                 found[kind] = case._replace(overlays=[*known, overlay], run=digest)
-    return sorted(found.values(), key=is_uncommon)
+    return sorted(found.values(), key=turn_of)
 
 
-def is_uncommon(case: Case) -> bool:
-    return COMMON not in case.overlays
+def turn_of(case: Case) -> tuple[bool, bool]:
+    """The commonest overlay first, layouts last."""
+    return any(" + " in overlay for overlay in case.overlays), COMMON not in case.overlays
 
 
 def files_of(overlay: str) -> list[str]:
@@ -127,7 +130,8 @@ def can_be_divided(config: TrainConfig, num_devices: int) -> bool:
 
 def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) -> bool:
     sized = dataclasses.replace(config, device_train_microbatch_size=size)
-    needed = estimate_training_memory(sized, layout_of(sized, num_devices, min(PER_NODE, num_devices))).total_bytes
+    layout = layout_of(sized, num_devices, min(PER_NODE, num_devices))
+    needed = estimate_training_memory(sized, layout, device).total_bytes
     return needed <= device.free_bytes - UNREHEARSED_BYTES
 
 
@@ -146,7 +150,7 @@ def run(
     print(*HEADINGS, sep="  ", flush=True)
     with Stage() as stage:
         cases = [case for model in models for case in find_cases([model], with_layouts(model, overlays), devices)]
-        for case in sorted(cases, key=is_uncommon):
+        for case in sorted(cases, key=turn_of):
             row = known.get(case.run)
             if row is None and time.monotonic() > deadline:
                 left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
@@ -180,7 +184,8 @@ def compare(stage: Stage, case: Case) -> dict[str, Any]:
 
 def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str, Any]:
     config = load_train_config(case.arguments).config
-    estimate = estimate_training_memory(config, layout_of(config, case.num_devices, min(PER_NODE, case.num_devices)))
+    layout = layout_of(config, case.num_devices, min(PER_NODE, case.num_devices))
+    estimate = estimate_training_memory(config, layout, case.device)
     return {
         "model": case.model,
         "overlays": sorted(case.overlays),
@@ -239,7 +244,7 @@ def compare_here(stage: Stage, name: str, arguments: list[str], device: Accelera
     return {
         "model": name,
         "microbatch_size": size,
-        "estimated_bytes": estimate_training_memory(load_train_config(arguments).config, Layout()).total_bytes,
+        "estimated_bytes": estimate_training_memory(load_train_config(arguments).config, Layout(), device).total_bytes,
         "real": real.found,
         "rehearsed": rehearsed.found,
         "error": failed.said.strip().splitlines()[-1] if failed else "",
@@ -259,7 +264,10 @@ def cells_here(row: dict[str, Any]) -> list[str]:
 
 
 def is_sound(row: dict[str, Any]) -> bool:
-    return not row["error"] and 0 <= difference(row) <= MOST
+    if row["error"]:
+        return False
+    rehearsed_bytes = row["rehearsed"]["allocated_bytes"]
+    return 0 <= row["estimated_bytes"] - rehearsed_bytes <= max(MOST * rehearsed_bytes, MOST_BYTES)
 
 
 def difference(row: dict[str, Any]) -> float:
@@ -284,22 +292,28 @@ def read_report(folder: Path | None) -> list[dict[str, Any]]:
 
 
 def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
-    """memory.json and memory.md. Rows that were there of other runs stay."""
+    """memory.json and memory.md. Rows of other models, overlays or counts stay from before."""
     folder.mkdir(parents=True, exist_ok=True)
-    new = {place_of(row) for row in rows}
-    rows = sorted([*(row for row in read_report(folder) if place_of(row) not in new), *rows], key=place_of)
+    new = {combination for row in rows for combination in combinations_of(row)}
+    old = [row for row in read_report(folder) if not new & combinations_of(row)]
+    rows = sorted([*old, *rows], key=place_of)
     write_atomically(folder / "memory.json", json.dumps({"rows": rows}, indent=1) + "\n")
     lines = [
         "# Memory: the estimate beside the rehearsal",
         "",
         "`llmfoundry-lite bench memory --out docs/measurements`, without a GPU. Each run has the largest microbatch",
-        "that the estimate gives room for: at the fewest devices on which one sample fits, and at 1,024 devices as the",
-        "last rank. The estimate shall be at most 5 % above the rehearsal, and never below it. AMD's memory is",
-        "rehearsed on NVIDIA's runtime.",
+        "that the estimate gives room for: at the fewest devices on which one sample fits, and at 1,024 devices as",
+        "the last rank. With a layout of `yamls/layouts`, at the fewest devices that it divides. Of a pipeline, the",
+        "first rank of the fullest stage. The estimate shall be at most 5 % above the rehearsal, or 8 MiB where that",
+        "is more, and never below it. AMD's memory is rehearsed on NVIDIA's runtime.",
         "",
         *markdown_table([HEADINGS, *(cells(row) for row in rows)]),
     ]
     write_atomically(folder / "memory.md", "\n".join(lines) + "\n")
+
+
+def combinations_of(row: dict[str, Any]) -> set[tuple[str, int, str]]:
+    return {(row["model"], row["num_devices"], overlay) for overlay in row["overlays"]}
 
 
 def place_of(row: dict[str, Any]) -> tuple[int, str, int, str]:

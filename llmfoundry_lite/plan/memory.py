@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
-from llmfoundry_lite.hardware import GIB, MIB
+from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.plan.schedule import Pass, few_rounds, order_of
 
 FP32_BYTES = 4
 INT64_BYTES = 8
-WORKSPACES_BYTES = 65 * MIB
-"""Scratch memory of matrix products: 32 MiB for each of the two threads that compute, on Hopper; elsewhere less.
-Source: torch's `getChosenWorkspaceSize`, and rehearsals. And one of tensors too small to be counted."""
+WORKSPACES_BYTES = 32 * MIB
+"""Scratch memory of matrix products for each of the two threads that compute: the most that a device takes."""
+SMALL_BYTES = 3 * MIB // 2
+"""Of tensors too small to be counted, and of blocks that torch's allocator does not split; by rehearsals."""
 ROUNDING = 1 / 300
 """By how much more torch's allocator gives, which rounds up; by rehearsals."""
 GATHER_BYTES = 1 << 27
@@ -65,21 +66,26 @@ class MemoryEstimate:
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
-def estimate_training_memory(config: TrainConfig, layout: Layout) -> MemoryEstimate:
-    """The estimate for a run on devices that are divided so; of a pipeline, for its fullest stage."""
+def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accelerator | None = None) -> MemoryEstimate:
+    """The estimate for a run on devices that are divided so; of a pipeline, for its fullest stage.
+
+    Without `device` libraries take the most that they do on any.
+    """
     if layout.pipeline == 1:
-        return _estimate_part(config, layout)
+        return _estimate_part(config, layout, device)
     ranks: dict[Any, tuple[int, list[Stage]]] = {}
     for rank, stages in enumerate(stages_of(config.model, config.pipeline)):
         # Of ranks whose stages are alike, the first keeps the most.
         ranks.setdefault(tuple((len(s.blocks), s.is_first, s.is_last) for s in stages), (rank, stages))
-    return max((_play(config, layout, *of) for of in ranks.values()), key=lambda estimate: estimate.total_bytes)
+    return max((_play(config, layout, *of, device) for of in ranks.values()), key=lambda estimate: estimate.total_bytes)
 
 
-def estimate_stages(config: TrainConfig, layout: Layout) -> list[tuple[list[Stage], MemoryEstimate]]:
+def estimate_stages(
+    config: TrainConfig, layout: Layout, device: Accelerator | None = None
+) -> list[tuple[list[Stage], MemoryEstimate]]:
     """For each rank of a pipeline its stages, and what a device of it needs: the most while it plays its schedule."""
     return [
-        (stages, _play(config, layout, rank, stages))
+        (stages, _play(config, layout, rank, stages, device))
         for rank, stages in enumerate(stages_of(config.model, config.pipeline))
     ]
 
@@ -104,7 +110,9 @@ class _Chunk(NamedTuple):
     num_blocks: int
 
 
-def _play(config: TrainConfig, layout: Layout, rank: int, stages: list[Stage]) -> MemoryEstimate:
+def _play(
+    config: TrainConfig, layout: Layout, rank: int, stages: list[Stage], device: Accelerator | None
+) -> MemoryEstimate:
     """Gradients wait whole for the end of the schedule, and with them the parameters. There are buffers for what all
     microbatches send and receive."""
     pipeline, options = config.pipeline, _options_of(config, layout)
@@ -159,7 +167,7 @@ def _play(config: TrainConfig, layout: Layout, rank: int, stages: list[Stage]) -
         moments.get("at_embeddings", in_loss), activations_bytes=buffers_bytes, logits_bytes=0
     )
     estimate = max(playing, sharing, key=lambda moment: moment.total_bytes)
-    return _with_the_rest(dataclasses.replace(config, model=model), layout, estimate)
+    return _with_the_rest(dataclasses.replace(config, model=model), layout, estimate, device)
 
 
 def _order(pipeline: PipelineConfig, rank: int, num_microbatches: int) -> Sequence[Pass]:
@@ -249,9 +257,9 @@ def _measure_chunk(
     )
 
 
-def _estimate_part(config: TrainConfig, layout: Layout) -> MemoryEstimate:
+def _estimate_part(config: TrainConfig, layout: Layout, device: Accelerator | None) -> MemoryEstimate:
     """Of a model that is all on one stage."""
-    return _with_the_rest(config, layout, estimate_memory(config.model, **_options_of(config, layout)))
+    return _with_the_rest(config, layout, estimate_memory(config.model, **_options_of(config, layout)), device)
 
 
 def _options_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
@@ -281,7 +289,9 @@ def _options_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
     )
 
 
-def _with_the_rest(config: TrainConfig, layout: Layout, estimate: MemoryEstimate) -> MemoryEstimate:
+def _with_the_rest(
+    config: TrainConfig, layout: Layout, estimate: MemoryEstimate, device: Accelerator | None
+) -> MemoryEstimate:
     """Or the optimizer's step, where that takes more; and what is small."""
     fsdp = config.sharding
     device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
@@ -303,7 +313,8 @@ def _with_the_rest(config: TrainConfig, layout: Layout, estimate: MemoryEstimate
     rounding_bytes = int(estimate.total_bytes * ROUNDING) + (1 + slots_of(config)[0]) * _rounding_bytes(
         config.model, layout.of_parameters.shard, layout.tensor
     )
-    return dataclasses.replace(estimate, workspaces_bytes=WORKSPACES_BYTES + ids_bytes + rounding_bytes)
+    libraries_bytes = 2 * (device.workspace_bytes if device is not None else WORKSPACES_BYTES)
+    return dataclasses.replace(estimate, workspaces_bytes=libraries_bytes + SMALL_BYTES + ids_bytes + rounding_bytes)
 
 
 def slots_of(config: TrainConfig) -> tuple[int, ...]:

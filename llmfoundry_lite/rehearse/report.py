@@ -56,7 +56,7 @@ class Rehearsal:
 def describe(rehearsal: Rehearsal) -> str:
     config, device = rehearsal.config, rehearsal.device
     layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
-    num_ranks, estimate = layout.num_data_ranks, estimate_rank(config, layout, rehearsal.rank)
+    num_ranks, estimate = layout.num_data_ranks, estimate_rank(config, layout, rehearsal.rank, device)
     expected_bytes = estimate.total_bytes
     lines = [
         f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
@@ -112,10 +112,10 @@ def describe_stage(config: TrainConfig, layout: Layout, rank: int) -> list[str]:
     return [f"stage          {place}: {describe_stages(stages_of_rank(config, layout, rank))}"]
 
 
-def estimate_rank(config: TrainConfig, layout: Layout, rank: int) -> MemoryEstimate:
+def estimate_rank(config: TrainConfig, layout: Layout, rank: int, device: Accelerator) -> MemoryEstimate:
     if layout.pipeline == 1:
-        return estimate_training_memory(config, layout)
-    return estimate_stages(config, layout)[layout.coordinates(rank).pipeline][1]
+        return estimate_training_memory(config, layout, device)
+    return estimate_stages(config, layout, device)[layout.coordinates(rank).pipeline][1]
 
 
 def count_rank_flops(config: TrainConfig, layout: Layout, rank: int) -> float:

@@ -35,7 +35,7 @@ def search(
     device_batch_size = config.global_train_batch_size // num_ranks
     sizes = find_sizes(config, device_batch_size)
     limit = device.free_bytes - UNREHEARSED_BYTES
-    estimates = {size: estimate(config, size, num_devices, per_node) for size in sizes}
+    estimates = {size: estimate(config, size, device, num_devices, per_node) for size in sizes}
     first = max((size for size in sizes if estimates[size] <= limit), default=1)
     last: list[Outcome] = []
     print(
@@ -117,9 +117,9 @@ def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:
     return [f"device_train_microbatch_size={size}", f"global_train_batch_size={num_samples}"]
 
 
-def estimate(config: TrainConfig, size: int, num_devices: int, per_node: int) -> int:
+def estimate(config: TrainConfig, size: int, device: Accelerator, num_devices: int, per_node: int) -> int:
     sized = dataclasses.replace(config, device_train_microbatch_size=size)
-    return estimate_training_memory(sized, layout_of(sized, num_devices, per_node)).total_bytes
+    return estimate_training_memory(sized, layout_of(sized, num_devices, per_node), device).total_bytes
 
 
 def describe(size: int, outcome: Outcome, estimated_bytes: int) -> str:
