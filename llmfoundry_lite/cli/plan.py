@@ -34,6 +34,9 @@ def plan_command(
     tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None,
     mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None,
+    stall: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds that a save holds training up, as `report` measures it.")
+    ] = None,
     join: Annotated[str | None, typer.Option(help="A second cluster, HARDWARE:DEVICES, that trains along.")] = None,
     wan: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between the two clusters [10].")] = None,
     exchange_every: Annotated[int | None, typer.Option(min=1, help="Steps between their exchanges [1].")] = None,
@@ -87,6 +90,7 @@ def plan_command(
             num_tokens=tokens,
             dollars_per_device_hour=price,
             device_hours_between_failures=mtbf,
+            stall_seconds=stall,
         )
 
     clusters = [(name, number) for name in hardware.split(",") for number in parse_counts(devices)]

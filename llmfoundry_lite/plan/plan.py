@@ -59,14 +59,18 @@ def make_plan(
     num_tokens: float | None = None,
     dollars_per_device_hour: float | None = None,
     device_hours_between_failures: float | None = None,
+    stall_seconds: float | None = None,
 ) -> Plan:
     """`measured`: mfu.json of `bench mfu`, on such a device. `pipeline`: another one than the run's pp_config; without
-    either, stages are searched as all else is.
+    either, stages are searched as all else is. `stall_seconds`: how long a save holds training up; without it, by what
+    a device copies.
 
     Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
     accelerator = accelerator_named(hardware)
     if num_tokens is not None and not math.isfinite(num_tokens):
         raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
+    if stall_seconds is not None and not math.isfinite(stall_seconds):
+        raise ConfigError(f"--stall: {stall_seconds} given, expected seconds, such as 0.8")
     config = load_train_config(arguments).config
     node = find_node(accelerator.name)
     changes = {
@@ -99,7 +103,7 @@ def make_plan(
         check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
 
     def search(count: int) -> tuple[list[Candidate], list[Rejected]]:
-        return search_layouts(config, count, accelerator, node, shares, pipeline)
+        return search_layouts(config, count, accelerator, node, shares, pipeline, stall_seconds)
 
     candidates, rejected = search(num_devices)
     num_tokens = num_tokens or count_run_tokens(config)
@@ -115,7 +119,7 @@ def make_plan(
             num_devices,
             node,
             dollars_per_device_hour=dollars_per_device_hour,
-            save_seconds=save_seconds(best.memory),
+            save_seconds=save_seconds(best.memory) if stall_seconds is None else stall_seconds,
             **kwargs,
         )
     return Plan(

@@ -104,14 +104,18 @@ def search_layouts(
     node: Node,
     shares: Shares | None = None,
     pipeline: PipelineConfig | None = None,
+    stall_seconds: float | None = None,
 ) -> tuple[list[Candidate], list[Rejected]]:
     """The layouts that fit, the fastest first, each with its best microbatch and checkpointing; and those that do not.
 
     First of all stands the one that takes the least memory among those that are as fast as the fastest. Stages and
-    parts of a sample are searched where neither `pipeline` nor the run says how many.
+    parts of a sample are searched where neither `pipeline` nor the run says how many. `stall_seconds`: how long a save
+    holds training up; without it, by what a device copies.
     Raises ConfigError where the hardware has no peak for the run's precision.
     """
-    search = _Search(config, accelerator, node, shares or find_shares(accelerator), pipeline or config.pp_config)
+    search = _Search(
+        config, accelerator, node, shares or find_shares(accelerator), pipeline or config.pp_config, stall_seconds
+    )
     rejected: list[Rejected] = []
     divided: list[_Divided] = []
     for layout, strategy in search.layouts(num_devices):
@@ -202,9 +206,10 @@ class _Search:
         node: Node,
         shares: Shares,
         pipeline: PipelineConfig | None,
+        stall_seconds: float | None = None,
     ):
         self.config, self.accelerator, self.node, self.shares = config, accelerator, node, shares
-        self.pipeline = pipeline
+        self.pipeline, self.stall_seconds = pipeline, stall_seconds
         self.fastest = math.inf
         """Seconds of the fastest so far."""
         self._configs: dict[tuple[int, int, int, str], TrainConfig | str] = {}
@@ -280,8 +285,8 @@ class _Search:
             if sizes.index(work.microbatch_size) >= num_fitting(work.activation_checkpointing):
                 continue
             needs = memory(work.activation_checkpointing, work.microbatch_size)
-            every = batches_between_saves(config, time.seconds, save_seconds(needs))
-            time = dataclasses.replace(time, saves=save_seconds(needs) / every)
+            stall = save_seconds(needs) if self.stall_seconds is None else self.stall_seconds
+            time = dataclasses.replace(time, saves=stall / batches_between_saves(config, time.seconds, stall))
             mfu = time.mfu(work, self.accelerator, layout.world_size)
             fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=needs, time=time, mfu=mfu))
         best = max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)

@@ -103,6 +103,7 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
         ([*ON_H100, "64", "--write", "/tmp"], "--write: /tmp: Is a directory; choose another file"),
         ([*ON_H100, "64", "--tokens", "inf"], "--tokens: inf given, expected a number of tokens, such as 1e12"),
         ([*ON_H100, "4096", "--mtbf", "1", "global_train_batch_size=4096"], "--mtbf: a failure every 0.879 s on 4096"),
+        ([*ON_H100, "64", "--stall", "inf"], "--stall: inf given, expected seconds, such as 0.8"),
         ([*ON_H100, "64", "--schedule", "gpipe"], "--schedule: gpipe given, which needs --pipeline"),
         ([*ON_H100, "64", "--virtual", "2"], "--virtual: 2 given, which needs --pipeline"),
         ([*ON_H100, "64", "--wan", "2"], "--wan: 2.0 given, which needs --join"),
@@ -159,6 +160,16 @@ def test_what_cannot_be_planned_is_refused_in_a_line(capsys, arguments, words):
 def test_a_hundred_thousand_devices_are_planned_too(capsys):
     facts = facts_of(capsys, "mpt-70b", "--hardware", "h100", "--devices", "98304", "global_train_batch_size=98304")
     assert facts["layouts"] and facts["cost"]["hours_between_failures"] < 1
+
+
+def test_a_measured_stall_takes_the_place_of_the_assumed_one(capsys):
+    """Four times as long a stall: saves half as often, and twice as much lost to them (Young 1974)."""
+    on = ["mpt-7b", "--hardware", "h100", "--devices", "1024", "global_train_batch_size=1024", "save_interval=100ba"]
+    short, long = (facts_of(capsys, *on, "--stall", seconds) for seconds in ("1", "4"))
+    assert long["cost"]["save_every_seconds"] == pytest.approx(2 * short["cost"]["save_every_seconds"], rel=0.02)
+    assert long["cost"]["lost_share"] > short["cost"]["lost_share"]
+    best = [facts["layouts"][0] for facts in (short, long)]
+    assert [one["shares"]["saves"] * one["step_seconds"] for one in best] == pytest.approx([0.01, 0.04])
 
 
 @pytest.mark.parametrize(
