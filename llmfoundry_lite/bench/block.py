@@ -109,8 +109,9 @@ def run(
     if out is not None and report["rows"]:
         heading = "One transformer layer, forward and backward"
         figure = f"![the figure]({name}.png)"
-        asked = ("d_model", "n_heads")
-        write_report(out, name, heading, f"llmfoundry-lite bench {name}", report, table, notes, figure, asked=asked)
+        lists = {"dtypes": dtypes, "attention": implementations} | ({} if name == "block" else {"devices": devices})
+        command = command_of(name, points, report, **lists)
+        write_report(out, name, heading, command, report, table, notes, figure, asked=("d_model", "n_heads"))
         plot(report, name, out / f"{name}.png")
     return report
 
@@ -197,8 +198,9 @@ def measure(
     implementation: str,
     num_repeats: int,
     context: Context | None = None,
-) -> dict[str, float]:
-    """Medians of forward and backward, of the slowest rank; rates of each rank. Once more goes before, unmeasured."""
+) -> dict[str, Any]:
+    """Forward and backward of the slowest rank: medians, the least and the most; rates of each rank, by the medians.
+    Once more goes before, unmeasured."""
     layer = build(model, DTYPES[dtype], implementation, context)
     num_parts = 1 if context is None else context.size
     shape_bt = batch_size, model.max_seq_len // num_parts
@@ -217,12 +219,14 @@ def measure(
         if context is not None:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)  # over gloo; also a barrier before the next
         times.append(seconds.tolist())
-    forward, backward, alone = (spread(column).median for column in zip(*times[1:], strict=True))
+    spreads = [spread(column) for column in zip(*times[1:], strict=True)]
+    forward, backward, alone = (one.median for one in spreads)
     flops = count_forward_flops(model, batch_size, with_attention=implementation != NONE) / num_parts
     products_flops = 3 * count_forward_flops(model, batch_size, with_attention=False) / num_parts
     return {
         "forward_seconds": forward,
         "backward_seconds": backward,
+        "least_and_most_seconds": [(one.least, one.most) for one in spreads[:2]],
         "forward_flops_per_sec": flops / forward,
         "backward_flops_per_sec": 2 * flops / backward,
         "flops_per_sec": 3 * flops / (forward + backward),
@@ -296,15 +300,34 @@ def table_of(report: dict[str, Any], name: str) -> Table:
         rates = (row[f"{part}flops_per_sec"] for part in ("forward_", "backward_", "products_"))
         rows.append(
             [
-                *(*keys, f"{row['forward_seconds']:.4f}", f"{row['backward_seconds']:.4f}"),
+                *(*keys, *times_of(row)),
                 *(f"{rate / 1e12:.3f}" for rate in rates),
                 f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}",
             ]
         )
     threads = f", {report['num_threads']} threads" if device_type() == "cpu" else ""
-    return Table(
-        f"{title_of(report)}{threads}, the median of {report['num_repeats']}", HEADINGS, rows, num_keys=NUM_KEYS
+    title = f"{title_of(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
+    return Table(title, HEADINGS, rows, num_keys=NUM_KEYS)
+
+
+def times_of(row: dict[str, Any]) -> list[str]:
+    """0.4066 (0.3990 to 0.4300)"""
+    medians = (row["forward_seconds"], row["backward_seconds"])
+    return [
+        f"{median:.4f} ({least:.4f} to {most:.4f})" if least < most else f"{median:.4f}"
+        for median, (least, most) in zip(medians, row["least_and_most_seconds"], strict=True)
+    ]
+
+
+def command_of(name: str, points: Sequence[tuple[int, int]], report: dict[str, Any], **lists: Iterable[Any]) -> str:
+    """Measures the same again."""
+    batches, lengths = (",".join(map(str, dict.fromkeys(column))) for column in zip(*points, strict=True))
+    chosen = (
+        {"batches": batches, "seq-len": lengths} if name == "block" else {"lengths": lengths, "batch-size": batches}
     )
+    chosen |= {option: ",".join(map(str, values)) for option, values in lists.items()}
+    chosen |= {"width": report["d_model"], "heads": report["n_heads"], "num-repeats": report["num_repeats"]}
+    return " ".join([f"llmfoundry-lite bench {name}", *(f"--{option} {value}" for option, value in chosen.items())])
 
 
 def plot(report: dict[str, Any], name: str, path: Path) -> None:

@@ -1,6 +1,7 @@
 """One layer's forward and backward, over batches and over lengths; what microbatches cost."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_without_attention_tokens_do_not_see_each_other_and_with_it_later_ones_a
 
 
 def test_each_dtype_batch_and_attention_has_its_row(tmp_path):
-    options = ["--width", "32", "--heads", "2", "--num-repeats", "1", "--out", str(tmp_path)]
+    options = ["--width", "32", "--heads", "2", "--num-repeats", "2", "--out", str(tmp_path)]
     for name, points, rows in (
         ("block", ["--batches", "1,2", "--seq-len", "16", "--dtypes", "fp32,bf16"], 2 * 2 * 4),
         ("seqlen", ["--lengths", "16,32,64", "--attention", "sdpa"], 3 * 2),
@@ -45,7 +46,12 @@ def test_each_dtype_batch_and_attention_has_its_row(tmp_path):
         assert result.exit_code == 0, result.output
         report = json.loads((tmp_path / f"{name}.json").read_text())
         assert len(report["rows"]) == rows and report["left_out"] == []
-        assert all(row["forward_seconds"] > 0 and row["backward_seconds"] > 0 for row in report["rows"])
+        for row in report["rows"]:
+            (least, most), (_, slowest) = row["least_and_most_seconds"]
+            assert 0 < least <= row["forward_seconds"] <= most and 0 < row["backward_seconds"] <= slowest
+        text = (tmp_path / f"{name}.md").read_text()
+        assert re.search(r"\| \d\.\d{4} \(\d\.\d{4} to \d\.\d{4}\) \|", text)
+        assert f"`llmfoundry-lite bench {name} {points[0]} {points[1]} " in text
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
@@ -54,7 +60,9 @@ def layers_of_parts() -> None:
     dist.init_process_group("gloo")
     for heads in (4, 3):  # by heads, and by gathered keys
         model = block.model_of(48, heads, 16)
-        context = build_context(block.divide(model, 2), Layout(context=2, node_size=2), "cpu")
+        divided = block.divide(model, 2)
+        assert divided is not None
+        context = build_context(divided, Layout(context=2, node_size=2), "cpu")
         x_btd = torch.randn(1, 16, 48, generator=torch.Generator().manual_seed(1))
         for implementation in ("sdpa", block.NONE):
             whole_btd = block.build(model, torch.float32, implementation)(x_btd)
