@@ -118,7 +118,7 @@ def check_run(run: str) -> str:
     """What each span of the run's batches was predicted to reach, beside what it reached. Raises DataError."""
     from llmfoundry_lite.config.load_train import load_train_config
     from llmfoundry_lite.errors import DataError
-    from llmfoundry_lite.plan.check import Measured, describe_check
+    from llmfoundry_lite.plan.check import Measured, describe_check, parts_told, stages_told
     from llmfoundry_lite.report.reading import read_run
     from llmfoundry_lite.report.segments import accelerator_of, measure
 
@@ -130,12 +130,6 @@ def check_run(run: str) -> str:
     spans, left_out = [], []
     for segment in found.segments:
         here = found.log.within(segment.first_batch, segment.last_batch)
-        if segment.pipeline:
-            left_out.append(f"{segment.span}: a pipeline of {segment.pipeline}, whose bubbles are not compared")
-            continue
-        if segment.context:
-            left_out.append(f"{segment.span}: samples divided over {segment.context}, which is not compared")
-            continue
         row, facts = accelerator_of(found.log, here, segment), measure(found.log, segment, {})
         if row is None or not facts.tokens_per_second_per_device or not segment.num_devices:
             left_out.append(
@@ -153,6 +147,8 @@ def check_run(run: str) -> str:
                 microbatch_size=segment.device_train_microbatch_size
                 or config.global_train_batch_size // segment.num_devices,
                 tokens_per_second=facts.tokens_per_second_per_device,
+                pipeline=stages_told(segment.pipeline, config),
+                context=parts_told(segment.context),
             )
         )
     if not found.segments:

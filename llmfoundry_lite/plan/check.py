@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.plan.network import find_node
@@ -34,6 +34,25 @@ class Measured:
     microbatch_size: int
     tokens_per_second: float
     """Of each device."""
+    pipeline: PipelineConfig | None = None
+    context: ContextParallelConfig | None = None
+
+
+def stages_told(words: str | None, config: TrainConfig) -> PipelineConfig | None:
+    """`4 stages, 1f1b`, as a checkpoint tells of a span: the run's own stages where they are the same."""
+    if words is None:
+        return None
+    degree, schedule = words.split(" stages, ")
+    same = (config.pipeline.pipeline_parallel_degree, config.pipeline.schedule) == (int(degree), schedule)
+    return config.pipeline if same else PipelineConfig(pipeline_parallel_degree=int(degree), schedule=schedule)
+
+
+def parts_told(words: str | None) -> ContextParallelConfig | None:
+    """`2, heads`"""
+    if words is None:
+        return None
+    degree, kind = words.split(", ")
+    return ContextParallelConfig(context_parallel_degree=int(degree), kind=kind)
 
 
 def predict(config: TrainConfig, measured: Measured) -> float:
@@ -42,7 +61,12 @@ def predict(config: TrainConfig, measured: Measured) -> float:
     fsdp = replace(
         config.sharding, sharding_strategy=measured.strategy, data_parallel_shard_degree=measured.shard_degree
     )
-    layout = divide_devices(fsdp, measured.num_devices, node.num_devices, measured.tensor)
+    config = replace(config, pp_config=measured.pipeline, cp_config=measured.context)
+    layout = divide_devices(
+        *(fsdp, measured.num_devices, node.num_devices, measured.tensor),
+        pipeline=config.pipeline.pipeline_parallel_degree,
+        context=config.context.context_parallel_degree,
+    )
     work = work_of(config, measured.strategy, measured.microbatch_size, config.sharding.activation_checkpointing)
     return step_time(work, layout, measured.accelerator, node).tokens_per_second / measured.num_devices
 
@@ -51,7 +75,11 @@ def describe_check(config: TrainConfig, spans: Sequence[Measured], left_out: Seq
     """One line for each span, the prediction beside the measurement, and a line for each that has no prediction."""
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
     for span in spans:
-        predicted = predict(config, span)
+        try:
+            predicted = predict(config, span)
+        except ConfigError as error:
+            lines.append(f"{span.batches}: no prediction: {error}")
+            continue
         devices = f"{span.num_devices} x {span.accelerator.name}"
         lines.append(
             f"{span.batches:>10}  {devices:<18}{span.tokens_per_second:>10,.0f}{predicted:>11,.0f}  "

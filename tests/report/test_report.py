@@ -139,6 +139,25 @@ def test_a_plan_is_checked_against_a_run(tmp_path, capsys):
     assert "config.yaml is not there; it says what was trained" in capsys.readouterr().err
 
 
+def test_stages_and_parts_of_samples_are_checked_too(tmp_path, capsys):
+    """A pipeline of two waits 1 of 17 here, and for the stage with the head. Three stages fit no two devices."""
+    settings = yaml.safe_load((ROOT / "yamls/pretrain/mpt-125m.yaml").read_text())
+    records = [record(b, device=H100, num_devices=2, seconds=0.01) for b in range(1, 41)]
+    spans = [on_gpu(1, 10), on_gpu(11, 20), on_gpu(21, 30), on_gpu(31, 40)]
+    said: list[dict[str, str]] = [{}, {"pipeline": "2 stages, 1f1b"}, {"context": "2, heads"}]
+    said.append({"pipeline": "3 stages, gpipe"})
+    segments = [
+        replace(span, device_train_microbatch_size=16, sharding="NO_SHARD", **words)
+        for span, words in zip(spans, said, strict=True)
+    ]
+    run = write_run(tmp_path / "run", records, segments, **settings)
+    assert main.run(["plan", "--check", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    alone, staged, parted = (int(line.split()[5].replace(",", "")) for line in lines[2:5])
+    assert 0.6 < staged / alone < 16 / 17 and 0.5 < parted / alone < 1
+    assert lines[5].startswith("31-40: no prediction: pp_config.pipeline_parallel_degree: 3 does not divide the 2 ")
+
+
 def moved_by_a_relay(folder):
     """20 batches of 2 s: 5 at a, 5 at b after a leg in vain, 5 at a, 5 that go on at b."""
     where = write_run(folder, [record(b) for b in range(1, 21)], [on_cpu(1, 20)])
