@@ -303,9 +303,10 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
         "",
         "`llmfoundry-lite bench memory --out docs/measurements`, without a GPU. Each run has the largest microbatch",
         "that the estimate gives room for: at the fewest devices on which one sample fits, and at 1,024 devices as",
-        "the last rank. With a layout of `yamls/layouts`, at the fewest devices that it divides. Of a pipeline, the",
-        "first rank of the fullest stage. The estimate shall be at most 5 % above the rehearsal, or 8 MiB where that",
-        "is more, and never below it. AMD's memory is rehearsed on NVIDIA's runtime.",
+        "the last rank; of a pipeline, as the first rank of the fullest stage. `+` adds a file of `yamls/layouts`. Of",
+        "several overlays that lead to the same run, the last one's device is rehearsed. The estimate shall be at",
+        "most 5 % above the rehearsal, or 8 MiB where that is more, and never below it. AMD's memory is rehearsed on",
+        "NVIDIA's runtime.",
         "",
         *markdown_table([HEADINGS, *(cells(row) for row in rows)]),
     ]
