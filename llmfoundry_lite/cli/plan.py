@@ -1,6 +1,7 @@
 """`llmfoundry-lite plan`: what a run would take."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -70,6 +71,10 @@ def plan_command(
     ):
         if value is not None and given is None:
             raise ConfigError(f"{option}: {value} given, which needs {needs}")
+    numbers = {"--link": link, "--adapter": adapter, "--price": price, "--mtbf": mtbf, "--stall": stall, "--wan": wan}
+    for option, value in numbers.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{option}: {value} given, expected a finite number")
     wan, exchange_every = wan or DEFAULT_WAN_GIGABITS, exchange_every or 1
     stages = None
     if pipeline:
@@ -94,6 +99,7 @@ def plan_command(
         )
 
     clusters = [(name, number) for name in hardware.split(",") for number in parse_counts(devices)]
+    second_cluster = parse_cluster(join) if join else None
     if join and as_json:
         raise ConfigError("--join is told in a line for people; leave out --json")
     if len(clusters) > 1:
@@ -104,8 +110,8 @@ def plan_command(
         raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
     plan = plan_on(*clusters[0])
     print(json.dumps(plan_facts(plan), indent=1) if as_json else describe_plan(plan, top))
-    if join is not None:
-        name, number = parse_cluster(join)
+    if second_cluster is not None:
+        name, number = second_cluster
         batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
         second = make_plan([*arguments, batch], hardware=name, num_devices=number)
         print(describe_joined(plan, second, join_plans(plan, second, wan, exchange_every), wan, exchange_every))
@@ -167,9 +173,14 @@ def fabric_command(
     message: Annotated[float, typer.Option(min=1, help="MiB of an all-reduce.")] = 186,
 ) -> None:
     """Count switches, price and power of a cluster's network. Also what an all-reduce can reach; by arithmetic."""
+    from llmfoundry_lite.errors import ConfigError
     from llmfoundry_lite.hardware import MIB
     from llmfoundry_lite.plan.fabric import describe
 
+    if not math.isfinite(message):
+        raise ConfigError(f"--message: {message} given, expected MiB, such as 186")
+    if ports % 2:
+        raise ConfigError(f"--ports: {ports} given, expected an even number: half of a switch's ports go up")
     text = describe(
         nodes,
         storage,

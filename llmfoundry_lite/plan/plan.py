@@ -69,8 +69,6 @@ def make_plan(
     accelerator = accelerator_named(hardware)
     if num_tokens is not None and not math.isfinite(num_tokens):
         raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
-    if stall_seconds is not None and not math.isfinite(stall_seconds):
-        raise ConfigError(f"--stall: {stall_seconds} given, expected seconds, such as 0.8")
     config = load_train_config(arguments).config
     node = find_node(accelerator.name)
     changes = {

@@ -62,3 +62,15 @@ def test_the_command_tells_both_with_price_and_power(capsys):
     assert "122 switches (2 x 40 leaves, 20 spines; 2 between zones), 1,220,000 dollars, 61.0 kW" in out
     assert "staged through processors 10.0 GB/s, bound by the adapter" in out
     assert run(["fabric", "--nodes", "100000"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--ports", "5"], "--ports: 5 given, expected an even number: half of a switch's ports go up"),
+        (["--message", "inf"], "--message: inf given, expected MiB, such as 186"),
+    ],
+)
+def test_what_no_network_has_is_refused(capsys, option, words):
+    assert run(["fabric", "--nodes", "1200", *option]) == 2
+    assert words in capsys.readouterr().err
