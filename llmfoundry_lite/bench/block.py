@@ -354,7 +354,7 @@ def plot(report: dict[str, Any], name: str, path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("model TFLOP/s of a device")
-    panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
     figure.suptitle(title_of(report), fontsize=10)
     figure.savefig(path)
     plt.close(figure)
