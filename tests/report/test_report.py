@@ -6,6 +6,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 FLOPS_PER_TOKEN = 1e9
 
 
-def record(batch, loss=2.0, launch=1, *, seconds=2.0, device=None, num_devices=1, **more):
+def record(batch, loss: Any = 2.0, launch: Any = 1, *, seconds=2.0, device=None, num_devices: Any = 1, **more):
     rate = TOKENS / seconds
     line = {
         "batch": batch,
