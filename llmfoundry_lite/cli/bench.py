@@ -435,3 +435,42 @@ def bench_switch(
         keep=keep,
     )
     raise typer.Exit(EXIT_DONE if report["passed"] else EXIT_BUG)
+
+
+@bench.command("islands")
+def bench_islands(
+    data_folder: Annotated[
+        Path, typer.Option("--data", help="Of `data prepare`; the standard library's source if it is not there yet.")
+    ] = Path("data/python-stdlib"),
+    num_batches: Annotated[int, typer.Option(min=3, help="Of each run.")] = 120,
+    kill_at: Annotated[int, typer.Option(min=1, help="Batches after which island B is killed.")] = 30,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 17,
+    other_python: Annotated[
+        str | None, typer.Option(help="The Python of an environment with another torch; island B is launched with it.")
+    ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Instead: what the exchange costs, over links of several rates.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for islands.json, .md and .png, or islands-speed.json and .md.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
+) -> None:
+    """Two islands train one run at once, and one dies: is it the run of one world? Exit code 1 if not."""
+    if speed:
+        from llmfoundry_lite.bench.islands.speed import run as run_speed
+
+        run_speed(data=data_folder, seed=seed, other_python=other_python, out=out, keep=keep)
+        return
+    from llmfoundry_lite.bench.islands.islands import run
+
+    report = run(
+        data=data_folder,
+        num_batches=num_batches,
+        kill_at=kill_at,
+        seed=seed,
+        other_python=other_python,
+        out=out,
+        keep=keep,
+    )
+    raise typer.Exit(EXIT_DONE if report["passed"] else EXIT_BUG)

@@ -16,6 +16,7 @@ def about() -> None:
 def coordinate(
     listen: Annotated[str, typer.Option(help="host:port where islands come.")] = "127.0.0.1:7070",
     num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many are here.")] = 2,
+    until_alone: Annotated[bool, typer.Option("--until-alone", help="End when no island is left.")] = False,
     silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 4.0,
 ) -> None:
     """Decide who trains which rows and which batches count, until Ctrl-C. No tensors pass through here.
@@ -25,4 +26,4 @@ def coordinate(
     from llmfoundry_lite.islands.messages import find_token, parse_address
     from llmfoundry_lite.islands.serve import serve
 
-    serve(parse_address(listen, "--listen"), find_token(), num_islands, silence)
+    serve(parse_address(listen, "--listen"), find_token(), num_islands, silence, until_alone=until_alone)

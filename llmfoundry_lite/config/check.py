@@ -107,6 +107,8 @@ def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
         refuse("islands.coordinator", f"{islands.coordinator!r} given, expected host:port, such as 127.0.0.1:7070")
     if not islands.weight > 0:
         refuse("islands.weight", f"{islands.weight} given, expected a number above 0")
+    if islands.begin_with is not None and islands.begin_with < 1:
+        refuse("islands.begin_with", f"{islands.begin_with} given, expected a number of islands")
     if islands.check_weights_every < 1:
         refuse("islands.check_weights_every", f"{islands.check_weights_every} given, expected a number above 0")
     model = config.model

@@ -534,6 +534,8 @@ class IslandsConfig:
 
     coordinator: str
     """host:port of `llmfoundry-lite islands coordinate`."""
+    begin_with: int | None = None
+    """Start the coordinator, on this host, where none answers yet; the run begins when so many islands are here."""
     name: str
     """Of this island, unlike any other's."""
     address: str = "127.0.0.1"

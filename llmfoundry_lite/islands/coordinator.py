@@ -15,6 +15,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands.division import Pace, divide, latest_seconds
+from llmfoundry_lite.islands.member import View
 from llmfoundry_lite.islands.messages import BadMessageError, Message
 
 SMOOTHING = 0.3
@@ -305,16 +306,9 @@ class Coordinator:
         self.lanes = divide(self.num_rows, self._paces(self.members))
         rows = ", ".join(f"{name} {len(lanes)}" for name, lanes in self.lanes.items())
         self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {rows}; {self.scribe} saves")
-        view: Message = {
-            "kind": "view",
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "members": {name: self.islands[name].launch for name in self.members},
-            "lanes": {name: [lanes.start, lanes.stop] for name, lanes in self.lanes.items()},
-            "scribe": self.scribe,
-            "donor": self.scribe if joiners else "",
-            "joiners": joiners,
-        }
+        launches = {name: self.islands[name].launch for name in self.members}
+        donor = self.scribe if joiners else ""
+        view = View(self.epoch, self.batch, launches, self.lanes, self.scribe, donor, joiners).as_message()
         for name in strangers:
             self._tell(self.islands[name], view)
         return view

@@ -7,16 +7,21 @@ process group. A newer view, or an eviction, reaches every rank directly, so tha
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError
-from llmfoundry_lite.islands.messages import BadMessageError, Message, dial, pack, receive
+from llmfoundry_lite.islands.messages import HANDSHAKE_SECONDS, BadMessageError, Message, dial, pack, receive
 
 BEAT_SECONDS = 0.5
+LOOK_SECONDS = 0.1
+"""Between two looks whether a coordinator has started."""
 SECONDS_TO_LEAVE = 3.0
 """For the main thread of an evicted rank, which may sit in a collective that nobody else joins."""
 
@@ -45,8 +50,44 @@ class View(NamedTuple):
     @classmethod
     def of(cls, message: Message) -> "View":
         lanes = {name: range(*bounds) for name, bounds in message["lanes"].items()}
-        fields = {key: message[key] for key in ("epoch", "batch", "members", "scribe", "donor", "joiners")}
-        return cls(lanes=lanes, **fields)
+        return cls(**{**{key: message[key] for key in cls._fields}, "lanes": lanes})
+
+    def as_message(self) -> Message:
+        lanes = {name: [lanes.start, lanes.stop] for name, lanes in self.lanes.items()}
+        return {"kind": "view", **self._asdict(), "lanes": lanes}
+
+
+def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) -> None:
+    """Start a coordinator there, unless one answers. It outlives this launch, and ends when nobody is left.
+
+    Raises ConfigError.
+    """
+    host, port = address
+    command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
+    command += ["--listen", f"{host}:{port}", "--islands", str(num_islands)]
+    process = None
+    while not _answers(address):
+        if process is None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.open("ab") as file:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                )
+        elif process.poll() is not None and not _answers(address):  # else another island's was faster
+            last = (output.read_text(errors="replace").splitlines() or ["no output"])[-1]
+            raise ConfigError(
+                f"islands.begin_with: no coordinator starts at {host}:{port}: {last}; start it there with "
+                "`llmfoundry-lite islands coordinate`, or give islands.coordinator an address of this host"
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=HANDSHAKE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 class Member:

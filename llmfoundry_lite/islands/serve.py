@@ -31,14 +31,19 @@ from llmfoundry_lite.islands.messages import (
 )
 
 TICK_SECONDS = 0.25
+ALONE_SECONDS = 10.0
+"""For an island that has ended by mistake and is launched again at once."""
 LONGEST_BACKLOG = 1 << 28
 """Bytes that wait for a rank that does not read."""
 
 
-def serve(address: tuple[str, int], token: bytes, num_founders: int, silence_seconds: float) -> None:
-    """Until SIGTERM or Ctrl-C. Raises ConfigError when nobody can listen there."""
+def serve(
+    address: tuple[str, int], token: bytes, num_founders: int, silence_seconds: float, *, until_alone: bool = False
+) -> None:
+    """Until SIGTERM or Ctrl-C, or nobody is left. Raises ConfigError when nobody can listen there."""
+    coordinator = Coordinator(num_founders, silence_seconds, say)
     try:
-        asyncio.run(Server(token, Coordinator(num_founders, silence_seconds, say)).run(address))
+        asyncio.run(Server(token, coordinator, until_alone=until_alone).run(address))
     except OSError as error:
         raise ConfigError(f"--listen: {address[0]}:{address[1]}: {error.strerror or error}") from error
 
@@ -48,9 +53,13 @@ def say(line: str) -> None:
 
 
 class Server:
-    def __init__(self, token: bytes, coordinator: Coordinator):
+    def __init__(self, token: bytes, coordinator: Coordinator, *, until_alone: bool = False):
         self.token = token
         self.coordinator = coordinator
+        self.until_alone = until_alone
+        self.attended: set[int] = set()
+        """Connections, of those that have not said hello yet too: their ranks are building the model."""
+        self.alone_since = time.monotonic()
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.numbers = itertools.count()
 
@@ -62,6 +71,9 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         while not stopped.is_set():
+            if self.until_alone and not self.attended and time.monotonic() - self.alone_since > ALONE_SECONDS:
+                say("nobody is left")
+                break
             self.coordinator.tick(time.monotonic())
             self.deliver()
             try:
@@ -76,6 +88,7 @@ class Server:
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until its end."""
         number = next(self.numbers)
+        self.attended.add(number)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 await self.welcome(reader, writer)
@@ -95,6 +108,8 @@ class Server:
         except (OSError, EOFError, TimeoutError):
             pass
         finally:
+            self.attended.discard(number)
+            self.alone_since = time.monotonic()
             self.coordinator.lose(number, time.monotonic())
             self.writers.pop(number, None)
             self.deliver()

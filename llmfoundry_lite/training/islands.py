@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from llmfoundry_lite.islands.exchange import (
     share_out,
     sum_weighted,
 )
-from llmfoundry_lite.islands.member import Lost, Member, View
+from llmfoundry_lite.islands.member import Lost, Member, View, found_coordinator
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
@@ -80,9 +81,16 @@ class Islands:
         self.tokens_elsewhere = 0
         """That other islands have trained in this time."""
         error = None
+        coordinator = parse_address(self.config.coordinator, "islands.coordinator")
+        try:
+            if self.config.begin_with is not None and self.rank == 0:
+                found_coordinator(coordinator, self.config.begin_with, Path(config.run_folder) / "coordinator.txt")
+        except ConfigError as caught:
+            error = caught
+        agree(error)
         try:
             token = find_token()
-            self.member = Member(parse_address(self.config.coordinator, "islands.coordinator"), token, self.name)
+            self.member = Member(coordinator, token, self.name)
             self.exchange = Exchange(self.name, self.rank, self.config.address, token)
         except ConfigError as caught:
             error = caught

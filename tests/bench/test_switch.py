@@ -89,11 +89,6 @@ def test_the_formulas_are_those_of_the_docstring():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def four_batches(tmp_path_factory, data):
     """A run of 4 batches that saved at the end, and its configuration of 8."""
     folder = tmp_path_factory.mktemp("run")

@@ -2,20 +2,17 @@
 
 import signal
 from functools import partial
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
-from tests.helpers.launch import train
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.helpers.launch import free_port, train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 from tests.islands.world import coordination, island, metrics, metrics_path, together
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +72,49 @@ def test_an_island_dies_with_half_its_gradient_sent_and_comes_back(tmp_path, dat
         assert record["loss/train/total"] == pytest.approx(by_batch[record["batch"]]["loss/train/total"], abs=1e-5)
     manifest = open_checkpoint(str(tmp_path / "saves/ba10")).manifest
     assert manifest.segments[-1].islands["b"]["rows"] > 0
+
+
+def test_where_shares_never_change_links_that_were_cut_leave_every_digit_as_it_was(tmp_path, data):
+    """Three rows: two ranks and one rank can divide them in one way only."""
+    cut = {"python:tests.islands.faults:Cut": {"batches": [3, 4, 8]}}
+    found = []
+    for callbacks in ({}, cut):
+        folder = tmp_path / f"{len(found)}"
+        folder.mkdir()
+        changes = {"global_train_batch_size": 3, "callbacks": callbacks}
+        with coordination(folder) as running:
+            for launch in together(
+                partial(island, folder, data, running, "a", 2, **changes),
+                partial(island, folder, data, running, "b", 1, **{**changes, "callbacks": {}}),
+            ):
+                launch.check()
+        found.append(metrics(folder, "a"))
+    assert found[1][-1]["islands/repeats"] >= 3
+    for key in ("loss/train/total", "grad_norm", "data/digest", "islands/rows"):
+        assert values(found[0], key) == values(found[1], key), key
+
+
+def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(tmp_path, data):
+    port, changes = free_port(), {"islands": {"begin_with": 2}}
+    nobody = SimpleNamespace(port=port)
+    for launch in together(
+        partial(island, tmp_path, data, nobody, "a", 2, **changes),
+        partial(island, tmp_path, data, nobody, "b", 1, **changes),
+    ):
+        launch.check()
+    said = [tmp_path / f"runs/run/{name}/coordinator.txt" for name in ("a", "b")]
+    assert sum("epoch 1, batch 1" in path.read_text() for path in said if path.exists()) == 1
+    coordinators = [
+        one for one in psutil.process_iter(["cmdline"]) if f"127.0.0.1:{port}" in (one.info["cmdline"] or [])
+    ]
+    assert psutil.wait_procs(coordinators, timeout=60)[1] == []
+
+
+def test_a_coordinator_that_cannot_start_here_is_said(tmp_path, data):
+    elsewhere = {"coordinator": "192.0.2.1:7070", "begin_with": 1}
+    refused = island(tmp_path, data, SimpleNamespace(port=0), "a", 1, islands=elsewhere)
+    assert refused.exit_codes == [2]
+    assert "islands.begin_with: no coordinator starts at 192.0.2.1:7070" in refused.output
 
 
 def test_the_lease_moves_when_the_island_that_saves_dies(tmp_path, data, alone):

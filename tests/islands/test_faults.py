@@ -14,7 +14,7 @@ import pytest
 from llmfoundry_lite.bench.switch.band import measure_band, measure_deviation
 from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.launch import start_training, train
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 from tests.islands.world import SECRET, Coordination, metrics_path
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
@@ -115,11 +115,6 @@ def send(pid, number):
 
 def configuration(data, **changes):
     return tiny_config(data, run_name="run", autoresume=True, max_duration="5000ba", **changes)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

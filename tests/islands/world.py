@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bench.islands.links import serve_with_links
 from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.launch import Launch, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
-from tests.islands.links import serve_with_links
 
 SECRET = "a-secret-of-this-test"
 _processes = multiprocessing.get_context("forkserver")

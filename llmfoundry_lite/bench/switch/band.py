@@ -37,7 +37,7 @@ class Series:
     digests: Sequence[str]
     learning_rates: Sequence[float]
     validation: Mapping[int, float]
-    """Batch -> loss."""
+    """Batch -> loss; of a run that was never validated, nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +89,8 @@ def judge(run: Series, uninterrupted: Sequence[Series]) -> Verdict:
         first_outside=_first(ratio_t > 1),
         largest_ratio=float(ratio_t.max()),
         final_deviation=float(deviation_t[-1]),
-        validation_ratio=float(validation_ratio_p[-1]),
-        validation_difference=float(abs(validation_p[-1] - validation_rp[:, -1].mean())),
+        validation_ratio=float(validation_ratio_p[-1]) if points else 0.0,
+        validation_difference=float(abs(validation_p[-1] - validation_rp[:, -1].mean())) if points else 0.0,
         share_outside=float((single_t > widest_t).mean()),
     )
 

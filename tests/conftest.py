@@ -1,3 +1,5 @@
+"""What tests of several rooms read, and none changes."""
+
 import pytest
 
 from tests.helpers.tiny import write_data

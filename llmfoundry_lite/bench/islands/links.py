@@ -1,5 +1,7 @@
 """Links between islands that can be slowed, cut and frozen: a coordinator that gives addresses of its own proxy.
 
+    LLMFOUNDRY_LITE_ISLANDS_TOKEN=… python -m llmfoundry_lite.bench.islands.links 0 2 4 links.json
+
 A JSON file says how links are now, and is read again when it changes: {"bits_per_second": 1e8, "state": "open"}. The
 state is open, cut (connections are reset, and new ones too) or frozen (open, but nothing passes). The rate is shared by
 all connections of a direction; null is as fast as the machine. Coordination itself is that of `islands.serve`.
@@ -7,6 +9,7 @@ all connections of a direction; null is as fast as the machine. Coordination its
 
 import asyncio
 import json
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -125,3 +128,7 @@ def serve_with_links(port: int, num_islands: int, silence_seconds: float, path: 
     """As `islands.serve.serve`, on loopback."""
     coordinator = Coordinator(num_islands, silence_seconds, say)
     asyncio.run(ProxyingServer(find_token(), coordinator, Links(path)).run(("127.0.0.1", port)))
+
+
+if __name__ == "__main__":
+    serve_with_links(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
