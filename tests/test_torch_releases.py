@@ -11,16 +11,19 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.islands.world import SECRET, coordination, metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 
@@ -121,3 +124,27 @@ def test_a_save_of_one_release_is_the_same_state_under_another_and_trains_on(fol
     assert torch_of(folder, name) == torch_of(folder, here)
     if there == here:
         assert_same_state(*(folder / f"runs/{run}/checkpoints/ba8" for run in (name, here)))
+
+
+def test_islands_of_two_releases_train_one_run(interpreters, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    config = tiny_config(write_data(tmp_path / "data"), max_duration="8ba", device_train_microbatch_size=1)
+    train(interpreters["ours"], tmp_path, [write_config(tmp_path / "alone.yaml", {**config, "run_name": "alone"})])
+    releases = {"a": "ours", "b": "oldest"}
+    with coordination(tmp_path) as running, ThreadPoolExecutor(2) as pool:
+        shared = {**config, "run_name": "run", "save_folder": str(tmp_path / "saves")}
+        launches = []
+        for name, release in releases.items():
+            islands = {"coordinator": f"127.0.0.1:{running.port}", "name": name}
+            path = write_config(tmp_path / f"{name}.yaml", {**shared, "islands": islands})
+            launches.append(pool.submit(train, interpreters[release], tmp_path, [path]))
+        for launch in launches:
+            launch.result()
+    alone = read_metrics(tmp_path / "runs/alone")
+    for name in releases:
+        records = metrics(tmp_path, name)
+        assert values(records, "islands/members") == [2] * 8
+        assert values(records, "data/digest") == values(alone, "data/digest")
+        assert losses(tmp_path, f"run/{name}") == pytest.approx(losses(tmp_path, "alone"), abs=1e-5)
+    islands = open_checkpoint(tmp_path / "saves/ba8").manifest.segments[-1].islands
+    assert islands["b"]["torch"].split("+")[0] == "2.11.0" != islands["a"]["torch"].split("+")[0]
