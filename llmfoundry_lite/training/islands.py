@@ -153,6 +153,8 @@ class Islands:
                 "weight": self.config.weight,
             }
         )
+        if self.rank == 0:
+            print("islands: waiting until as many are here as the run begins with, or its next batch ends", flush=True)
         self.member.wait()
         self._take_up(self._hear_view(), state)
 

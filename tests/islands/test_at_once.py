@@ -35,6 +35,7 @@ def test_two_islands_train_one_run_and_one_saves(tmp_path, data, alone):
             partial(island, tmp_path, data, running, "a", 2), partial(island, tmp_path, data, running, "b", 1)
         ):
             launch.check()
+            assert "islands: waiting until as many are here" in launch.output
     for name in ("a", "b"):
         check_is_one_run(metrics(tmp_path, name), alone)
     assert [path.name for path in (tmp_path / "saves").glob("ba*")] == ["ba10"]

@@ -265,8 +265,10 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"B was killed after batch {story['killed_after']} and trained again from batch {story['back_from']} on",
         f"from the kill to the next finished batch {story['seconds_to_go_on']:.1f} s; from B's command to its first "
         f"batch {story['seconds_to_come_back']:.1f} s (mostly imports, beside A's training)",
-        f"{report['differing']} of the batches that both have recorded differ in loss, norm or digest to the bit; "
-        f"weights were compared at batch 100 and differed {story['drifts']} times: unlike kernels round apart",
+        f"batches that both islands have recorded and that differ in loss, norm or digest to the bit: "
+        f"{report['differing']}",
+        f"islands that had drifted when weights were compared, every 100 batches: {story['drifts']}. Unlike kernels "
+        "round apart; the weights of the island that saves replace the other's",
         f"wrong runs end after {CONTROL_BATCHES} batches; where B dies, it dies in batch {DIES_AT + 1}",
     ]
 
