@@ -100,7 +100,7 @@ def losses(folder, name):
 
 
 def torch_of(folder, name):
-    return open_checkpoint(folder / f"runs/{name}/checkpoints/ba8").manifest.segments[-1].torch.split("+")[0]
+    return open_checkpoint(folder / f"runs/{name}/checkpoints/ba8").manifest.segments[-1].torch.split("+")[0]  # type: ignore[union-attr]
 
 
 def test_the_environments_keep_the_torch_they_brought(folder):

@@ -124,6 +124,7 @@ def test_a_tampered_checkpoint_is_valid_and_wrong(tmp_path, four_batches):
     assert not any(tensor.any() for name, tensor in tensors.items() if name.startswith("optim/"))
     assert all(tensor.any() for name, tensor in tensors.items() if name.startswith("model/") and "weight" in name)
     manifest, _ = publish("steps", tamper.reset_steps)
+    assert manifest.optimizer is not None
     assert {slots["step"]["value"] for slots in manifest.optimizer["state"].values()} == {0.0}
     manifest, _ = publish("skipped", tamper.move_data(1))
     assert manifest.scalars["data"]["sample_in_epoch"] == 40
@@ -209,6 +210,7 @@ def test_a_leg_goes_through_the_real_launcher_and_its_overlay_reaches_torch(tmp_
     assert leg.seconds_to_restore is None
     leg = shop.launch("run", cluster)
     assert (leg.first_batch, leg.last_batch) == (5, 10)
+    assert leg.seconds_to_restore is not None and leg.seconds_to_first_batch is not None
     assert 0 < leg.seconds_to_restore < leg.seconds_to_first_batch < leg.seconds
     with pytest.raises(UserError, match="max_duration"):
         shop.launch("other", cluster, "max_duration=soon")

@@ -3,6 +3,7 @@
 import signal
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -97,7 +98,7 @@ def test_where_shares_never_change_links_that_were_cut_leave_every_digit_as_it_w
 
 def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(tmp_path, data):
     port, changes = free_port(), {"islands": {"begin_with": 2}}
-    nobody = SimpleNamespace(port=port)
+    nobody: Any = SimpleNamespace(port=port)
     for launch in together(
         partial(island, tmp_path, data, nobody, "a", 2, **changes),
         partial(island, tmp_path, data, nobody, "b", 1, **changes),
@@ -113,7 +114,8 @@ def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(
 
 def test_a_coordinator_that_cannot_start_here_is_said(tmp_path, data):
     elsewhere = {"coordinator": "192.0.2.1:7070", "begin_with": 1}
-    refused = island(tmp_path, data, SimpleNamespace(port=0), "a", 1, islands=elsewhere)
+    nobody: Any = SimpleNamespace(port=0)
+    refused = island(tmp_path, data, nobody, "a", 1, islands=elsewhere)
     assert refused.exit_codes == [2]
     assert "islands.begin_with: no coordinator starts at 192.0.2.1:7070" in refused.output
 
