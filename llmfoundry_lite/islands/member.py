@@ -22,6 +22,8 @@ from llmfoundry_lite.islands.messages import HANDSHAKE_SECONDS, BadMessageError,
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.1
 """Between two looks whether a coordinator has started."""
+SECONDS_TO_START = 60.0
+"""For a coordinator, on a busy machine."""
 SECONDS_TO_LEAVE = 3.0
 """For the main thread of an evicted rank, which may sit in a collective that nobody else joins."""
 
@@ -65,16 +67,29 @@ def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) 
     host, port = address
     command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
     command += ["--listen", f"{host}:{port}", "--islands", str(num_islands)]
-    process = None
+    started_at = None
     while not _answers(address):
-        if process is None:
+        if started_at is None:
+            started_at = time.monotonic()
             output.parent.mkdir(parents=True, exist_ok=True)
-            with output.open("ab") as file:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            with output.open("wb") as file:
+                subprocess.run(
+                    [
+                        "sh",
+                        "-c",
+                        '"$@" &',
+                        "sh",
+                        *command,
+                    ],  # no child of this rank: launchers kill those of one that hangs
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                    check=True,
                 )
-        elif process.poll() is not None and not _answers(address):  # else another island's was faster
-            last = (output.read_text(errors="replace").splitlines() or ["no output"])[-1]
+        last = (output.read_text(errors="replace").splitlines() or ["no output"])[-1]
+        has_failed = last.startswith("error: ") or time.monotonic() - started_at > SECONDS_TO_START
+        if has_failed and not _answers(address):  # else another island's was faster
             raise ConfigError(
                 f"islands.begin_with: no coordinator starts at {host}:{port}: {last}; start it there with "
                 "`llmfoundry-lite islands coordinate`, or give islands.coordinator an address of this host"
