@@ -295,6 +295,19 @@ def test_ranks_that_outlive_their_launcher_are_asked_to_leave_before_the_next_pl
     process.communicate(timeout=DEADLINE_SECONDS)
 
 
+@pytest.mark.fault
+def test_what_does_not_leave_when_it_is_asked_is_killed_before_the_next_place_begins(monkeypatch):
+    monkeypatch.setattr(relay_module, "KILL_SECONDS", 0.1)
+    monkeypatch.setattr(relay_module, "LOOK_SECONDS", 0.05)
+    Path("deaf.sh").write_text("trap '' TERM; echo $$ > deaf; sleep 60; touch outlived\n")
+    launch = "sh deaf.sh & while [ ! -s deaf ]; do sleep 0.05; done; exit 1;:"
+    assert relay({"a": launch, "b": f"{TRAINER} 10"}) == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("a", "failed"), ("b", "done")]
+    pid = int(Path("deaf").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not Path("outlived").exists()
+
+
 def test_a_launch_elsewhere_that_ssh_has_lost_is_asked_to_leave_through_its_own_command():
     """status.json is another host's, which nobody here can ask; the place's commands can."""
     Path("far").mkdir()
