@@ -362,7 +362,7 @@ def test_the_planner_keeps_the_samples_divided(tmp_path):
     candidates, rejected = search_layouts(config, 8, accelerator, find_node(accelerator.name))
     assert {found.layout.context for found in [*candidates, *rejected]} == {2}
     written = [found.overlay(config)["cp_config"] for found in candidates]
-    assert all(keys == {"context_parallel_degree": 2, "kind": "heads"} for keys in written)
+    assert written and all(keys == {"context_parallel_degree": 2, "kind": "heads"} for keys in written)
     assert all(found.time.context > 0 for found in candidates)
     refused = "cp_config.context_parallel_degree: 2 x 4 of tp_config does not divide model.n_heads, 4; "
     assert any(found.reason.startswith(refused) for found in rejected)
