@@ -146,7 +146,7 @@ def run(
     an estimate is below its rehearsal or more than 5 % above it."""
     models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
     deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
-    known = {row.get("run"): row for row in read_report(out)}
+    known = measured_before(out)
     print(*HEADINGS, sep="  ", flush=True)
     with Stage() as stage:
         cases = [case for model in models for case in find_cases([model], with_layouts(model, overlays), devices)]
@@ -289,6 +289,11 @@ def shipped(kind: str) -> list[str]:
 def read_report(folder: Path | None) -> list[dict[str, Any]]:
     path = folder / "memory.json" if folder is not None else None
     return json.loads(path.read_text())["rows"] if path is not None and path.is_file() else []
+
+
+def measured_before(folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Digest of a run -> its row. Rehearsals that failed are not among them."""
+    return {row["run"]: row for row in read_report(folder) if not row["error"]}
 
 
 def write_report(rows: list[dict[str, Any]], folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmfoundry_lite.bench.memory import read_report, write_report
+from llmfoundry_lite.bench.memory import measured_before, read_report, write_report
 from llmfoundry_lite.hardware import GIB
 
 
@@ -36,3 +36,11 @@ def test_a_row_replaces_those_of_the_same_model_overlay_and_count(tmp_path, new,
     rows = read_report(tmp_path)
     assert len(rows) == left and new in rows
     assert (tmp_path / "memory.md").read_text().count("| 2.00 | 2.04 | +2.0% |") == 1
+
+
+def test_a_rehearsal_that_failed_is_not_kept_for_the_next_time(tmp_path):
+    done, failed = row("mpt-1b", ["h100-8"], 8) | {"run": "a"}, row("mpt-1b", ["h100-8"], 16) | {"run": "b"}
+    write_report([done, failed | {"error": "error: killed", "rehearsed": {}}], tmp_path)
+    assert measured_before(tmp_path) == {"a": done}
+    assert len(read_report(tmp_path)) == 2 and "error: killed" in (tmp_path / "memory.md").read_text()
+    assert measured_before(None) == {}
