@@ -33,7 +33,7 @@ ENCODE_BATCH_BYTES = 512 * 1024
 DISTRUSTED = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 KILLED = "killed-encoder"
-"""In `.partial`: a byte for each time that a process with the fast encoder was killed, perhaps by its own fault."""
+"""In `.partial`: how often a process with the fast encoder was killed, and the token files there were then."""
 MOST_DEATHS = 2
 """Then it is done without."""
 
@@ -183,12 +183,18 @@ def make_token_files(
 
 
 def num_deaths(partial: Path) -> int:
+    """In a row, without a token file made in between: a user who stops the command twice is no fault of the encoder."""
     path = partial / KILLED
-    return path.stat().st_size if path.exists() else 0
+    deaths, num_done = map(int, path.read_text().split()) if path.exists() else (0, 0)
+    return deaths if num_token_files(partial) == num_done else 0
 
 
 def count_deaths(partial: Path, number: int) -> None:
-    write_atomically(partial / KILLED, "." * number)
+    write_atomically(partial / KILLED, f"{number} {num_token_files(partial)}")
+
+
+def num_token_files(partial: Path) -> int:
+    return sum(1 for _ in (partial / "units").glob("*.npz"))
 
 
 @contextlib.contextmanager

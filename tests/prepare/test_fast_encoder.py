@@ -217,6 +217,31 @@ def test_one_that_takes_the_only_process_down_is_done_without_the_third_time(
     assert "a process that encodes by gigatoken was killed twice: tokenising by tokenizers alone" in launches[2].stdout
 
 
+def test_a_death_after_a_token_file_is_the_first_again(tmp_path: Path) -> None:
+    (tmp_path / "units").mkdir()
+    token_files.count_deaths(tmp_path, token_files.num_deaths(tmp_path) + 1)
+    assert token_files.num_deaths(tmp_path) == 1
+    (tmp_path / "units/00000000.npz").touch()
+    assert token_files.num_deaths(tmp_path) == 0
+    token_files.count_deaths(tmp_path, token_files.num_deaths(tmp_path) + 1)
+    assert token_files.num_deaths(tmp_path) == 1
+
+
+@needs_gigatoken
+def test_marks_that_the_two_order_otherwise_are_found_in_the_proof() -> None:
+    """Of the kind of GPT-NeoX's tokenizer, which normalises to NFC."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder = FastEncoder(build_tokenizer("test", trained(backend), {"eos_token": "<|endoftext|>"}, {}))
+    texts = [f"a{chr(code)}\u0323\u0301b" for code in range(0x300, 0x1B00)]
+    differing = [text for text in texts if encoder.tokenizer.encode_batch([text]) != [encoder.ids_of(text).tolist()]]
+    assert all(any(text in probe for probe in fast_encoder.marks()) for text in differing)
+    if differing:
+        with pytest.raises(Unequal, match="differ on"):
+            encoder.prove()
+
+
 def test_a_process_that_ends_in_order_counts_as_no_death(tmp_path: Path, tokenizer_folder: Path, lying) -> None:
     lying("said by nobody")
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 17}\n')
