@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,8 @@ class Launcher:
         self.num_ranks = num_ranks
         self.max_restarts = max_restarts
         self.logs = logs
-        """rank1.txt, rank2.txt, …: what ranks other than 0 say, of all tries of this launch."""
+        """rank1.txt, rank2.txt, …: what ranks other than 0 say, of all tries of this launch. rank1.before.txt: of the
+        launch before."""
         self.progress = progress
         """How far the program has come, in any terms. While that changes, restarts are not held back."""
         self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
@@ -77,9 +79,8 @@ class Launcher:
 
     def run(self, arguments: Sequence[str]) -> int:
         """Returns the exit code of the launch. Ranks that a signal asks to leave are not started again, nor are those
-        that have left with a code of ours other than EXIT_BUG."""
-        for rank in range(1, self.num_ranks):
-            log_of(self.logs, rank).unlink(missing_ok=True)
+        that have left with a code of ours other than EXIT_BUG. Raises ConfigError for a folder that takes no logs."""
+        make_room_for_logs(self.logs)
         for number in LEAVING_SIGNALS:
             signal.signal(number, self._hand_on)
         launched_at = {LAUNCHED_AT: str(time.time()), RANK_LOGS: str(self.logs)}
@@ -90,6 +91,8 @@ class Launcher:
                 again = ["autoresume=true"] if num_restarts else []
                 outcome = self._try([*arguments, *again], {**environment, "MASTER_PORT": str(free_port())})
                 if outcome.code != EXIT_BUG or self._asked.is_set():
+                    if outcome.was_killed:
+                        say(f"{outcome.culprit}; the newest save stands")
                     return outcome.code
                 if num_restarts == self.max_restarts:
                     say(self._give_up(outcome))
@@ -160,6 +163,18 @@ class Launcher:
 
 def say(text: str) -> None:
     print(f"launcher: {printable(text, keep=chr(10))}", file=sys.stderr, flush=True)
+
+
+def make_room_for_logs(folder: Path) -> None:
+    """The last launch's logs get names of their own: its ranks may still write them. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("rank*[0-9].txt"):
+            os.replace(path, path.with_suffix(".before.txt"))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{folder}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
 
 
 def free_port() -> int:

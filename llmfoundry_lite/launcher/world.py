@@ -50,6 +50,8 @@ class Outcome:
     """Of EXIT_BUG: what went wrong first."""
     rank: int | None = None
     """The rank that it went wrong on, if there is one."""
+    was_killed: bool = False
+    """It was asked to leave and could not, as a frozen rank cannot."""
 
 
 class World:
@@ -95,7 +97,10 @@ class World:
                 self.signal(signal.SIGKILL)
         if self.asked_by is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
-        code = verdict(process.code or EXIT_DONE for process in self.processes.values())
+        codes = [process.code or EXIT_DONE for process in self.processes.values()]
+        code = verdict(codes)
+        if code == EXIT_BUG and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
+            return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
         return Outcome(EXIT_BUG if self.is_server_gone else code, *self._first)
 
     def _has_ended(self) -> bool:
@@ -119,7 +124,8 @@ class World:
                 if message.pid not in self.processes:
                     self.processes[message.pid] = Process(message.rank, message.pid, now)
                     if self.asked_by is not None:
-                        os.kill(message.pid, self.asked_by)
+                        with suppress(ProcessLookupError):
+                            os.kill(message.pid, self.asked_by)
                 process = self.processes[message.pid]
                 process.heard_at, process.cpu_seconds = now, cpu_seconds(message.pid)
             elif isinstance(message, Left):

@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launcher import world
-from llmfoundry_lite.launcher.launch import refuse_other_launchers
+from llmfoundry_lite.launcher.launch import make_room_for_logs, refuse_other_launchers
 from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, send
 from llmfoundry_lite.launcher.world import verdict
 from tests.helpers.launch import ROOT
@@ -154,6 +154,36 @@ def test_a_signal_is_handed_to_the_ranks_which_are_not_started_again(launched, n
     assert code == 75
     assert "restart" not in words
     assert f"{'interrupted by Ctrl-C' if number == signal.SIGINT else 'preempted by ' + number.name}" in words
+
+
+def test_asked_to_leave_while_ranks_are_frozen_it_has_left_and_says_why(launched):
+    run = launched(2, 3, "0.0=kill:SIGSTOP", "1.0=kill:SIGSTOP")
+    for rank in (0, 1):
+        pid = run.pid(rank)
+        wait_until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, words = run.end()
+    assert code == 75
+    assert words.endswith(" is frozen: it has done nothing for 2.5 s; the newest save stands\n")
+
+
+def test_logs_of_a_launch_that_goes_on_are_not_taken_from_it(tmp_path):
+    (tmp_path / "logs").mkdir()
+    make_room_for_logs(tmp_path / "logs")
+    log = tmp_path / "logs/rank1.txt"
+    with log.open("a") as first:
+        make_room_for_logs(tmp_path / "logs")
+        first.write("still here")
+    assert (tmp_path / "logs/rank1.before.txt").read_text() == "still here"
+    assert not log.exists()
+
+
+def test_a_log_folder_that_cannot_be_is_a_users_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file: ranks cannot write their logs there: File exists; --log-dir"):
+        make_room_for_logs(tmp_path / "file")
+    with pytest.raises(ConfigError, match="/proc/x: ranks cannot write their logs there"):
+        make_room_for_logs(Path("/proc/x"))
 
 
 def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):
