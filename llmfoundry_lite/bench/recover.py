@@ -7,6 +7,7 @@ norm and digest is compared with a run that nobody disturbed. `torchrun --max-re
 """
 
 import json
+import os
 import random
 import signal
 import statistics
@@ -41,6 +42,10 @@ MOST_BATCHES = 20_000
 """A run has more than are trained: it ends soon after its last fault."""
 LOOK_SECONDS = 0.02
 COMPARED = ("loss/train/total", "grad_norm", "data/digest")
+
+
+PEER_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it torchrun's restarted ranks meet the addresses of those before them. Ours has no use for it."""
 
 
 class Fault(NamedTuple):
@@ -146,7 +151,7 @@ class Disturbed:
 
     def launch(self) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
-            return subprocess.Popen(self.command, stdout=output, stderr=output)
+            return subprocess.Popen(self.command, stdout=output, stderr=output, env=os.environ | PEER_ENVIRONMENT)
 
     def disturb(self, kind: str) -> Fault:
         before = self.log.read()[-1]
