@@ -85,14 +85,15 @@ def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
         refuse(
             "tp_config.tensor_parallel_degree", f"{degree} devices cannot share model.vocab_size, {model.vocab_size}"
         )
-    length, parts = config.max_seq_len, config.context.context_parallel_degree
-    if config.sequence_parallel and length % (parts * degree):
-        among = f"{degree} and cp_config's {parts}" if parts > 1 else str(degree)
-        refuse(
-            "tp_config.sequence_parallel",
-            f"sequences of max_seq_len, {length}, cannot be divided by {among}; change the length or the degree, or "
-            "remove it",
-        )
+    parts = config.context.context_parallel_degree
+    for name, length in lengths_of(config).items() if config.sequence_parallel else ():
+        if length % (parts * degree):
+            among = f"{degree} and cp_config's {parts}" if parts > 1 else str(degree)
+            refuse(
+                "tp_config.sequence_parallel",
+                f"sequences of {name}, {length}, cannot be divided by {among}; change the length or the degree, or "
+                "remove it",
+            )
     if model.attn_config.qk_ln:
         refuse(
             "model.attn_config.qk_ln",
@@ -111,11 +112,7 @@ def _check_context_parallel(config: TrainConfig, refuse: Refuse) -> None:
     """Samples are cut into equal pieces; `heads` also gives each device equally many heads."""
     model, context, tensor = config.model, config.context, config.tensor_parallel_degree
     degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
-    lengths = {"max_seq_len": config.max_seq_len}
-    for block in ("train_loader", "eval_loader"):
-        loader = getattr(config, block)
-        if loader is not None and loader.dataset.max_seq_len is not None:
-            lengths[f"{block}.dataset.max_seq_len"] = loader.dataset.max_seq_len
+    lengths = lengths_of(config)
     shortest = math.gcd(*lengths.values())
     for name, length in lengths.items():
         if length % context.num_pieces:
@@ -130,6 +127,16 @@ def _check_context_parallel(config: TrainConfig, refuse: Refuse) -> None:
             smaller = f", or a degree of {either(fitting)}" if fitting else ""
             refuse(key, f"{among} does not divide {name}, {size}; use cp_config.kind: gather{smaller}")
     _check_shared_loaders(config, "cp_config", "the devices of a sample", refuse)
+
+
+def lengths_of(config: TrainConfig) -> dict[str, int]:
+    """Tokens of the sequences that there will be, by the key that says so."""
+    lengths = {"max_seq_len": config.max_seq_len}
+    for block in ("train_loader", "eval_loader"):
+        loader = getattr(config, block)
+        if loader is not None and loader.dataset.max_seq_len is not None:
+            lengths[f"{block}.dataset.max_seq_len"] = loader.dataset.max_seq_len
+    return lengths
 
 
 def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:

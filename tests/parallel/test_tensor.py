@@ -367,6 +367,10 @@ REFUSED = {
         "tp_config.sequence_parallel: sequences of max_seq_len, 31, cannot be divided by 2; change the length or the "
         "degree, or remove it"
     ),
+    "tp_config.sequence_parallel=true train_loader.dataset.max_seq_len=31": (
+        "tp_config.sequence_parallel: sequences of train_loader.dataset.max_seq_len, 31, cannot be divided by 2; "
+        "change the length or the degree, or remove it"
+    ),
     "model.vocab_size=2 tp_config.tensor_parallel_degree=4": (
         "tp_config.tensor_parallel_degree: 4 devices cannot share model.vocab_size, 2"
     ),
