@@ -367,10 +367,11 @@ def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
     lines, in_node = [], layout.node_size
     samples = config.global_train_batch_size // layout.num_data_ranks
     number_bytes = 4 if config.precision in ("fp32", "tf32") else 2
+    num_blocks = -(-config.model.n_layers // layout.pipeline)  # of a device, to within one
     if layout.spans_nodes("context"):
         num_tokens, is_recomputed = config.max_seq_len // layout.context, bool(config.sharding.activation_checkpointing)
         numbers, num_exchanges = context_exchanges(config.model, config.context, num_tokens, is_recomputed)
-        num_exchanges *= config.model.n_layers
+        num_exchanges *= num_blocks
         num_bytes = numbers * number_bytes // layout.tensor
         among = f"{layout.context} x {layout.tensor} (tp_config)" if layout.tensor > 1 else str(layout.context)
         lines.append(
@@ -383,7 +384,8 @@ def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
         return lines
     degree = layout.tensor
     num_bytes = config.max_seq_len // layout.context * config.model.d_model * number_bytes
-    num_sums = int(stream_reductions(config.model.n_layers, config.sharding.activation_checkpointing is True))
+    is_recomputed = config.sharding.activation_checkpointing is True
+    num_sums = int(stream_reductions(num_blocks, is_recomputed, layout.pipeline))
     return [
         *lines,
         f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "

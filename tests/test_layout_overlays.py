@@ -70,8 +70,11 @@ def test_a_layout_sets_what_hardware_decides_and_says_why(name):
     for key in leaf_keys(settings):
         assert any(key == allowed or key.startswith(f"{allowed}.") for allowed in HARDWARE_KEYS)
     assert "not run on this hardware yet" in text
-    model, _, size = parts_of(name)
-    command = re.search(r"# llmfoundry-lite train -n 8 (\S+) (\S+) (\S+)$", text, re.MULTILINE)
+    model, count, size = parts_of(name)
+    launcher = "llmfoundry-lite train -n 8"
+    if count > 8:
+        launcher = f"srun -N {count // 8} --ntasks-per-node 8 python -m llmfoundry_lite.train"
+    command = re.search(rf"^# {launcher} (\S+) (\S+) (\S+)$", text, re.MULTILINE)
     assert command and command[1] == model and command[2] in OVERLAYS[size] and command[3] == name
 
 

@@ -79,6 +79,13 @@ def test_tensor_parallelism_across_nodes_is_told_with_its_cost(tmp_path, data):
     )
 
 
+def test_a_device_of_a_pipeline_exchanges_for_its_own_blocks(tmp_path, data):
+    changes = {"pp_config": {"pipeline_parallel_degree": 2}, "model__attn_config__fused_qkv": False}
+    config, _ = check(tmp_path, tiny_config(data, tp_config={"tensor_parallel_degree": 4}, **changes), world_size=8)
+    text = preflight.describe(config, layout_of(config, 8, 2), preflight.Preflight())
+    assert "each sample takes 5 sums of 4.00 KiB over the network" in text
+
+
 def test_a_large_index_is_searched_with_the_same_result(tmp_path, data, monkeypatch):
     monkeypatch.setattr(preflight, "LARGE_INDEX_BYTES", 1)
     assert check(tmp_path, tiny_config(data))[1].num_samples == {"train": 60, "eval": 9}

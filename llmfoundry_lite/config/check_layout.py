@@ -56,16 +56,16 @@ def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -
         fits = takes_microbatches(pipeline, count)
     if fits:
         return
-    if not fitting:
+    fitting_sizes = [n for n in range(num_samples, 0, -1) if takes_microbatches(pipeline, -(-num_samples // n))]
+    if not fitting_sizes:
         raise ConfigError(
             f"global_train_batch_size: {what} fit no number of microbatches; use a batch that gives a data rank a "
             f"multiple of {layout.pipeline} samples, or schedule: gpipe"
         )
+    sizes = either([str(n) for n in [num_samples // count for count in reversed(fitting)] or fitting_sizes[:8]])
     if size is None:
-        raise ConfigError(
-            f"pp_config.num_microbatches: {count} does not fit {what}; use {either([str(n) for n in fitting])}"
-        )
-    sizes = either([str(num_samples // n) for n in reversed(fitting)])
+        counts = either([str(n) for n in fitting]) if fitting else f"device_train_microbatch_size: {sizes}"
+        raise ConfigError(f"pp_config.num_microbatches: {count} does not fit {what}; use {counts}")
     raise ConfigError(
         f"device_train_microbatch_size: {size} makes {count} microbatch(es) of {what}, which does not fit; use {sizes}"
     )
@@ -154,7 +154,7 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
         refuse(
             "pp_config.pipeline_parallel_degree",
             f"{degree} x {num_runs} runs of blocks are more than model.n_layers, {config.model.n_layers}; "
-            "use a smaller degree or fewer virtual_stages",
+            f"use a smaller degree{'' if num_runs == least else ' or fewer virtual_stages'}",
         )
     if pipeline.blocks is not None:
         _check_blocks(pipeline.blocks, degree, num_runs, config.model.n_layers, refuse)

@@ -177,8 +177,7 @@ REFUSED = {
     "pp_config.schedule=zigzag": "pp_config.schedule: 'zigzag' is not known; expected gpipe, 1f1b, interleaved,",
     "pp_config.virtual_stages=2": "pp_config.virtual_stages: 2 given, 1f1b has 1; change it or the schedule",
     "pp_config.pipeline_parallel_degree=5": (
-        "pp_config.pipeline_parallel_degree: 5 x 1 runs of blocks are more than model.n_layers, 4; use a smaller "
-        "degree or fewer virtual_stages"
+        "pp_config.pipeline_parallel_degree: 5 x 1 runs of blocks are more than model.n_layers, 4; use a smaller degree"
     ),
     "pp_config.schedule=interleaved model.n_layers=3": (
         "pp_config.pipeline_parallel_degree: 2 x 2 runs of blocks are more than model.n_layers, 3; use a smaller"
@@ -244,6 +243,12 @@ def test_what_cannot_be_pipelined_is_refused_by_name(tmp_path, argument):
             "device_train_microbatch_size=null pp_config.num_microbatches=1",
             "pp_config.num_microbatches: 1 does not fit 8 samples of a data rank through 2 stages of 1f1b; use 2, 4 or "
             "8",
+        ),
+        (
+            4,
+            "device_train_microbatch_size=null global_train_batch_size=10 pp_config.schedule=interleaved",
+            "pp_config.num_microbatches: 5 does not fit 5 samples of a data rank through 2 stages of interleaved; use "
+            "device_train_microbatch_size: 4, 3 or 2",
         ),
         (
             2,
