@@ -64,7 +64,7 @@ def simulate_bubble(
     Once all devices are busy, each further one adds its own time alone.
     """
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
-    num_runs = {"interleaved": virtual_stages, "zbv": 2}.get(schedule, 1)
+    num_runs = {"interleaved": virtual_stages, "zero_bubble": virtual_stages, "zbv": 2}.get(schedule, 1)
     loads = tuple(loads or [1.0] * num_stages * num_runs)
     num_played = few_rounds(num_stages, num_microbatches) if in_few_rounds else num_microbatches
     waited = _play(schedule, num_stages, num_played, num_runs, costs or Costs(), loads)

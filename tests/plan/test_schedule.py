@@ -44,6 +44,12 @@ def test_a_few_rounds_tell_what_all_of_them_wait(schedule, uneven):
     assert few == pytest.approx(whole, rel=0.01)
 
 
+def test_zero_bubble_waits_half_as_long_with_two_runs_of_blocks_on_each_device():
+    assert simulate_bubble("zero_bubble", 4, 16, 2) == pytest.approx(bubble("zero_bubble", 4, 16) / 2)
+    late = [1.0] * 4 + [3.0] * 4  # the second runs of all devices
+    assert simulate_bubble("zero_bubble", 4, 16, 2, loads=late) > simulate_bubble("zero_bubble", 4, 16, 2)
+
+
 def test_zbv_waits_half_as_long_as_zero_bubble():
     """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": from 2p - 1 microbatches on."""
     assert simulate_bubble("zbv", 8, 32, 2) == pytest.approx(bubble("zero_bubble", 8, 32) / 2)
