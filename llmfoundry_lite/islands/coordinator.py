@@ -317,7 +317,8 @@ class Coordinator:
 
     @property
     def num_rows(self) -> int:
-        return next(iter(self.islands.values())).facts["rows"]
+        """Of a batch; every rank that has come says the same."""
+        return next(hello["rows"] for island in self.islands.values() for hello in island.hellos.values())
 
     def _begin_if_all_here(self) -> None:
         """The first view: of as many as were announced. The furthest give their state to those behind."""

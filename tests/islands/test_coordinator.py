@@ -81,6 +81,14 @@ class Play:
         self.listen()
 
 
+def test_another_island_may_be_whole_before_the_first_rank_of_one_has_come():
+    play = Play()
+    play.come("a", 2, ranks=[1])
+    play.come("b")
+    play.come("a", 2, ranks=[0])
+    assert play.coordinator.members == ["a", "b"]
+
+
 def check_division(coordinator):
     """Every row once, in order of names."""
     begin = 0
