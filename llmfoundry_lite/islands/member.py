@@ -132,11 +132,6 @@ class Member:
                 "with `llmfoundry-lite islands coordinate`"
             ) from None
 
-    @property
-    def own_address(self) -> str:
-        """Of this host, as the coordinator sees it from."""
-        return self._connection.getsockname()[0]
-
     def say_hello(self, hello: Message) -> None:
         self._connection.settimeout(None)
         self.say({"kind": "hello", **hello})

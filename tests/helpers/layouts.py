@@ -28,6 +28,7 @@ def assert_same_run(
 ) -> None:
     """The same data in the same batches, and within the tolerance the same losses and norms of gradients."""
     ours, theirs = metrics(folder, one), metrics(folder, other)
+    assert ours
     for key in ("batch", "data/digest", "time/sample", "time/token", "lr"):
         assert values(ours, key) == values(theirs, key), key
     tolerances = {"loss/train/total": tolerance, "grad_norm": norm_tolerance or tolerance, "eval/loss": tolerance}

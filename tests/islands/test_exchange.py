@@ -127,8 +127,12 @@ def test_one_island_s_state_goes_to_another(ranks):
             return rank, rank.exchange.take(rank.pieces, "b", 1)
         return None
 
-    for rank, taken in filter(None, at_once(work, ranks)):
-        assert all(torch.equal(values, rank.cut(gradients(5))[name]) for name, values in taken.items())
+    found = list(filter(None, at_once(work, ranks)))
+    assert found
+    for rank, taken in found:
+        whole = rank.cut(gradients(5))
+        assert taken.keys() == whole.keys()
+        assert all(torch.equal(values, whole[name]) for name, values in taken.items())
 
 
 def test_a_rank_that_waits_for_a_peer_is_freed_by_a_newer_epoch(ranks):
