@@ -48,7 +48,7 @@ def places(num_ranks: int) -> dict[str, str]:
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError inside of another launcher, each of whose ranks would begin as many again."""
-    under_srun = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    under_srun = int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
     if under_srun or "RANK" in environment:
         other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
         raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")

@@ -131,6 +131,11 @@ def unzstandard(path: Path) -> Iterator[tuple[bytes, int]]:
         except (pa.ArrowInvalid, OSError) as error:
             if getattr(error, "errno", None) is not None:
                 raise  # the disk's, not the content's
+            if "too much memory" in str(error):
+                raise DataError(
+                    f"{path} was compressed with a longer window than can be read here; decompress it, or compress it "
+                    "anew with zstd --long=27 or less"
+                ) from error
             raise (cut_short(path) if "Truncated" in str(error) else damaged(path, error)) from error
 
 

@@ -660,6 +660,8 @@ GOOD_LINE = b'{"text": "good"}\n'
         ("a.jsonl.zst", zstandard.compress(GOOD_LINE * 99)[:-4], "a.jsonl.zst is cut short"),
         ("a.txt.gz", b"not gzip", "a.txt.gz is damaged: it does not decompress"),
         ("a.txt.zst", b"not zstd", "a.txt.zst is damaged: it does not decompress"),
+        # A frame with a window of 2 GiB, as zstd --long=31 writes it, and one block of 5 bytes.
+        ("a.txt.zst", b"\x28\xb5\x2f\xfd\0\xa8\x29\0\0hello", "a.txt.zst was compressed with a longer window than"),
         ("a.parquet", b"not parquet", "a.parquet is not a parquet file"),
         ("a.pdf", b"%PDF", r"a.pdf: nothing here can be read; expected \{.txt, .md"),
         ("a.txt", b"", r"0 documents for training, 0 tokens in all.*less than one sample.*\(skipped: 1 empty\)"),
