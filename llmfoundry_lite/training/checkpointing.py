@@ -25,7 +25,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
-from llmfoundry_lite.ranks.ending import Preempted, leaving_because
+from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import agree, tell_all
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
@@ -197,7 +197,7 @@ class Checkpointing(Callback):
         if not self.saves_here:
             saved = "the other islands carry on"
         again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
-        why = leaving_because(self.was_preempted_by)
+        why = self.preemption.because(self.was_preempted_by)
         return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
     def save_before_leaving(self, reason: str, state: State, logger: Logger) -> str:

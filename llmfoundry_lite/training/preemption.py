@@ -112,6 +112,11 @@ class Preemption:
             self._request(self.agreed)
         return REASONS[self.agreed]
 
+    def because(self, agreed: str) -> str:
+        """Why the run leaves, for people. A Ctrl-C is named even when it came in after the ranks had agreed on the
+        SIGTERM that a launcher sent after it: which of two signals a thread hears first is the kernel's choice."""
+        return leaving_because(REASONS[BY_KEY] if self.reason == BY_KEY else agreed)
+
     def note_saved(self, name: str) -> None:
         """From any thread: `name` has been published."""
         if self.reason:

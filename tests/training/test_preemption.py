@@ -275,6 +275,7 @@ def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came
         preemption._request(REASONS.index(name))
     assert said == ["SIGTERM", "SIGINT"]
     assert preemption.settle(preemption.reason) == "SIGINT"
+    assert preemption.because("SIGTERM") == "interrupted by Ctrl-C", "the ranks had agreed before it was heard"
     assert preemption.leave_by == leave_by, "asked for once more is no reason to take longer"
 
 
