@@ -54,6 +54,10 @@ def _stand_ins(roots: Sequence[str]) -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
             del sys.modules[name]
+            package, _, part = name.rpartition(".")
+            # A package remembers its parts: `from torchmetrics import text` must look for the real one.
+            if isinstance(vars(sys.modules.get(package, sys)).get(part), StandIn):
+                delattr(sys.modules[package], part)
 
 
 class _Finder(MetaPathFinder, Loader):

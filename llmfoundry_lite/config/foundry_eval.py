@@ -36,6 +36,10 @@ def translate_evaluation(values: dict[str, Any], layers: Sequence[Layer]) -> lis
     if isinstance(values.get("eval_gauntlet"), str):
         values["eval_gauntlet"] = _read_gauntlet(values["eval_gauntlet"])
     if isinstance(values.get("models"), list):
+        for number, entry in enumerate(values["models"]):
+            if other := _other_tokenizer(entry):
+                where = f"{source_of('models', layers)}: models[{number}].tokenizer {other!r}"
+                notes.append(f"{where} has no effect: a model has its own; tokenizer=PATH names one for all of them")
         values["models"] = _name_models(values["models"], layers)
     return notes
 
@@ -63,6 +67,15 @@ def _name_models(models: Sequence[Any], layers: Sequence[Layer]) -> dict[str, st
             raise ConfigError(f"{source_of('models', layers)}: {path}: there are two models named {name}; rename one")
         found[name] = where
     return found
+
+
+def _other_tokenizer(entry: Any) -> str | None:
+    """The tokenizer's name where it is not the model's own."""
+    model, tokenizer = (entry.get(key) if isinstance(entry, dict) else None for key in ("model", "tokenizer"))
+    if not isinstance(tokenizer, dict) or not tokenizer.get("name"):
+        return None
+    own = model.get("pretrained_model_name_or_path") if isinstance(model, dict) else None
+    return None if tokenizer["name"] == own else str(tokenizer["name"])
 
 
 def _find_model(entry: Any) -> str | None:

@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printable
-from llmfoundry_lite.launcher.server import open_channel
+from llmfoundry_lite.launcher.server import MESSAGE_BYTES, open_channel
 from llmfoundry_lite.launcher.world import Outcome, World, log_of
 from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before the first restart in a row without progress, the second, …; the last one from then on."""
 LINES_QUOTED = 15
+LARGEST_ARGUMENTS = MESSAGE_BYTES // 4
+"""Bytes. In a message each may take six, as JSON escapes; it also holds a few variables."""
 
 
 class Program(NamedTuple):
@@ -79,7 +81,14 @@ class Launcher:
 
     def run(self, arguments: Sequence[str]) -> int:
         """Returns the exit code of the launch. Ranks that a signal asks to leave are not started again, nor are those
-        that have left with a code of ours other than EXIT_BUG. Raises ConfigError for a folder that takes no logs."""
+        that have left with a code of ours other than EXIT_BUG. Raises ConfigError for a folder that takes no logs, and
+        for arguments too long to be handed on."""
+        num_bytes = sum(len(os.fsencode(argument)) for argument in arguments)
+        if num_bytes > LARGEST_ARGUMENTS:
+            raise ConfigError(
+                f"the arguments are {num_bytes:,} bytes long; ranks are handed {LARGEST_ARGUMENTS:,} at most: put them "
+                "into a YAML file, and name that"
+            )
         make_room_for_logs(self.logs)
         for number in LEAVING_SIGNALS:
             signal.signal(number, self._hand_on)

@@ -308,7 +308,8 @@ def lines_starting_in(unit: LineRange) -> Iterator[tuple[int, bytes]]:
         offset = unit.start
         if unit.start > 0:  # a line that starts before belongs to the range before
             file.seek(unit.start - 1)
-            offset += len(file.readline()) - 1
+            # No further than the range: a file of one long line would be read once for each of its ranges.
+            offset += len(file.readline(unit.end - unit.start + 1)) - 1
         while offset < unit.end:
             line = file.readline()
             if not line:

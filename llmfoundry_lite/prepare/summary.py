@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, printable
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
@@ -98,17 +99,22 @@ def load_summary(folder: str | Path) -> Summary:
 
 def print_summary(summary: Summary, out: str | Path, console: Console | None = None) -> None:
     """The short table a preparation ends with."""
-    table = Table(title=f"prepared in {out}", title_justify="left")
+    table = Table(title=Text(f"prepared in {printable(str(out))}"), title_justify="left")
     table.add_column("split")
     for name in ("documents", "samples", "tokens", "left over", "text", "shards"):
         table.add_column(name, justify="right")
     for name, split in summary.splits.items():
         counts = (split.documents, split.samples, split.tokens, split.remainder_tokens)
-        table.add_row(name, *(f"{count:,}" for count in counts), f"{split.text_bytes / 1e6:.2f} MB", f"{split.shards}")
+        table.add_row(
+            Text(printable(name)),
+            *(f"{count:,}" for count in counts),
+            f"{split.text_bytes / 1e6:.2f} MB",
+            f"{split.shards}",
+        )
     tokenizer = summary.tokenizer
     console = console or Console()
     console.print(table)
-    lines = [f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
+    lines = [f"tokenizer {printable(tokenizer.name)}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
     if skipped:
         lines.append(f"documents skipped: {skipped}")
@@ -130,5 +136,5 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
 
 def some_of(sentences: tuple[str, ...], *, of: int) -> list[str]:
     """Indented lines for the first of them, and how many there are besides."""
-    shown = [f"  {sentence.encode(errors='backslashreplace').decode()}" for sentence in sentences[:SHOWN]]
+    shown = [f"  {printable(sentence)}" for sentence in sentences[:SHOWN]]
     return shown + ([f"  and {of - len(shown):,} more"] if of > len(shown) else [])

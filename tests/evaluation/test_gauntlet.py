@@ -106,6 +106,7 @@ def test_an_evaluation_of_llm_foundry_loads_unchanged(checkout):
         "eval/yamls/hf_eval.yaml: seed",
         "eval/yamls/hf_eval.yaml: device_eval_batch_size",
         "eval/yamls/hf_eval.yaml: fsdp_config",
+        "eval/yamls/hf_eval.yaml: models[1].tokenizer 'EleutherAI/gpt-neox-20b'",
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launcher import world
-from llmfoundry_lite.launcher.launch import make_room_for_logs, refuse_other_launchers
+from llmfoundry_lite.launcher.launch import Launcher, Program, make_room_for_logs, refuse_other_launchers
 from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, send
 from llmfoundry_lite.launcher.world import verdict
 from tests.helpers.launch import ROOT
@@ -184,6 +184,12 @@ def test_a_log_folder_that_cannot_be_is_a_users_error(tmp_path):
         make_room_for_logs(tmp_path / "file")
     with pytest.raises(ConfigError, match="/proc/x: ranks cannot write their logs there"):
         make_room_for_logs(Path("/proc/x"))
+
+
+def test_arguments_that_no_rank_can_be_handed_are_refused(tmp_path):
+    """Half of them would reach the server, and the launcher would wait for the ranks for ever."""
+    with pytest.raises(ConfigError, match="the arguments are 40,002 bytes long; ranks are handed 32,768 at most"):
+        Launcher(Program("tests.launcher.program", "json"), 2, 0, tmp_path).run(["a=", "é" * 20_000])
 
 
 def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):

@@ -1,5 +1,6 @@
 """`llmfoundry-lite train -n 2` as users run it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -27,11 +28,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def begin(folder: Path, *arguments: str, num_ranks: int = 2) -> subprocess.Popen[str]:
-    command = (sys.executable, "-m", "llmfoundry_lite", "train", "-n", str(num_ranks), "run.yaml", *arguments)
+def begin(
+    folder: Path, *arguments: str, num_ranks: int = 2, command: str = "train", file: str = "run.yaml"
+) -> subprocess.Popen[str]:
+    line = (sys.executable, "-m", "llmfoundry_lite", command, "-n", str(num_ranks), file, *arguments)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+    return subprocess.Popen(line, cwd=folder, env=environment, **pipes)
 
 
 def wait_for_batch(run: Path, number: int) -> None:
@@ -99,3 +102,27 @@ def test_after_a_killed_launcher_the_next_launch_carries_on_and_leaves_when_aske
     assert launcher.returncode == 75, output
     assert "carrying on from" in output and "preempted by SIGTERM at batch" in output
     assert read_status(run)["status"] == "preempted"
+
+
+@pytest.mark.slow
+def test_ranks_that_evaluate_find_what_one_finds(folder):
+    """With logs and restarts where the command says."""
+    train = begin(folder, "run_name=asked", "max_duration=2ba", "--log-dir", "said", "--max-restarts", "0")
+    output, _ = train.communicate(timeout=DEADLINE_SECONDS)
+    assert train.returncode == 0, output
+    assert (folder / "said/rank1.txt").exists() and not (folder / "runs/asked/logs").exists()
+
+    task = {"label": "choice", "icl_task_type": "multiple_choice", "dataset_uri": "choice.jsonl", "num_fewshot": [0]}
+    items = [{"query": f"{number}", "choices": ["one", "two"], "gold": number % 2} for number in range(9)]
+    (folder / "choice.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (folder / "eval.yaml").write_text(json.dumps({"models": {"ours": "runs/asked"}, "icl_tasks": [task]}))
+    found = []
+    for num_ranks in (1, 2):
+        again = (f"suite=of{num_ranks}", "--log-dir", f"logs{num_ranks}")
+        evaluation = begin(folder, *again, command="eval", file="eval.yaml", num_ranks=num_ranks)
+        output, _ = evaluation.communicate(timeout=DEADLINE_SECONDS)
+        assert evaluation.returncode == 0, output
+        found.append(json.loads((folder / f"evals/results/of{num_ranks}/ours.json").read_text())["tasks"])
+    assert found[0]["choice/0-shot"]["num_items"] == 9
+    assert found[0] == found[1]
+    assert (folder / "logs2/rank1.txt").exists()

@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import gzip
+import io
 import json
 import os
 import shutil
@@ -118,6 +119,21 @@ def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path:
     found = [item for part in ranges for item in lines_starting_in(part)]
     assert [line for _, line in found] == lines
     assert [offset for offset, _ in found] == np.cumsum([0, *map(len, lines[:-1])]).tolist()
+
+
+def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(io.BytesIO):
+        num_bytes = 0
+
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = super().readline(size)
+            Counting.num_bytes += len(line)
+            return line
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Counting(b"c" * 10_000 + b"\nend"))
+    ranges = [LineRange(path=Path("lines.jsonl"), start=start, end=start + 10) for start in range(0, 10_000, 10)]
+    assert [offset for part in ranges for offset, _ in lines_starting_in(part)] == [0]
+    assert Counting.num_bytes < 3 * 10_000
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 50, 10_000])

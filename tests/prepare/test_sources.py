@@ -119,7 +119,8 @@ def test_a_parquet_file_without_the_column_is_counted_row_by_row_when_skipped(
         summary.skipped_examples
     )
     printed = io.StringIO()
-    print_summary(summary, "out", prepare_console(printed))
+    print_summary(summary, "[red]\x1b[31m", prepare_console(printed))
+    assert "prepared in [red]\\x1b[31m" in printed.getvalue()
     assert "documents skipped: 5 missing_text_key, 2 not_text" in printed.getvalue()
     assert "b.parquet has no 'text'" in printed.getvalue()
 
