@@ -315,7 +315,7 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
         lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
     at = " (microbatches of 1 sample)" if is_auto else ""
     lines.append(f"memory         {estimate_training_memory(config, layout)}{at}")
-    lines += [f"warning        {text}" for text in _describe_network(config, layout)]
+    lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     lines += [f"not checked    {note}" for note in found.not_checked]
     if not is_for_here:
@@ -362,7 +362,7 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
     return [f"{'' if i else 'stages':<15}{line}" for i, line in enumerate([config.pipeline.schedule, *lines])]
 
 
-def _describe_network(config: TrainConfig, layout: Layout) -> list[str]:
+def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
     """The cost of groups that span nodes: `context_exchanges` and `stream_reductions` of each sample."""
     lines, in_node = [], layout.node_size
     samples = config.global_train_batch_size // layout.num_data_ranks

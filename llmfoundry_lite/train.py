@@ -70,6 +70,8 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
             preflight.check_installed("composer", "streaming")
         layout = layout_here(config)
         found = preflight.check(config, layout, must_exist=invocation.dry_run != "plan")
+        if not invocation.dry_run:
+            invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(config, layout))
         if invocation.dry_run == "here":
             check_this_machine(config, layout)
     except UserError as error:

@@ -11,6 +11,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
+from llmfoundry_lite.train import check as check_launch
 from llmfoundry_lite.train import main as train_main
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -77,6 +78,19 @@ def test_tensor_parallelism_across_nodes_is_told_with_its_cost(tmp_path, data):
         "sums of 4.00 KiB over the network, 160.00 KiB for each device and batch; a degree that divides 2 stays in a "
         "node"
     )
+
+
+def test_a_launch_across_nodes_warns_of_slow_groups(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    groups = {"tp_config": {"tensor_parallel_degree": 4}, "device_train_microbatch_size": 2}
+    path = write_config(tmp_path / "run.yaml", tiny_config(data, **groups))
+    for key, value in {"WORLD_SIZE": 8, "RANK": 0, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(key, str(value))
+    for node_size, num_warnings in ((2, 1), (4, 0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node_size))
+        invocation, layout, _ = check_launch([path])
+        assert layout.node_size == node_size
+        assert len([note for note in invocation.notes if note.startswith("warning: tp_config")]) == num_warnings
 
 
 def test_a_device_of_a_pipeline_exchanges_for_its_own_blocks(tmp_path, data):

@@ -4,12 +4,13 @@ Owns how blocks go together. Leaves the values of single keys to `check_values.p
 how devices divide it to `check_layout.py`.
 """
 
+import dataclasses
 import math
 import re
 import typing
 from collections.abc import Sequence
 
-from llmfoundry_lite.config.check_layout import check_layout
+from llmfoundry_lite.config.check_layout import check_layout, find_undivided
 from llmfoundry_lite.config.check_model import check_model
 from llmfoundry_lite.config.check_values import Refuse, check_import_path, check_values
 from llmfoundry_lite.config.layers import Layer, get, source_of
@@ -18,6 +19,13 @@ from llmfoundry_lite.errors import ConfigError
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+SCHEDULES_KEYS = {
+    "warmup_stable_decay": ("decay", "t_decay"),
+    "inv_sqrt_with_warmup": ("t_scale", "t_cooldown", "alpha_f_decay", "alpha_f_cooldown"),
+    "linear_decay_with_warmup": ("alpha_i",),
+}
+"""What one schedule alone has a use for."""
 
 MUON_KEYS = ("adamw_lr", "momentum", "ns_steps", "ns_dtype", "adjust_lr_fn")
 
@@ -93,6 +101,7 @@ def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_islands(config, refuse)
     for path in config.callbacks.extra:
         check_import_path("callbacks", path, layers)
+    _check_schedule_keys(config, refuse)
     _check_schedule_units(config, layers, refuse)
     _check_schedule_spans(config, refuse)
 
@@ -148,6 +157,16 @@ def _check_muon(config: TrainConfig, refuse: Refuse) -> None:
             "fsdp_config.offload_optimizer",
             "muon multiplies matrices in its step, which would be the host's work; use FULL_SHARD without it, or adamw",
         )
+
+
+def _check_schedule_keys(config: TrainConfig, refuse: Refuse) -> None:
+    """No schedule passes over what was meant for another one."""
+    schedule = config.scheduler
+    defaults = {field.name: field.default for field in dataclasses.fields(schedule)}
+    for name, keys in SCHEDULES_KEYS.items():
+        for key in keys if name != schedule.name else ():
+            if getattr(schedule, key) != defaults[key]:
+                refuse(f"scheduler.{key}", f"only {name} uses it, and scheduler.name is {schedule.name}; remove it")
 
 
 def _check_schedule_units(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
@@ -252,6 +271,7 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
         if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
             key = f"scheduler.{key}"
             notes.append(f"{source_of(key, layers)}: {key}: {span} is longer than the run, {run}: {meaning}")
+    notes += [f"{source_of(key, layers)}: {key}: {what}" for key, what in find_undivided(config).items()]
     dataset, batch = config.train_loader.dataset, config.global_train_batch_size
     if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:
         key = "train_loader.dataset.shuffle_block_size"

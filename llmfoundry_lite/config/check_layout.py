@@ -3,11 +3,12 @@
 Leaves the arithmetic of a division to `layout.py`, and that of stages to `stages.py`.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from llmfoundry_lite.config.check_values import Refuse, either
-from llmfoundry_lite.config.layout import Layout, divisors, name_data_ranks
+from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, divisors, name_data_ranks
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
@@ -21,6 +22,23 @@ def check_layout(config: TrainConfig, refuse: Refuse) -> None:
         _check_context_parallel(config, refuse)
     if config.pp_config is not None:
         _check_pipeline(config, refuse)
+
+
+def find_undivided(config: TrainConfig) -> dict[str, str]:
+    """Block -> what it says about a division that a degree of 1 does not make.
+
+    Allowed, for the same YAML may run on a smaller cluster with nothing but its degree set to 1.
+    """
+    found = {}
+    for degree_key in DEGREE_KEYS.values():
+        block, _, degree = degree_key.partition(".")
+        section = getattr(config, block)
+        if section is not None and getattr(section, degree) == 1:
+            fields = [field for field in dataclasses.fields(section) if field.name != degree]
+            idle = [field.name for field in fields if getattr(section, field.name) != field.default]
+            if idle:
+                found[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
+    return found
 
 
 def check_batch(config: TrainConfig, layout: Layout) -> None:
@@ -143,21 +161,24 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
     """Schedules against stages, and what does not go with stages."""
     pipeline, fsdp = config.pipeline, config.sharding
     degree, schedule, num_runs = pipeline.pipeline_parallel_degree, pipeline.schedule, pipeline.num_runs
-    if degree == 1:
-        return
     most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, num_runs)
     least = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
     if not least <= num_runs <= most:
         expected = str(least) if least == most else f"{least} or more"
         refuse("pp_config.virtual_stages", f"{num_runs} given, {schedule} has {expected}; change it or the schedule")
+    if pipeline.blocks is not None:
+        _check_blocks(pipeline.blocks, config.model.n_layers, refuse)
+    if degree == 1:
+        return
     if degree * num_runs > config.model.n_layers:
         refuse(
             "pp_config.pipeline_parallel_degree",
             f"{degree} x {num_runs} runs of blocks are more than model.n_layers, {config.model.n_layers}; "
             f"use a smaller degree{'' if num_runs == least else ' or fewer virtual_stages'}",
         )
-    if pipeline.blocks is not None:
-        _check_blocks(pipeline.blocks, degree, num_runs, config.model.n_layers, refuse)
+    if pipeline.blocks is not None and len(pipeline.blocks) != degree * num_runs:
+        what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
+        refuse("pp_config.blocks", f"{pipeline.blocks} given, expected {degree * num_runs} counts, for {what}")
     if pipeline.num_microbatches is not None and config.device_train_microbatch_size is not None:
         refuse("pp_config.num_microbatches", "both it and device_train_microbatch_size given; use one of them")
     if pipeline.splits_backward and config.compile_config is not None:
@@ -188,12 +209,10 @@ def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
     _check_shared_loaders(config, "pp_config", "the devices of all stages", refuse)
 
 
-def _check_blocks(blocks: Sequence[int], degree: int, num_runs: int, n_layers: int, refuse: Refuse) -> None:
+def _check_blocks(blocks: Sequence[int], n_layers: int, refuse: Refuse) -> None:
+    """What holds for any degree."""
     given = f"{list(blocks)} given"
-    if len(blocks) != degree * num_runs:
-        what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
-        refuse("pp_config.blocks", f"{given}, expected {degree * num_runs} counts, for {what}")
-    if min(blocks) < 1:
+    if min(blocks, default=0) < 1:
         refuse("pp_config.blocks", f"{given}, expected 1 or more for each")
     if sum(blocks) != n_layers:
         refuse(

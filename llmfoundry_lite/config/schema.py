@@ -353,8 +353,8 @@ class SchedulerConfig:
     """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
     t_decay: str | int = "0.1dur"
     """warmup_stable_decay: the span of the decay, which ends at t_max. Until then the rate is lr."""
-    decay: str = "linear"
-    """warmup_stable_decay: the decay's shape, linear, cosine or 1-sqrt."""
+    decay: str | None = None
+    """warmup_stable_decay: the decay's shape, linear (default), cosine or 1-sqrt."""
     t_scale: str | int = "1ba"
     """inv_sqrt: the time scale of the decay."""
     t_cooldown: str | int = "0ba"

@@ -68,7 +68,7 @@ def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_de
         "linear": 1.0 - fraction,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * fraction)),
         "1-sqrt": 1.0 - math.sqrt(fraction),
-    }[schedule.decay]
+    }[schedule.decay or "linear"]
     return schedule.alpha_f + (1.0 - schedule.alpha_f) * left
 
 

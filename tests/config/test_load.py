@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
-from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.config.schema import Duration, as_dict
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
 
@@ -581,6 +582,50 @@ def test_a_decay_is_a_span_after_the_warm_up():
         "command line: scheduler.decay: 'sqrt' is not known; "
     )
     assert "did you mean warmup_stable_decay?" in refusal("run.yaml", "scheduler.name=wsd")
+
+
+@pytest.mark.parametrize(
+    ("argument", "owner"),
+    [
+        ("decay=linear", "warmup_stable_decay"),
+        ("t_decay=20ba", "warmup_stable_decay"),
+        ("t_scale=20ba", "inv_sqrt_with_warmup"),
+        ("alpha_i=0.5", "linear_decay_with_warmup"),
+    ],
+)
+def test_what_another_schedule_would_use_is_refused(argument, owner):
+    key = argument.partition("=")[0]
+    assert refusal("run.yaml", f"scheduler.{argument}") == (
+        f"command line: scheduler.{key}: only {owner} uses it, and scheduler.name is cosine_with_warmup; remove it"
+    )
+    load(f"scheduler.{argument}", f"scheduler.name={owner}")
+
+
+def test_a_configuration_as_a_run_folder_has_it_is_accepted_again(tmp_path):
+    for name in ("cosine_with_warmup", "warmup_stable_decay", "inv_sqrt_with_warmup"):
+        config = load(f"scheduler.name={name}", "scheduler.t_scale=1ba").config
+        Path("config.yaml").write_text(yaml.safe_dump(as_dict(config)))
+        assert load_train_config(["config.yaml"], {}).config == config
+
+
+def test_the_same_blocks_serve_a_smaller_cluster_with_a_degree_of_1():
+    """What they say of a division that is not made is checked as far as it can be, and named in a line."""
+    tensor = "tp_config={tensor_parallel_degree: 1, sequence_parallel: true}"
+    stages = ("pp_config={pipeline_parallel_degree: 1, schedule: interleaved, blocks: [1, 1]}", "model.n_layers=2")
+    assert load(tensor, *stages).notes == [
+        "command line: tp_config: sequence_parallel without effect, for tensor_parallel_degree is 1",
+        "command line: pp_config: schedule, blocks without effect, for pipeline_parallel_degree is 1",
+    ]
+    assert load("tp_config.tensor_parallel_degree=1", "cp_config={}", "pp_config={}").notes == []
+    assert load("tp_config={tensor_parallel_degree: 2, sequence_parallel: true}").notes == []
+    for argument, message in {
+        "pp_config.blocks=[1,3]": (
+            "pp_config.blocks: [1, 3] given, 4 in all, and model.n_layers is 2; change one of them"
+        ),
+        "pp_config.blocks=[]": "pp_config.blocks: [] given, expected 1 or more for each",
+        "pp_config.virtual_stages=3": "pp_config.virtual_stages: 3 given, 1f1b has 1; change it or the schedule",
+    }.items():
+        assert refusal("run.yaml", argument) == f"command line: {message}"
 
 
 @pytest.mark.parametrize(
