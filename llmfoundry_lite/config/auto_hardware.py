@@ -20,10 +20,6 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_accelerator, rows_named
 
 AUTO = "hardware=auto"
-HIDDEN_BY = {
-    "nvidia": ("CUDA_VISIBLE_DEVICES",),
-    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-}
 SAFE: dict[str, Any] = {
     "device_train_microbatch_size": "auto",
     "fsdp_config": {"sharding_strategy": "FULL_SHARD"},
@@ -39,6 +35,8 @@ class Found(NamedTuple):
     """As torch would say it, or the kernel where the table does not know the device."""
     row: Accelerator | None
     num_devices: int
+    uuid: str = ""
+    """GPU-…, as variables and nvidia-smi name it; nothing where the kernel does not say."""
 
 
 class Choice(NamedTuple):
@@ -68,9 +66,10 @@ def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
     """The accelerators of this machine; None where there are none, or all are hidden by a variable such as
     CUDA_VISIBLE_DEVICES. Those in the table of accelerators go before others, such as a laptop's own graphics.
 
-    Raises ConfigError when that leaves two kinds.
+    Raises ConfigError when that leaves two kinds, or when a variable names none of the devices.
     """
-    devices = [*_visible(_nvidia(root), "nvidia", environ), *_visible(_amd(root), "amd", environ)]
+    found = {"nvidia": _nvidia(root), "amd": _amd(root)}
+    devices = [device for vendor, present in found.items() for device in _visible(present, vendor, environ)]
     known = [device for device in devices if device.row is not None] or devices
     kinds = {device.name: device for device in known}
     if len(kinds) > 1:
@@ -78,7 +77,9 @@ def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
             f"{AUTO}: this machine has {' and '.join(kinds)}; hide one kind (CUDA_VISIBLE_DEVICES, "
             "HIP_VISIBLE_DEVICES) or name an overlay, as in hardware=h100-8"
         )
-    return next(iter(kinds.values()))._replace(num_devices=len(known)) if kinds else None
+    if not kinds and any(found.values()) and (named := _named_in_vain(environ)):
+        raise ConfigError(f"{AUTO}: {named} leaves none of this machine's devices; name those that it has, once each")
+    return next(iter(kinds.values()))._replace(num_devices=len(known), uuid="") if kinds else None
 
 
 def slug(name: str) -> str:
@@ -87,38 +88,96 @@ def slug(name: str) -> str:
 
 
 def _nvidia(root: Path) -> list[Found]:
-    """`Model: NVIDIA H100 80GB HBM3`, among other lines, of a file for each."""
+    """`Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…`, among other lines, of a file for each; in order of
+    their PCI addresses."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    names = [match[1].strip() for file in files if (match := re.search(r"^Model:(.*)$", _read(file), re.M))]
+    facts = [dict(re.findall(r"^(Model|GPU UUID):(.*)$", _read(file), re.M)) for file in files]
+    named = [(one["Model"].strip(), one.get("GPU UUID", "").strip()) for one in facts if "Model" in one]
     if not files and (program := shutil.which("nvidia-smi")):
-        command = [program, "--query-gpu=name", "--format=csv,noheader"]
+        command = [program, "--query-gpu=name,uuid", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            names = result.stdout.splitlines() if result.returncode == 0 else []
-    return [Found(name, find_accelerator(name), 1) for name in names]
+            lines = result.stdout.splitlines() if result.returncode == 0 else []
+            named = [(name, uuid) for name, _, uuid in (line.partition(", ") for line in lines)]
+    return [Found(name, find_accelerator(name), 1, "" if "?" in uuid else uuid) for name, uuid in named]
 
 
 def _amd(root: Path) -> list[Found]:
     """KFD has a node for each device of torch's, half a card of an MI250; and for the processors, without SIMDs."""
     found = []
-    for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+    files = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    for file in sorted(files, key=lambda file: (len(file.parent.name), file)):  # 2 before 10
         facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _read(file), re.M)}
         if not facts.get("simd_count") or not facts.get("simd_per_cu"):
             continue
         pci, units = facts.get("device_id"), facts["simd_count"] // facts["simd_per_cu"]
         rows = [row for row in ACCELERATORS.values() if pci in row.pci_ids and units == row.num_compute_units]
         name = f"AMD Instinct {rows[0].name}" if rows else f"AMD device {pci or 0:x}"
-        found.append(Found(name, rows[0] if rows else None, 1))
+        uuid = f"GPU-{facts['unique_id']:016x}" if facts.get("unique_id") else ""
+        found.append(Found(name, rows[0] if rows else None, 1, uuid))
     return found
 
 
+def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variable -> value, of those that hide devices, in the order in which they do: ROCm has a list of its own, in
+    which HIP counts. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
+    of_hip = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    names = ["CUDA_VISIBLE_DEVICES"]
+    if vendor == "amd":
+        names = ["ROCR_VISIBLE_DEVICES", *[name for name in of_hip if name in environ][:1]]
+    return {name: environ[name] for name in names if name in environ}
+
+
 def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> list[Found]:
-    """As many as a variable lets programs see. An empty one, or -1, hides all."""
-    for variable in HIDDEN_BY[vendor]:
-        if (value := environ.get(variable)) is not None:
-            seen = [word for word in value.split(",") if word.strip()]
-            devices = devices[: 0 if seen[:1] in ([], ["-1"]) else len(seen)]
+    """Those that variables let programs see. An empty one, or -1, hides all.
+
+    Raises ConfigError where nobody here can tell which are meant.
+    """
+    for variable, value in _variables(vendor, environ).items():
+        words = [word.strip() for word in value.split(",")]
+        if slices := [word for word in words if word.startswith("MIG-")]:
+            return [Found("NVIDIA MIG slice", None, 1)] * len(slices) if devices else []
+        chosen: list[int] = []
+        for word in words:
+            index = _index_of(word, devices, len(chosen))
+            if index is None:
+                break  # what follows is hidden, too
+            chosen.append(index)
+        are_alike = len({device.name for device in devices}) <= 1
+        is_by_uuid = words[0].startswith("GPU-")
+        if not are_alike and is_by_uuid and any(not device.uuid for device in devices):
+            raise ConfigError(
+                f"{AUTO}: {variable}={value}: the kernel tells no UUID of some devices; name an overlay, as in "
+                "hardware=h100-8"
+            )
+        is_by_speed = vendor == "nvidia" and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        if not are_alike and not is_by_uuid and is_by_speed and 0 < len(chosen) < len(devices):
+            raise ConfigError(
+                f"{AUTO}: {variable}={value}: CUDA numbers unlike devices by their speed; set "
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID, name devices by UUID (nvidia-smi -L), or name an overlay, as in "
+                "hardware=h100-8"
+            )
+        devices = [devices[index] for index in chosen] if len(set(chosen)) == len(chosen) else []
     return devices
+
+
+def _index_of(word: str, devices: list[Found], position: int) -> int | None:
+    """A number, or the beginning of one device's UUID. Where a UUID is not known, all devices are alike, or an error
+    follows; so any will do."""
+    if word.startswith("GPU-"):
+        if any(not device.uuid for device in devices):
+            return position if position < len(devices) else None
+        found = [i for i, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]
+        return found[0] if len(found) == 1 else None
+    number = re.match(r"\+?(\d+)", word)
+    return int(number[1]) if number and int(number[1]) < len(devices) else None
+
+
+def _named_in_vain(environ: Mapping[str, str]) -> str:
+    """The variables that name devices; nothing where all are hidden on purpose."""
+    given = _variables("nvidia", environ) | _variables("amd", environ)
+    named = [f"{name}={value}" for name, value in given.items() if value.split(",")[0].strip() not in ("", "-1")]
+    return " ".join(named)
 
 
 def _read(file: Path) -> str:

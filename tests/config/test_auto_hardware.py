@@ -16,12 +16,16 @@ from tests.helpers.launch import ROOT
 CPU_NODE = {"cpu_cores_count": 64, "simd_count": 0, "simd_per_cu": 0, "device_id": 0, "vendor_id": 0}
 
 
+def uuid_of(number: int) -> str:
+    return f"GPU-{number:08x}-d72c-4106-c12f-20bd9faed9f6"
+
+
 def nvidia(root: Path, *names: str) -> Path:
     """As the driver's kernel module lists its devices."""
     for number, name in enumerate(names):
         folder = root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0"
         folder.mkdir(parents=True)
-        lines = f"Model: \t\t {name}\nIRQ:   \t\t 77\nGPU UUID: \t GPU-0\nDevice Minor: \t {number}\n"
+        lines = f"Model: \t\t {name}\nIRQ:   \t\t 77\nGPU UUID: \t {uuid_of(number)}\nDevice Minor: \t {number}\n"
         (folder / "information").write_text(lines)
     return root
 
@@ -30,7 +34,8 @@ def amd(root: Path, *devices: tuple[int, int], processors: int = 2) -> Path:
     """As KFD does: nodes of processors, then a node for each (number of PCI, compute units)."""
     nodes = [CPU_NODE] * processors
     nodes += [
-        {"simd_count": units * 4, "simd_per_cu": 4, "device_id": pci, "vendor_id": 4098} for pci, units in devices
+        {"simd_count": units * 4, "simd_per_cu": 4, "device_id": pci, "vendor_id": 4098, "unique_id": 0xABC0 + number}
+        for number, (pci, units) in enumerate(devices)
     ]
     for number, facts in enumerate(nodes):
         folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
@@ -92,9 +97,88 @@ def test_hidden_devices_are_not_counted(tmp_path):
     assert found is not None and found.num_devices == 3
 
 
+H100, A100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
+MIXED = [A100, A100, H100, H100, H200]
+BY_ADDRESS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("2,3", (H100, 2)),
+        ("0, 1", (A100, 2)),
+        ("4", (H200, 1)),
+        ("3,-1,0", (H100, 1)),
+        ("2,9,0", (H100, 1)),
+        (f"{uuid_of(3)},{uuid_of(2)}", (H100, 2)),
+        ("GPU-00000004", (H200, 1)),
+        ("GPU-00000004,GPU-0000000", (H200, 1)),
+        ("", None),
+        ("-1,2", None),
+    ],
+)
+def test_the_devices_that_a_variable_names_are_looked_at(tmp_path, visible, expected):
+    found = find_devices(nvidia(tmp_path, *MIXED), {"CUDA_VISIBLE_DEVICES": visible, **BY_ADDRESS})
+    assert (found and (found.name, found.num_devices)) == expected
+
+
+def test_cuda_s_own_order_of_unlike_devices_is_not_guessed(tmp_path):
+    root = nvidia(tmp_path, *MIXED)
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES=2,3: CUDA numbers unlike devices by their speed; set"):
+        find_devices(root, {"CUDA_VISIBLE_DEVICES": "2,3"})
+    found = find_devices(root, {"CUDA_VISIBLE_DEVICES": uuid_of(4)})
+    assert found and found.name == H200
+
+
+def test_uuids_that_the_kernel_does_not_tell(tmp_path):
+    """As of a device that is asleep. Where all are alike, one more or less is all there is to know."""
+    for name, devices in (("alike", [H100] * 4), ("mixed", MIXED)):
+        for file in nvidia(tmp_path / name, *devices).rglob("information"):
+            file.write_text(re.sub(r"GPU-.*", "GPU-????????-????-????-????-????????????", file.read_text()))
+    visible = {"CUDA_VISIBLE_DEVICES": f"{uuid_of(3)},{uuid_of(2)}"}
+    found = find_devices(tmp_path / "alike", visible)
+    assert found and (found.name, found.num_devices) == (H100, 2)
+    with pytest.raises(ConfigError, match=r"the kernel tells no UUID of some devices; name an overlay, as in"):
+        find_devices(tmp_path / "mixed", visible)
+
+
+def test_a_slice_of_a_device_has_no_overlay(tmp_path):
+    _, note = choose_overlay(nvidia(tmp_path, H100), {"CUDA_VISIBLE_DEVICES": "MIG-f1a9d7a5-8f2b-4a66-9f7d"})
+    assert note.startswith("hardware=auto: no overlay for 1 x NVIDIA MIG slice; FULL_SHARD")
+
+
+MI250, MI300X = (0x740C, 104), (0x74A1, 304)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "8,9,10,11"}, ("AMD Instinct MI300X", 4)),
+        ({"HIP_VISIBLE_DEVICES": "8,9"}, ("AMD Instinct MI300X", 2)),
+        ({"HIP_VISIBLE_DEVICES": "8,9", "CUDA_VISIBLE_DEVICES": "0"}, ("AMD Instinct MI300X", 2)),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ("AMD Instinct MI250", 1)),
+        ({"ROCR_VISIBLE_DEVICES": "6,7,8", "HIP_VISIBLE_DEVICES": "2"}, ("AMD Instinct MI300X", 1)),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-000000000000ABC9,GPU-000000000000abca"}, ("AMD Instinct MI300X", 2)),
+    ],
+)
+def test_amd_devices_that_variables_name_are_looked_at(tmp_path, visible, expected):
+    """Of twelve, so that the kernel's node 10 is not the third."""
+    found = find_devices(amd(tmp_path, *[MI250] * 8, *[MI300X] * 4), visible)
+    assert found and (found.name, found.num_devices) == expected
+
+
+@pytest.mark.parametrize("visible", ["7", uuid_of(9), "0,0"])
+def test_a_variable_that_names_none_of_the_devices_is_no_way_to_a_cpu(tmp_path, visible):
+    with pytest.raises(
+        ConfigError, match=f"CUDA_VISIBLE_DEVICES={visible} leaves none of this machine's devices; name"
+    ):
+        find_devices(nvidia(tmp_path, H100, H100), {"CUDA_VISIBLE_DEVICES": visible})
+
+
 def test_a_device_without_an_overlay_gets_safe_values_and_a_line_on_how_to_write_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values, note = choose_overlay(nvidia(tmp_path / "root", *["NVIDIA RTX A6000"] * 2), {})
+    assert isinstance(values, dict)
     assert values["device_train_microbatch_size"] == "auto"
     assert values["fsdp_config"] == {"sharding_strategy": "FULL_SHARD"}
     assert "no overlay for 2 x NVIDIA RTX A6000; FULL_SHARD, with microbatches as large as fit" in note
@@ -147,7 +231,9 @@ def test_a_device_that_a_container_does_not_have_is_not_counted(tmp_path):
 def test_where_the_kernel_lists_none_nvidia_smi_is_asked(tmp_path, monkeypatch, code, note):
     program = tmp_path / "nvidia-smi"
     name = "NVIDIA H100 80GB HBM3"
-    program.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=name ] && printf "{name}\\n{name}\\n"\nexit {code}\n')
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = --query-gpu=name,uuid ] && printf "{name}, GPU-1\\n{name}, GPU-2\\n"\nexit {code}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert choose_overlay(tmp_path / "nothing", {}).note.startswith(f"hardware=auto: {note}")
