@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.errors import ConfigError
+
 JOURNAL = "relay.jsonl"
 DONE, STOPPED, PREEMPTED, FAILED, REFUSED, LOST = "done", "stopped", "preempted", "failed", "refused", "lost"
 """How a leg ends. `refused` is exit code 2, or a command that is not there; `lost` is a launch that left no word."""
@@ -54,19 +56,32 @@ class Leg:
         return self.is_early and (self.to_batch or 0) <= self.from_batch
 
 
+KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("number", "turn", "from_batch", "to_batch", "code"), (int, "a whole number")),
+    **dict.fromkeys(("began", "over", "price"), ((int, float), "a number")),
+    **dict.fromkeys(("place", "host", "ended", "reason"), (str, "text")),
+    "status_before": (dict, "a block"),
+}
+OPTIONAL = ("price", "status_before", "to_batch", "code", "ended", "reason")
+"""May be null."""
+
+
 def read_legs(folder: Path) -> list[Leg]:
-    """In order. A line that a crash has cut off is passed over. Raises OSError where the file cannot be read."""
+    """In order. A line that a crash has cut off is passed over. Raises OSError where the file cannot be read, and
+    ConfigError for a line that is whole and not the relay's: passed over, its launch might be launched again."""
     try:
         lines = (folder / JOURNAL).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     events: dict[int, dict[str, Any]] = {}
-    for line in lines:
+    for place, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            events[event["number"]] = events.get(event["number"], {}) | event
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             continue
+        if problem := _problem_of(event):
+            raise ConfigError(f"{folder / JOURNAL}: line {place}: {problem}; mend the line, or remove it")
+        events[event["number"]] = events.get(event["number"], {}) | event
     legs = []
     for event in events.values():
         try:
@@ -74,6 +89,18 @@ def read_legs(folder: Path) -> list[Leg]:
         except TypeError:  # the line of its beginning was cut off, and nothing was begun
             continue
     return legs
+
+
+def _problem_of(event: Any) -> str | None:
+    if not isinstance(event, dict) or "number" not in event:
+        return "expected a block with the number of a leg"
+    for key, value in event.items():
+        if key not in KINDS:
+            return f"{key}: unknown key"
+        kind, words = KINDS[key]
+        if (value is None and key not in OPTIONAL) or (value is not None and not isinstance(value, kind)):
+            return f"{key}: {value!r} given, expected {words}"
+    return None
 
 
 def append(folder: Path, **event: Any) -> None:

@@ -12,20 +12,21 @@ places:
 
 import difflib
 import re
-import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layers import merge_layers, read_layers
 from llmfoundry_lite.config.schema import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.relay.commands import ARGUMENTS, far_program_of, problem_of_end, program_of, with_arguments
 
 ON_PREEMPTION = "on_preemption"
-FAR = ("ssh", "sbatch", "salloc", "sky", "kubectl")
-"""Programs that go on elsewhere when they are terminated here, or that take the run down without a save."""
+LONGEST_NAME_BYTES = 100
+"""Of a place: its launches' files are named after it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -98,10 +99,22 @@ def load_relay(path: str) -> Relay:
                 f"{path}: policy: {policy!r} given, expected {ON_PREEMPTION} or, as a block, every: 200ba"
             )
         values["policy"] = {}
+    if isinstance(places := values.get("places"), dict):
+        values["places"] = {_name_of_place(name, path): place for name, place in places.items()}
     relay: Relay = build_block(Relay, values, "", layers)
     for key, problem in _problems(relay):
         raise ConfigError(f"{path}: {key}: {problem}")
     return relay
+
+
+def _name_of_place(name: Any, path: str) -> str:
+    """YAML has read 1 as a number, and on as true."""
+    if isinstance(name, int) and not isinstance(name, bool):
+        return str(name)
+    if not isinstance(name, str):
+        word = "on, yes or y" if name is True else "off, no or n" if name is False else repr(name)
+        raise ConfigError(f"{path}: places: YAML does not read {word} as a name; put it in quotes")
+    return name
 
 
 def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
@@ -114,14 +127,23 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
                 "places",
                 f"{name!r} given, expected the name of a file: letters and digits, and . _ - after the first",
             )
+        if len(name.encode()) > LONGEST_NAME_BYTES:
+            yield "places", f"{name[:20]}… has {len(name)} letters; expected at most {LONGEST_NAME_BYTES}"
         for key in ("launch", "leave", "status"):
             command = getattr(place, key)
             if command is not None and (problem := _problem_of_command(command)):
                 yield f"places.{name}.{key}", problem
-        if program_of(place.launch) in FAR and place.leave is None:
+        if problem := problem_of_end(place.launch) or _problem_of_syntax(
+            with_arguments(place.launch, "autoresume=true")
+        ):
+            yield (
+                f"places.{name}.launch",
+                f"the relay's arguments cannot come at its end: {problem}; write {ARGUMENTS} where they belong",
+            )
+        if (far := far_program_of(place.launch)) and place.leave is None:
             yield (
                 f"places.{name}.leave",
-                f"missing; SIGTERM to {program_of(place.launch)} does not let the launch save, so say which command "
+                f"missing; SIGTERM to {far} does not let the launch save, so say which command "
                 f"asks it to leave, such as touching STOP in its run folder",
             )
         if place.price is not None and not 0 <= place.price < float("inf"):
@@ -140,12 +162,6 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             yield key, f"{getattr(relay, key)!r} given, expected {error}"
 
 
-def program_of(command: str) -> str:
-    """The first word that is no assignment; nothing where that takes a shell to tell."""
-    word = next((word for word in shlex.split(command) if not re.fullmatch(r"\w+=[^$`(]*", word)), "")
-    return word if re.fullmatch(r"[\w./+~:-]+", word) else ""
-
-
 def _problem_of_command(command: str) -> str | None:
     try:
         program = program_of(command)
@@ -153,9 +169,18 @@ def _problem_of_command(command: str) -> str | None:
         return f"{command!r} is not a shell command: {str(error).lower()}"
     if not command.strip():
         return "no command given"
+    if problem := _problem_of_syntax(command):
+        return f"{command!r} is not a shell command: {problem}"
     if not program:
         return None
     known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
     if known.returncode != 0:
         return f"{program}: command not found; install it, or give its path"
     return None
+
+
+def _problem_of_syntax(command: str) -> str | None:
+    """By the shell that will run it."""
+    result = subprocess.run(["sh", "-n"], input=command.encode(), capture_output=True, check=False)
+    lines = result.stderr.decode(errors="replace").strip().splitlines()
+    return (lines or ["sh cannot read it"])[0] if result.returncode else None

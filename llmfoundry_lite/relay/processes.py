@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
-SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; eval "$1" """
-"""Signals are for what the command starts; the shell stays to write down how that ended."""
+SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; (trap : TERM INT; eval "$1")"""
+"""Signals are for what the command starts; the shell stays to write down how that ended. It has a copy of itself run
+the command, which may be `exec`."""
 
 
 def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -45,12 +46,29 @@ def find(code_file: Path) -> list[psutil.Process]:
 
 
 def shell_of(code_file: Path) -> int | None:
-    """The process that writes the file, of a launch that another relay has begun; None when it has ended."""
-    for process in find(code_file):
+    """The process that writes the file of a launch that another relay has begun; None when it has ended."""
+    shells = {process.pid: process for process in find(code_file) if _is_shell(process, code_file)}
+    for process in shells.values():
         with suppress(psutil.Error):
-            if process.cmdline()[:2] == ["sh", "-c"] and process.cmdline()[-1] == str(code_file):
+            if process.ppid() not in shells:  # nor its copy
                 return process.pid
     return None
+
+
+def launcher_of(shell: int, code_file: Path) -> list[psutil.Process]:
+    """What a launch's shell has started, which passes signals on to all that it starts itself."""
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        for process in psutil.Process(shell).children():
+            found += process.children() if _is_shell(process, code_file) else [process]
+    return found
+
+
+def _is_shell(process: psutil.Process, code_file: Path) -> bool:
+    with suppress(psutil.Error):
+        command = process.cmdline()
+        return command[:2] == ["sh", "-c"] and command[-1] == str(code_file)
+    return False
 
 
 def exit_code(code_file: Path) -> int | None:

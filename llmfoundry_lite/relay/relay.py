@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from llmfoundry_lite import journal
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import (
@@ -38,6 +36,7 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
 from llmfoundry_lite.relay import processes
+from llmfoundry_lite.relay.commands import with_arguments
 from llmfoundry_lite.relay.places import Place, Relay
 from llmfoundry_lite.status import STATUS, read_status
 
@@ -206,8 +205,7 @@ class Runner:
             if result.returncode != 0:
                 say(f"{leg.place}: leave: exit code {result.returncode}: {last_line(result.stderr)}")
         elif shell is not None:
-            with contextlib.suppress(psutil.Error):
-                processes.terminate(psutil.Process(shell).children())
+            processes.terminate(processes.launcher_of(shell, self._code_file(leg)))
 
     def _wait_for_remains(self, leg: Leg) -> None:
         """Ranks of this machine whose launcher is gone: they are asked to leave, and at last made to."""
@@ -288,7 +286,8 @@ def rest_until(relay: Relay, place: str, legs: list[Leg]) -> float:
         return 0.0
     num_in_vain = next((i for i, leg in enumerate(reversed(here)) if not leg.is_in_vain), len(here))
     rest = min(relay.rest_seconds * 2 ** max(0, num_in_vain - 1), LONGEST_REST_SECONDS)
-    return (here[-1].over or 0.0) + rest
+    over = here[-1].over or 0.0
+    return over + rest if over <= time.time() else 0.0  # the clock has been set back, and nobody knows by how much
 
 
 def how_it_ended(
@@ -310,10 +309,6 @@ def how_it_ended(
     if code == EXIT_DONE:
         return FAILED, f"exit code 0, but this launch has written no {STATUS} here; is `run` its run folder?"
     return FAILED, None
-
-
-def with_arguments(launch: str, arguments: str) -> str:
-    return launch.replace("{arguments}", arguments) if "{arguments}" in launch else f"{launch} {arguments}"
 
 
 def last_line(text: str) -> str:

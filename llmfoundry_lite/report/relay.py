@@ -60,7 +60,7 @@ def hold(run: Run, leg: Leg, start: float) -> Held:
     newest = int(run.log.batch[-1]) if leg.to_batch is None else leg.to_batch
     last_batch = max(newest, leg.from_batch)
     here = run.log.within(leg.from_batch + 1, last_batch)
-    hours = (over - leg.began) / 3600
+    hours = max(0.0, over - leg.began) / 3600  # a clock may have been set back
     return Held(
         number=leg.number,
         place=leg.place,

@@ -6,6 +6,7 @@ what a launch does.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ import yaml
 from llmfoundry_lite.errors import ConfigError, UserError
 from llmfoundry_lite.journal import JOURNAL, Leg, append, read_legs
 from llmfoundry_lite.relay import relay as relay_module
+from llmfoundry_lite.relay.commands import far_program_of, with_arguments
 from llmfoundry_lite.relay.places import load_relay
-from llmfoundry_lite.relay.relay import how_it_ended, rest_until, run, turns_from, with_arguments
+from llmfoundry_lite.relay.relay import how_it_ended, rest_until, run, turns_from
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
@@ -198,15 +200,71 @@ def test_exit_code_2_is_not_tried_again(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["A=b true", "cd /tmp && true", "(true)", "n=$(echo 1); true", "if true; then :; fi"]
+    "command",
+    [
+        "A=b true",
+        "cd /tmp && true",
+        "(true {arguments})",
+        "n=$(echo 1); true",
+        "if true; then : {arguments}; fi",
+        "true | cat && true > log 2>&1",
+        "cat <<END {arguments}\n|;&\nEND\n",
+        "sh -c 'true \"$@\"' sh",
+        "exec nice -n 5 true # don't",
+    ],
 )
 def test_a_command_may_be_any_of_the_shell_s(command):
     assert load_relay(write({"a": command})).places["a"].launch == command
 
 
-def test_arguments_stand_at_the_end_or_where_they_are_asked_for():
-    assert with_arguments("composer train.py", "a=b") == "composer train.py a=b"
-    assert with_arguments("ssh x 'train {arguments} &'", "a=b") == "ssh x 'train a=b &'"
+@pytest.mark.parametrize(
+    ("launch", "command"),
+    [
+        ("composer train.py", "composer train.py a=b"),
+        ("ssh x 'train {arguments} &'", "ssh x 'train a=b &'"),
+        ("cd x\ncomposer train.py\n", "cd x\ncomposer train.py a=b"),
+        ("composer train.py  # don't # {arguments}\n\n", "composer train.py a=b"),
+        ("composer \\\n  train.py \\\n", "composer train.py a=b"),
+        ("train 'a # b' \"# {arguments}\" ${x#y} \\# # c", "train 'a # b' \"# a=b\" ${x#y} \\#"),
+        ("train a#b '#'c", "train a#b '#'c a=b"),
+    ],
+)
+def test_arguments_stand_at_the_end_or_where_they_are_asked_for(launch, command):
+    assert re.sub(" +", " ", with_arguments(launch, "a=b")) == command
+
+
+@pytest.mark.parametrize("comment", ["\n", "   # on all devices\n", " \\\n\n"])
+def test_a_launch_of_several_lines_hears_the_relay_s_arguments(comment):
+    """Without `stop_after` the first place would have trained to the end."""
+    launch = f"cd .\n{TRAINER} 20{comment}"
+    assert relay({"a": launch, "b": launch}, {"every": "10ba"}) == 0
+    assert spans() == [("a", 0, 10, "stopped"), ("b", 10, 20, "done")]
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("ssh x y", "ssh"),
+        ("/usr/bin/ssh x y", "ssh"),
+        ("nice -n 10 ssh x y", "ssh"),
+        ("cd x && A=b timeout 3h sbatch --wait y", "sbatch"),
+        ("exec ssh x y", "ssh"),
+        ("if true; then ssh x y; fi", "ssh"),
+        ("cd x\nsbatch y", "sbatch"),
+        ("host=$(kubectl get host | head -n 1); train $host", None),
+        ("train ssh 'ssh x'; echo '; ssh x' # ; ssh x", None),
+        ("echo 1 2>&1", None),
+    ],
+)
+def test_programs_that_launch_elsewhere_are_known_behind_others(command, program):
+    assert far_program_of(command) == program
+
+
+def test_places_may_be_numbers_and_a_launch_may_be_exec():
+    begins = TRAINER.replace("PYTHONPATH", "exec env PYTHONPATH", 1)
+    assert relay({1: f"{begins} 20", 2: f"cd . && {begins} 20"}, {"every": "10ba", "order": [2, 1]}) == 0
+    assert spans() == [("2", 0, 10, "stopped"), ("1", 10, 20, "done")]
+    assert [leg.code for leg in legs()] == [0, 0]
 
 
 # ---------------------------------------------------------------------------------------------- killed, asked to leave
@@ -260,6 +318,17 @@ def test_a_relay_that_was_killed_before_its_launch_had_begun_goes_on():
     append(Path("runs/x"), number=1, place="b", **begun)
     assert relay({"a": f"{TRAINER} 10", "b": f"{TRAINER} 10"}) == 0
     assert spans() == [("b", 0, 0, "lost"), ("a", 0, 10, "done")]
+
+
+@pytest.mark.fault
+def test_a_launch_by_exec_is_asked_to_leave_too():
+    write({"a": SLOW.replace("PYTHONPATH", "exec env PYTHONPATH", 1)})
+    process = begin()
+    wait_for(batches)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, output
+    assert [(leg.ended, leg.code, leg.to_batch) for leg in legs()] == [("preempted", 75, batches()[-1])]
 
 
 @pytest.mark.parametrize("leave", [None, pytest.param("kill -TERM $(cat pid)", marks=pytest.mark.slow)])
@@ -392,6 +461,31 @@ def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, cap
         ({"places": {"a": {"launch": "true 'x"}}}, 'places.a.launch: "true \'x" is not a shell command: no closing'),
         ({"places": {"a": {"launch": "ssh x y"}}}, "places.a.leave: missing; SIGTERM to ssh does not let the launch"),
         ({"places": {"a": {"launch": "true", "leave": "scancle"}}}, "places.a.leave: scancle: command not found"),
+        (
+            {"places": {"a": {"launch": "nice ssh x y"}}},
+            "places.a.leave: missing; SIGTERM to ssh does not let the launch",
+        ),
+        ({"places": {True: {"launch": "true"}}}, "places: YAML does not read on, yes or y as a name; put it in quotes"),
+        ({"places": {1.5: {"launch": "true"}}}, "places: YAML does not read 1.5 as a name; put it in quotes"),
+        (
+            {"places": {"x" * 300: {"launch": "true"}}},
+            "places: xxxxxxxxxxxxxxxxxxxx… has 300 letters; expected",
+        ),
+        (
+            {"places": {"a": {"launch": "true &"}}},
+            "places.a.launch: the relay's arguments cannot come at its end: it ends with &; write {arguments} where",
+        ),
+        (
+            {"places": {"a": {"launch": "true 2>&1 | tee x # y"}}},
+            "come at its end: its end is the end of a pipe; ",
+        ),
+        ({"places": {"a": {"launch": "cat <<END\nx\nEND"}}}, "come at its end: its end is a here-document; write"),
+        (
+            {"places": {"a": {"launch": "cd . && bash -lc 'true'"}}},
+            "at its end: bash -c would take them for itself",
+        ),
+        ({"places": {"a": {"launch": "(true)"}}}, "places.a.launch: the relay's arguments cannot come at its end: "),
+        ({"places": {"a": {"launch": "if true"}}}, "places.a.launch: 'if true' is not a shell command: "),
         ({"places": {"a": {"launch": "true", "price": -1}}}, "places.a.price: -1 given, expected the price of an hour"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -437,3 +531,29 @@ def test_a_journal_whose_last_line_was_cut_off_is_carried_on():
     append(folder, number=1, over=3.0, to_batch=4, code=0, ended="done", reason=None)
     (found,) = read_legs(folder)
     assert (found.over, found.to_batch) == (3.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"number": "1", "over": 2.0}', "number: '1' given, expected a whole number"),
+        ('{"number": 2, "place": null}', "place: None given, expected text"),
+        ('{"number": 2, "begun": 1.0}', "begun: unknown key"),
+        ("[1, 2]", "expected a block with the number of a leg"),
+    ],
+)
+def test_a_journal_with_a_line_that_is_not_the_relay_s_is_refused_before_anything_starts(line, problem):
+    folder = Path("runs/x")
+    folder.mkdir(parents=True)
+    append(folder, number=1, place="a", turn=0, began=1.0, from_batch=0, host="h")
+    with (folder / JOURNAL).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError) as error:
+        relay({"a": f"{TRAINER} 10"})
+    assert str(error.value) == f"runs/x/relay.jsonl: line 2: {problem}; mend the line, or remove it"
+    assert not batches()
+
+
+def test_a_clock_that_was_set_back_lets_no_place_rest_for_as_long():
+    relay = loaded("on_preemption")
+    assert rest_until(relay, "a", [leg("a", "failed", over=time.time() + 86400)]) == 0
