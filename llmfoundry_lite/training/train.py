@@ -9,7 +9,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,10 @@ import yaml
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.state import in_row_order, row_orders
-from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, in_row_order, model_tensors, row_orders
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.config.stages import takes_microbatches
@@ -41,11 +39,11 @@ from llmfoundry_lite.ranks.ending import (
     leaving_because,
     raise_when_interrupted,
 )
-from llmfoundry_lite.ranks.exchange import tell_all
+from llmfoundry_lite.ranks.exchange import gather_distinct, receive_from, send_to_main, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.status import start_guard, write_ended_early, write_status
-from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
+from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import (
     build_callbacks,
@@ -249,9 +247,9 @@ def export(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> None:
     folder, reason = run.folder / "huggingface", can_export(config.model)
     if reason is None:
         try:
-            weights = gather_weights(config, trainer, run)
+            weights = gather_weights(cast(LanguageModel, trainer.state.model).model)
             if run.is_main:
-                write_export(config, cast(dict[str, torch.Tensor], weights), folder)
+                write_export(config, weights, folder)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             reason += f"; `llmfoundry-lite checkpoint export {run.folder} {folder}` makes up for it"
@@ -260,19 +258,27 @@ def export(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> None:
     wait_for_main("exported")
 
 
-def gather_weights(config: TrainConfig, trainer: Trainer, run: "RunFolder") -> dict[str, Any]:
-    """On rank 0. Of a pipeline's stages, the save that ended the run has put them together."""
-    model: Any = trainer.state.model
-    if not isinstance(model, PipelinedLanguageModel):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: dict[str, Any] = get_model_state_dict(model.model, options=options)
-        orders = row_orders(model.model, {f"model/{name}": tensor for name, tensor in weights.items()})
-        return weights | {
-            key.removeprefix("model/"): in_row_order(weights[key.removeprefix("model/")], runs)
-            for key, runs in orders.items()
-        }
-    saved = CheckpointStore(config.checkpoint_folder).root.child(f"ba{batch_of(trainer)}").url
-    return load_full_tensors(saved) if run.is_main else {}
+def gather_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors, whole, in rank 0's host memory. The ranks that have a tensor put it together; of a stage that rank 0
+    does not have, the first rank then sends it."""
+    tensors, aliases = model_tensors(model)
+    orders, rank = row_orders(model, tensors), dist.get_rank()
+    weights: dict[str, torch.Tensor] = {}
+    for held, ranks in gather_distinct([[key, DTYPE_NAMES[t.dtype], *t.shape] for key, t in tensors.items()]):
+        for key, dtype, *shape in held:
+            if rank in ranks:
+                tensor = tensors[key].detach()
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if rank == ranks[0]:
+                    whole = in_row_order(whole.cpu(), orders[key]) if key in orders else whole.cpu()
+                    if rank == 0:
+                        weights[key] = whole
+                    else:
+                        send_to_main(whole)
+            elif rank == 0:
+                weights[key] = receive_from(ranks[0], torch.empty(shape, dtype=DTYPES[dtype]))
+    weights |= {alias: weights[key] for alias, key in aliases.items() if key in weights}
+    return {key.removeprefix("model/"): tensor for key, tensor in weights.items()} if rank == 0 else {}
 
 
 def write_export(config: TrainConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:

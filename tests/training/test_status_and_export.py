@@ -6,15 +6,18 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from composer.core import Callback
+from safetensors.torch import load_file
 
 from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training import train as training
 from tests.helpers.tiny import tiny_config
-from tests.training.runs import run, status
+from tests.training.runs import run, saved_names, status
 
 pytestmark = pytest.mark.multiprocess
 
@@ -78,3 +81,31 @@ def test_neither_a_slow_nor_a_failed_export_is_the_failure_of_a_run(tmp_path, da
     assert (tmp_path / "runs/run/huggingface/config.json").exists() != fails
     assert status(tmp_path, "run") == {"status": "done", "batch": 2, "reason": None}
     assert "Traceback" not in "".join(result.outputs)
+
+
+STAGES = {"pp_config": {"pipeline_parallel_degree": 2}, "device_train_microbatch_size": 2}
+LAYERS = {"tp_config": {"tensor_parallel_degree": 2}}
+FINISHED_ON: dict[str, tuple[int, dict[str, Any]]] = {
+    "shards": (2, {}),
+    "optimizer sharded": (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}}),
+    "layers": (4, LAYERS),
+    "stages": (2, STAGES),
+    "stages of shards, two runs each": (4, STAGES | {"pp_config": STAGES["pp_config"] | {"schedule": "interleaved"}}),
+    "stages of layers": (4, STAGES | LAYERS),
+}
+
+
+@pytest.mark.slow
+def test_a_run_that_finds_itself_done_is_exported_from_any_layout(tmp_path, data):
+    """Also where its own folder has no save: nothing is left to train."""
+    config = tiny_config(data, max_duration="2ba", export_at_end=True, model__n_layers=4)
+    run(tmp_path, config, "whole")
+    expected = load_file(tmp_path / "runs/whole/huggingface/model.safetensors")
+    for name, (num_ranks, changes) in FINISHED_ON.items():
+        folder = name.replace(", ", "-").replace(" ", "-")
+        said = run(tmp_path, config, folder, num_ranks, load_path="runs/whole", **changes).output
+        assert f"exported to runs/{folder}/huggingface" in said, f"{name}: {said}"
+        assert not saved_names(tmp_path, folder)
+        found = load_file(tmp_path / f"runs/{folder}/huggingface/model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name
