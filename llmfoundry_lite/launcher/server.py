@@ -8,6 +8,7 @@ A fork inherits what the server has opened, so nothing here touches a device or 
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmfoundry_lite.lean_imports import import_lean
+from llmfoundry_lite.lean_imports import import_lean, no_collection
 from llmfoundry_lite.ranks.ending import LEAVING_SIGNALS, run_and_exit
 
 BEAT_SECONDS = 1.0
@@ -91,9 +92,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
     # Counting devices the usual way starts CUDA's driver, which does not survive a fork. NVML counts without it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import_lean(*packages)
-    importlib.import_module(imports)
-    entry = importlib.import_module(module).main
+    with no_collection():
+        import_lean(*packages)
+        importlib.import_module(imports)
+        entry = importlib.import_module(module).main
+    # What has been imported stays: no rank looks through it, which would also copy the pages they share.
+    gc.freeze()
 
     start = serve(channel)  # returns in each rank, never in the server
 

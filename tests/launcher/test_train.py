@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry_lite.status import read_status
 from tests.helpers.launch import ROOT
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config, write_data
 
 DEADLINE_SECONDS = 240
 NUM_BATCHES = 60
@@ -113,16 +113,20 @@ def test_ranks_that_evaluate_find_what_one_finds(folder):
     assert (folder / "said/rank1.txt").exists() and not (folder / "runs/asked/logs").exists()
 
     task = {"label": "choice", "icl_task_type": "multiple_choice", "dataset_uri": "choice.jsonl", "num_fewshot": [0]}
-    items = [{"query": f"{number}", "choices": ["one", "two"], "gold": number % 2} for number in range(9)]
+    items = [
+        {"query": "a b a"[: 1 + 2 * (number % 3)], "choices": ["a", "b"], "gold": number % 2} for number in range(9)
+    ]
     (folder / "choice.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    (folder / "eval.yaml").write_text(json.dumps({"models": {"ours": "runs/asked"}, "icl_tasks": [task]}))
+    build_tokenizer(folder / "tokenizer")
+    suite = {"models": {"ours": "runs/asked"}, "icl_tasks": [task], "tokenizer": "tokenizer"}
+    (folder / "eval.yaml").write_text(json.dumps(suite))
     found = []
     for num_ranks in (1, 2):
         again = (f"suite=of{num_ranks}", "--log-dir", f"logs{num_ranks}")
         evaluation = begin(folder, *again, command="eval", file="eval.yaml", num_ranks=num_ranks)
         output, _ = evaluation.communicate(timeout=DEADLINE_SECONDS)
         assert evaluation.returncode == 0, output
-        found.append(json.loads((folder / f"evals/results/of{num_ranks}/ours.json").read_text())["tasks"])
-    assert found[0]["choice/0-shot"]["num_items"] == 9
-    assert found[0] == found[1]
+        found.append(json.loads((folder / f"results/of{num_ranks}/ours.json").read_text())["tasks"]["choice/0-shot"])
+    assert found[0]["n"] == 9
+    assert all(found[0][key] == found[1][key] for key in ("fingerprint", "acc", "acc_norm", "acc_per_token"))
     assert (folder / "logs2/rank1.txt").exists()
