@@ -114,8 +114,8 @@ def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
         refuse("islands.name", f"{islands.name!r} given, expected letters and digits, and . _ - after the first")
     if not re.fullmatch(r".+:\d{1,5}", islands.coordinator):
         refuse("islands.coordinator", f"{islands.coordinator!r} given, expected host:port, such as 127.0.0.1:7070")
-    if not islands.weight > 0:
-        refuse("islands.weight", f"{islands.weight} given, expected a number above 0")
+    if not 1e-6 <= islands.weight <= 1e6:  # as `islands.coordinator` has it
+        refuse("islands.weight", f"{islands.weight} given, expected a number from 1e-6 to 1e6")
     if islands.begin_with is not None and islands.begin_with < 1:
         refuse("islands.begin_with", f"{islands.begin_with} given, expected a number of islands")
     if islands.check_weights_every < 1:

@@ -9,8 +9,11 @@ is a next epoch: rows are divided again, gradients are dropped, and the batch is
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
@@ -27,6 +30,20 @@ STALL_SLACK_SECONDS = 1.0
 """Between two silences there is a new epoch, whose beats come a little later."""
 MOST_SILENCES = 2
 """So long may a batch fail again and again without an island lost; then the smallest has to go."""
+SECONDS_TO_BE_WHOLE = 30.0
+"""Ranks of an island say hello together: one that is late by so much is frozen."""
+MOST_TRIED = 10
+"""Islands, the fastest, of which every choice is tried where all together cannot divide a batch."""
+MOST_PAST = 1000
+"""Launches that are remembered after they have gone."""
+LONGEST_TICK_SECONDS = 1.0
+"""Between two ticks. After a longer one this process was stopped, and does not know who was silent meanwhile."""
+LEAST_SECONDS = 1e-6
+"""Of a batch: no rank computes rows in less."""
+LARGEST = 1 << 70
+"""Above any number that a rank can mean, digests included."""
+WEIGHTS = (1e-6, 1e6)
+"""As `config.check` allows them."""
 
 FACTS: dict[str, type | tuple[type, ...]] = {
     "island": str,
@@ -68,6 +85,39 @@ def check_fields(message: Message, fields: dict[str, type | tuple[type, ...]]) -
         value = message.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise BadMessageError(f"{message['kind']}: {key} is {str(value)[:40]!r}")
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise BadMessageError(f"{message['kind']}: {key} has {value.bit_length()} bits")
+
+
+def check_hello(message: Message) -> None:
+    """Raises BadMessageError: what one rank says reaches all islands, and must not stop them."""
+    check_fields(message, FACTS)
+    rank, size, address = message["rank"], message["size"], message["address"]
+    is_sound = {
+        "island": re.fullmatch(r"\w[\w.\-]{0,63}", message["island"]),
+        "launch": re.fullmatch(r"\w{1,64}", message["launch"]),
+        "rank": 0 <= rank < size,
+        "rows": message["rows"] >= 1,
+        "microbatch": message["microbatch"] >= 1,
+        "batch": message["batch"] >= 0,
+        "weight": WEIGHTS[0] <= message["weight"] <= WEIGHTS[1],
+        "address": len(address) == 2 and isinstance(address[0], str) and _is_count(address[1]),
+        "boxes": all(_is_box(box) for box in message["boxes"].values()),
+    }
+    for key, holds in is_sound.items():
+        if not holds:
+            raise BadMessageError(f"hello of rank {rank} of {size}: {key} is {str(message[key])[:40]!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def _is_box(value: Any) -> bool:
+    """Offset and lengths of a part of a tensor."""
+    if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, (list, tuple)) for v in value)):
+        return False
+    return len(value[0]) == len(value[1]) and all(_is_count(number) for part in value for number in part)
 
 
 @dataclass(kw_only=True)
@@ -77,6 +127,7 @@ class Island:
     name: str
     launch: str
     size: int
+    came_at: float
     hellos: dict[int, Message] = field(default_factory=dict)
     connections: dict[int, int] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)
@@ -96,6 +147,11 @@ class Island:
     @property
     def facts(self) -> Message:
         return self.hellos[0]
+
+    @property
+    def batch(self) -> int:
+        """Of its checkpoint, as the first rank that has come says."""
+        return next(iter(self.hellos.values()))["batch"]
 
     def describe(self) -> Message:
         ranks = [self.hellos[rank] for rank in range(self.size)]
@@ -121,6 +177,10 @@ class Coordinator:
         self.epoch = 0
         self.batch = 0
         """How many batches count."""
+        self.num_rows = 0
+        """Of a batch: the members'."""
+        self.is_over = False
+        """A member has finished the run; the others are about to."""
         self.scribe = ""
         self.lanes: dict[str, range] = {}
         self.joiners: list[str] = []
@@ -130,22 +190,44 @@ class Coordinator:
         self.moved_at = 0
         self.progress: tuple[Any, float] = (None, 0.0)
         """What ranks have exchanged, and since when it has not changed."""
+        self.past: deque[tuple[str, str]] = deque(maxlen=MOST_PAST)
+        """Names and launches that are no more."""
+        self.newest_connection = -1
+        self.last_of_the_past = -1
+        """The newest connection when the last member left: who has dialled until then may not have the newest save."""
+        self.left_waiting: tuple[Any, ...] = ()
+        """Who is here, at the last look for whom a batch could be divided with."""
+        self.ticked_at = 0.0
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
 
     # --------------------------------------------------------------------------------------------- what happens
 
+    def greet(self, connection: int) -> None:
+        """A rank has dialled, and builds its model. Connections are numbered in this order."""
+        self.newest_connection = max(self.newest_connection, connection)
+
     def hello(self, connection: int, message: Message, now: float) -> None:
         """A rank has come. Raises BadMessageError."""
-        check_fields(message, FACTS)
+        check_hello(message)
+        self.greet(connection)
         name, launch, rank, size = (message[key] for key in ("island", "launch", "rank", "size"))
-        if not 0 <= rank < size or message["rows"] < 1 or message["microbatch"] < 1 or not message["weight"] > 0:
-            raise BadMessageError(f"hello of rank {rank} of {size}")
         present = self.islands.get(name)
+        if (name, launch) in self.past or (
+            present is not None and present.launch != launch and connection < min(present.connections.values())
+        ):
+            self._turn_away(connection, f"this launch of {name} is over, or a newer one is here")
+            return
+        if not self.members and connection <= self.last_of_the_past and message["batch"] < self.batch:
+            self._turn_away(connection, f"{name} may not have the newest checkpoint")
+            self.past.append((name, launch))
+            if present is not None and present.launch == launch:
+                self._evict(name, f"{name} may not have the newest checkpoint", now)
+            return
         if present is not None and present.launch != launch:
             self._evict(name, f"{name} has been launched again", now)
             present = None
-        island = present or Island(name=name, launch=launch, size=size)
+        island = present or Island(name=name, launch=launch, size=size, came_at=now)
         if island.size != size or rank in island.connections:
             raise BadMessageError(f"hello of rank {rank} of {name}, which is here")
         self.islands[name] = island
@@ -178,7 +260,9 @@ class Coordinator:
                 for name in self.joiners:
                     self._tell(self.islands[name], message, speaker_only=True)
         elif message["kind"] == "leave":
-            self._lose(island.name, f"{island.name} leaves")
+            if message.get("finished") is True and island.name in self.members:
+                self.is_over = True
+            self._lose(island.name, f"{island.name} " + ("has finished" if self.is_over else "leaves"))
         else:
             raise BadMessageError(f"unknown kind {message['kind'][:40]!r}")
 
@@ -190,10 +274,19 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Called several times a second."""
+        slept = now - self.ticked_at
+        if self.ticked_at and slept > LONGEST_TICK_SECONDS:
+            for island in self.islands.values():
+                island.heard_at = {rank: heard + slept for rank, heard in island.heard_at.items()}
+            self.progress = (None, 0.0)
+        self.ticked_at = now
         for island in list(self.islands.values()):
             silent = [rank for rank, heard in island.heard_at.items() if now - heard > self.silence_seconds]
             if silent and self.islands.get(island.name) is island:
                 self._evict(island.name, f"rank {silent[0]} of {island.name} is silent", now)
+            elif not island.is_whole and now - island.came_at > SECONDS_TO_BE_WHOLE:
+                count = island.size - len(island.connections)
+                self._evict(island.name, f"{count} of {island.size} ranks of {island.name} do not come", now)
         self._look_for_stall(now)
 
     # ------------------------------------------------------------------------------------------------ the verdict
@@ -235,9 +328,10 @@ class Coordinator:
         for one in present:
             one.has_state = True
             one.is_leaving = reports[one.name]["leaving"]
-        message["next"] = self._next_view(message["drifted"])
+        message["next"], too_many = self._next_view(message["drifted"])
         for one in told:
             self._tell(one, message, speaker_only=True)
+        self._let_go(too_many)
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
         """Islands whose weights, before this batch, were not the scribe's."""
@@ -248,26 +342,33 @@ class Coordinator:
             self.log(f"batch {self.batch + 1}: other weights than {self.scribe}'s on {', '.join(drifted)}")
         return drifted
 
-    def _next_view(self, drifted: list[str]) -> Message | None:
+    def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
         """At the end of a batch: those that leave are left out, those that wait come in, rows move. Those that have
-        drifted get the scribe's state, as if they joined."""
+        drifted get the scribe's state, as if they joined.
+
+        Returns the view, if it is a new one, and members with whom a batch can no longer be divided.
+        """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
-            return None  # the last ones save and leave by themselves
+            return None, []  # the last ones save and leave by themselves
         waiting = [one for one in self.islands.values() if one.is_whole and one.name not in self.members]
-        joiners = self._that_fit(staying, [one.name for one in waiting if not one.is_leaving])
+        joiners, too_many = self._that_fit(staying, [one.name for one in waiting if not one.is_leaving]), []
+        if len(staying) < len(self.members) and not joiners:
+            fitting = self._best_of(staying)
+            too_many = [name for name in staying if name not in fitting]
+            staying = fitting
         if self.scribe in staying:
             joiners += [name for name in staying if name in drifted]
             staying = [name for name in staying if name not in drifted]
         if joiners or len(staying) < len(self.members):
-            return self._view(staying, joiners)
+            return self._view(staying, joiners), too_many
         if self.batch - self.moved_at < BATCHES_BETWEEN_MOVES:
-            return None
+            return None, []
         paces = self._paces(self.members)
         lanes = divide(self.num_rows, paces)
         if latest_seconds(lanes, paces) > WORTH_MOVING * latest_seconds(self.lanes, paces):
-            return None
-        return self._view(staying, [])
+            return None, []
+        return self._view(staying, []), []
 
     def _fail(self, reason: str, now: float) -> None:
         """All are alive, and the batch failed. Nobody can tell whose link is dead: the smallest island goes at last."""
@@ -276,13 +377,15 @@ class Coordinator:
             self._repeat(reason)
             return
         others = [name for name in self.members if name != self.scribe]
-        smallest = min(others, key=lambda name: len(self.lanes[name]))
+        smallest = min(others or self.members, key=lambda name: len(self.lanes[name]))
         self._evict(smallest, f"links of {smallest} are dead", now)
 
     def _repeat(self, reason: str) -> None:
-        """The next epoch, of the same batch."""
+        """The next epoch, of the same batch, with as many of the members as can divide it."""
         self.log(f"batch {self.batch + 1} is repeated: {reason}")
-        view = self._view(self.members, [])
+        fitting = self._best_of(self.members)
+        self._let_go([name for name in self.members if name not in fitting])
+        view = self._view(fitting, [])
         for name in self.members:
             self._tell(self.islands[name], view)
 
@@ -315,16 +418,12 @@ class Coordinator:
 
     # ----------------------------------------------------------------------------------------------- who is here
 
-    @property
-    def num_rows(self) -> int:
-        """Of a batch; every rank that has come says the same."""
-        return next(hello["rows"] for island in self.islands.values() for hello in island.hellos.values())
-
     def _begin_if_all_here(self) -> None:
         """The first view: of as many as were announced. The furthest give their state to those behind."""
         whole = sorted(name for name, one in self.islands.items() if one.is_whole)
-        if len(whole) < self.num_founders:
+        if not whole or len(whole) < self.num_founders:
             return
+        self.num_rows = self.islands[whole[0]].facts["rows"]
         try:
             divide(self.num_rows, self._paces(whole))
         except ConfigError as error:
@@ -344,8 +443,16 @@ class Coordinator:
 
     def _refusal(self, island: Island) -> str:
         """Why this island cannot take part, if it cannot."""
-        if any(island.hellos[rank]["fingerprints"] != island.facts["fingerprints"] for rank in range(island.size)):
+        common = ("fingerprints", "rows", "microbatch", "batch")
+        if any(hello[key] != island.facts[key] for hello in island.hellos.values() for key in common):
             return f"{island.name}: its ranks differ in their configuration"
+        tensors = _tensors_of(island.facts)
+        if any(_tensors_of(hello) != tensors for hello in island.hellos.values()):
+            return f"{island.name}: its ranks differ in their parameters"
+        try:
+            divide(island.facts["rows"], self._paces([island.name]))
+        except ConfigError as error:
+            return str(error)
         for name, other in self.islands.items():
             if name == island.name or not other.is_whole:
                 continue
@@ -354,20 +461,53 @@ class Coordinator:
             if differing or island.facts["rows"] != other.facts["rows"]:
                 what = ", ".join(differing) or "global_train_batch_size"
                 return f"{island.name} and {name} differ in {what}; islands train one run"
+            if _tensors_of(other.facts) != tensors:
+                return f"{island.name} and {name} differ in their parameters; islands train one run"
         return ""
 
-    def _that_fit(self, members: list[str], joiners: list[str]) -> list[str]:
-        """Those with whom the batch can be divided; the others are told why not."""
+    def _that_fit(self, members: list[str], waiting: list[str]) -> list[str]:
+        """Those with whom the batch can be divided. The others are told why not, and wait until other islands are
+        here: each of them could train the run alone."""
+        here = (tuple(members), tuple((name, self.islands[name].launch) for name in waiting))
+        if here == self.left_waiting:
+            return []
         fitting: list[str] = []
-        for name in joiners:
-            try:
-                divide(self.num_rows, self._paces([*members, *fitting, name]))
-                fitting.append(name)
-            except ConfigError as error:
-                self._refuse(self.islands[name], str(error))
+        while more := next(
+            (n for n in waiting if n not in fitting and self._can_divide([*members, *fitting, n])), None
+        ):
+            fitting.append(more)
+        for name in waiting:
+            if name not in fitting:
+                reason = self._why_not([*members, *fitting, name])
+                self._tell(self.islands[name], {"kind": "waits", "reason": reason}, speaker_only=True)
+                self.log(f"{name} waits until other islands are here: {reason}")
+        self.left_waiting = (
+            tuple(sorted([*members, *fitting])),
+            tuple(one for one in here[1] if one[0] not in fitting),
+        )
         return fitting
 
-    def _paces(self, names: list[str]) -> dict[str, Pace]:
+    def _best_of(self, members: list[str]) -> list[str]:
+        """As many as can divide a batch together: the fastest choice. One of them has the run's weights, if any has."""
+        if self._can_divide(members):
+            return list(members)
+        rates = {name: pace.rate for name, pace in self._paces(members).items()}
+        tried = sorted(members, key=lambda name: -rates[name])[:MOST_TRIED]
+        choices = [choice for count in range(1, len(tried) + 1) for choice in combinations(tried, count)]
+        choices.sort(key=lambda c: (any(self.islands[n].has_state for n in c), sum(rates[n] for n in c)), reverse=True)
+        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each alone can
+
+    def _can_divide(self, names: Sequence[str]) -> bool:
+        return not self._why_not(names)
+
+    def _why_not(self, names: Sequence[str]) -> str:
+        try:
+            divide(self.num_rows, self._paces(names))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _paces(self, names: Sequence[str]) -> dict[str, Pace]:
         """By measured rates where all have one; else by the weights that the islands were given."""
         islands = [self.islands[name] for name in names]
         are_measured = all(one.rate is not None for one in islands)
@@ -382,7 +522,7 @@ class Coordinator:
         for one in present:
             assert one.prepared is not None
             seconds, rows = float(one.prepared["seconds"]), len(self.lanes[one.name])
-            if seconds > 0:
+            if LEAST_SECONDS < seconds < math.inf:
                 rate = rows / seconds
                 one.rate = rate if one.rate is None else (1 - SMOOTHING) * one.rate + SMOOTHING * rate
 
@@ -417,26 +557,58 @@ class Coordinator:
 
     def _refuse(self, island: Island, reason: str) -> None:
         self._tell(island, {"kind": "refused", "reason": reason})
-        self.dropped.extend(island.connections.values())
-        del self.islands[island.name]
+        self._forget(island)
         self.log(f"refused: {reason}")
+
+    def _turn_away(self, connection: int, reason: str) -> None:
+        """One rank, of which nothing is kept."""
+        self.outbox.append((connection, {"kind": "evicted", "reason": reason}))
+        self.dropped.append(connection)
+        self.log(f"turned away: {reason}")
+
+    def _let_go(self, names: list[str], reason: str = "") -> None:
+        """Islands that have to leave, and may come back; what the others do now is left to the caller."""
+        why = reason or self._why_not(sorted({*self.members, *names})) + "; the other islands carry on"
+        for name in names:
+            self._tell(self.islands[name], {"kind": "evicted", "reason": why})
+            self._forget(self.islands[name])
+            self.members = [member for member in self.members if member != name]
+            self.log(f"{name} leaves: {why}")
+
+    def _forget(self, island: Island) -> None:
+        del self.islands[island.name]
+        self.past.append((island.name, island.launch))
+        self.dropped.extend(connection for connection in island.connections.values() if connection not in self.dropped)
 
     def _evict(self, name: str, reason: str, now: float) -> None:
         island = self.islands[name]
         self._tell(island, {"kind": "evicted", "reason": reason})
-        self.dropped.extend(island.connections.values())
         self._lose(name, reason)
 
     def _lose(self, name: str, reason: str) -> None:
         self.log(reason)
-        island = self.islands.pop(name)
-        self.dropped.extend(connection for connection in island.connections.values() if connection not in self.dropped)
+        self._forget(self.islands[name])
         if name not in self.members:
             return
         self.members.remove(name)
         self.failing_since = None
-        if self.members:
+        if not self.members:
+            self._begin_anew()
+        elif not self.is_over:
             self._repeat(f"without {name}")
-        else:
-            self.log("no island is left; the next ones begin at the newest checkpoint")
-            self.scribe, self.lanes = "", {}
+
+    def _begin_anew(self) -> None:
+        """No member is left. Those that wait begin, or leave where they may not have the newest checkpoint."""
+        reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
+        self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
+        self.scribe, self.lanes, self.left_waiting = "", {}, ()
+        self.last_of_the_past = self.newest_connection
+        behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
+        self._let_go(behind, reason)
+        self.is_over = False
+        self._begin_if_all_here()
+
+
+def _tensors_of(hello: Message) -> dict[str, int]:
+    """Parameters, and how many dimensions each has."""
+    return {name: len(offset) for name, (offset, _) in hello["boxes"].items()}

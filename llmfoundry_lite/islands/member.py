@@ -1,6 +1,7 @@
 """One rank's connection to the coordinator: says hello, beats, and hears verdicts. No torch.
 
-A thread beats, another reads. What concerns the whole island is heard by rank 0, which tells the others in their own
+A thread beats, another reads, from the first moment on. A coordinator that is silent counts as gone: a frozen process
+or a dead link sends no reset. What concerns the whole island is heard by rank 0, which tells the others in their own
 process group. A newer view, or an eviction, reaches every rank directly, so that nobody waits for a peer that is gone.
 """
 
@@ -22,6 +23,8 @@ from llmfoundry_lite.islands.messages import HANDSHAKE_SECONDS, BadMessageError,
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.1
 """Between two looks whether a coordinator has started."""
+SILENCE_SECONDS = 4.0
+"""After which the coordinator counts as gone; it beats four times a second."""
 SECONDS_TO_START = 60.0
 """For a coordinator, on a busy machine."""
 SECONDS_TO_LEAVE = 3.0
@@ -114,6 +117,8 @@ class Member:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[str], None] = lambda reason: None
         """Called just before the process is ended because its main thread hangs."""
+        self.on_waiting: Callable[[str], None] = lambda reason: None
+        """Why this island does not come in yet, on rank 0."""
         self.lost: Lost | None = None
         self.phase = "compute"
         self.count_bytes: Callable[[], int] = lambda: 0
@@ -131,17 +136,20 @@ class Member:
                 f"islands.coordinator: {address[0]}:{address[1]} does not answer ({error.strerror or error}); start it "
                 "with `llmfoundry-lite islands coordinate`"
             ) from None
-
-    def say_hello(self, hello: Message) -> None:
-        self._connection.settimeout(None)
-        self.say({"kind": "hello", **hello})
+        self._connection.settimeout(SILENCE_SECONDS)
         for work in (self._read, self._beat):
             threading.Thread(target=work, name="islands", daemon=True).start()
+
+    def say_hello(self, hello: Message) -> None:
+        self.say({"kind": "hello", **hello})
 
     def say(self, message: Message) -> None:
         """Nothing happens when the coordinator is gone: the next `hear` tells."""
         with suppress(OSError), self._sending:
-            self._connection.sendall(pack(message))
+            try:
+                self._connection.sendall(pack(message))
+            except TimeoutError:  # half a message may be under way
+                self._hang_up()
 
     def wait(self) -> None:
         """Until there is something to hear, on any rank, for as long as it takes."""
@@ -159,18 +167,27 @@ class Member:
                 raise ConnectionError(f"nothing is known of island {name}")
             return self._described[name, launch]
 
-    def close(self) -> None:
+    def close(self, *, has_finished: bool = False) -> None:
+        """`has_finished`: the run has come to its end, and with it all islands."""
         self._is_closed = True
-        self.say({"kind": "leave"})
+        self.say({"kind": "leave", "finished": has_finished})
+        self._hang_up()
+        self._connection.close()
+
+    def _hang_up(self) -> None:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
     def _read(self) -> None:
         lost = Lost("the coordinator is gone", "gone")
         try:
             while True:
                 message = receive(self._connection)
+                if message["kind"] == "beat":
+                    continue
+                if message["kind"] == "waits":
+                    self.on_waiting(str(message["reason"]))
+                    continue
                 if message["kind"] in ("evicted", "refused"):
                     lost = Lost(str(message["reason"]), message["kind"])
                     break
@@ -182,10 +199,13 @@ class Member:
                 if message["kind"] == "view":
                     self.on_newer_view(message["epoch"])
                 self._put(message)
+        except TimeoutError:
+            lost = Lost("the coordinator is silent", "gone")
         except OSError:
             pass
         if self._is_closed:
             return
+        self._hang_up()
         self.lost = lost
         self._put(lost)
         self.on_lost()

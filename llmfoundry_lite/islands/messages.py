@@ -75,7 +75,10 @@ def size_of(header: bytes, limit: int = MAX_BYTES) -> int:
 def unpack(raw: bytes) -> Message:
     """Raises BadMessageError for anything but a JSON object that says its kind."""
     try:
-        message = json.loads(raw)
+        text = raw.decode()
+        message = json.loads(text)
+        if "\\u" in text:  # half of a pair is text that cannot be printed or sent on
+            json.dumps(message, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadMessageError(f"not JSON: {error}") from None
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):

@@ -3,7 +3,8 @@
     LLMFOUNDRY_LITE_ISLANDS_TOKEN=… llmfoundry-lite islands coordinate --listen 10.0.0.1:7070 --islands 2
 
 One thread, by asyncio. A connection that says anything malformed, too long or foreign is closed, and nothing else
-happens.
+happens. Those that know the token hear that the coordinator lives, as it hears that they do. After an error of its own
+the coordinator ends: all islands then save and leave, where they might wait for ever.
 """
 
 import asyncio
@@ -33,8 +34,13 @@ from llmfoundry_lite.islands.messages import (
 TICK_SECONDS = 0.25
 ALONE_SECONDS = 10.0
 """For an island that has ended by mistake and is launched again at once."""
+SECONDS_TO_SPEAK = 30.0
+"""Between two signs of life of a rank that builds its model."""
 LONGEST_BACKLOG = 1 << 28
 """Bytes that wait for a rank that does not read."""
+
+
+BEAT = pack({"kind": "beat"})
 
 
 def serve(
@@ -53,8 +59,12 @@ def say(line: str) -> None:
 
 
 class Server:
-    def __init__(self, token: bytes, coordinator: Coordinator, *, until_alone: bool = False):
+    def __init__(
+        self, token: bytes, coordinator: Coordinator, *, until_alone: bool = False, handles_signals: bool = True
+    ):
         self.token = token
+        self.handles_signals = handles_signals
+        """In the main thread, as a process's own."""
         self.coordinator = coordinator
         self.until_alone = until_alone
         self.attended: set[int] = set()
@@ -62,28 +72,33 @@ class Server:
         self.alone_since = time.monotonic()
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.numbers = itertools.count()
+        self.stopped = asyncio.Event()
+        self.failure: Exception | None = None
+        """An error of ours."""
 
     async def run(self, address: tuple[str, int]) -> None:
         server = await asyncio.start_server(self.attend, *address)
         host, port = server.sockets[0].getsockname()[:2]
         say(f"coordinating at {host}:{port}, beginning with {self.coordinator.num_founders} islands")
-        stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        while not stopped.is_set():
+        for number in (signal.SIGTERM, signal.SIGINT) if self.handles_signals else ():
+            asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
+        while not self.stopped.is_set():
             if self.until_alone and not self.attended and time.monotonic() - self.alone_since > ALONE_SECONDS:
                 say("nobody is left")
                 break
             self.coordinator.tick(time.monotonic())
             self.deliver()
+            self.beat()
             try:
-                await asyncio.wait_for(stopped.wait(), TICK_SECONDS)
+                await asyncio.wait_for(self.stopped.wait(), TICK_SECONDS)
             except TimeoutError:
                 continue
         server.close()
         for writer in self.writers.values():
             writer.close()
         sys.stdout.flush()
+        if self.failure is not None:
+            raise RuntimeError("the coordinator ends; all islands save and leave") from self.failure
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until its end."""
@@ -92,10 +107,16 @@ class Server:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 await self.welcome(reader, writer)
-            hello = await receive(reader)
+            self.writers[number] = writer
+            self.coordinator.greet(number)
+            hello = {"kind": "beat"}
+            while hello["kind"] == "beat":
+                async with asyncio.timeout(SECONDS_TO_SPEAK):
+                    hello = await receive(reader)
+            if hello["kind"] == "leave":
+                return
             if hello["kind"] != "hello":
                 raise BadMessageError(f"{hello['kind'][:40]!r} before hello")
-            self.writers[number] = writer
             self.coordinator.hello(number, await self.introduce(hello), time.monotonic())
             self.deliver()
             while True:
@@ -107,13 +128,36 @@ class Server:
             say(f"closed a connection from {peer[0]}: {error}")
         except (OSError, EOFError, TimeoutError):
             pass
+        except Exception as error:
+            self.fail(error)
         finally:
             self.attended.discard(number)
             self.alone_since = time.monotonic()
-            self.coordinator.lose(number, time.monotonic())
             self.writers.pop(number, None)
+            self.end(writer)
+            self.say_that_it_is_gone(number)
+
+    def say_that_it_is_gone(self, number: int) -> None:
+        try:
+            self.coordinator.lose(number, time.monotonic())
             self.deliver()
-            writer.close()
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        self.failure = self.failure or error
+        self.stopped.set()
+
+    def end(self, writer: asyncio.StreamWriter) -> None:
+        """Close it, whether or not the other end still reads what is under way."""
+        writer.close()
+        asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, writer.transport.abort)
+
+    def beat(self) -> None:
+        """To all that know the token. Who does not read does not get one more."""
+        for writer in self.writers.values():
+            if writer.transport.get_write_buffer_size() == 0:
+                writer.write(BEAT)
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = challenge()
@@ -142,7 +186,7 @@ class Server:
         for number in dropped:
             writer = self.writers.pop(number, None)
             if writer is not None:
-                writer.close()
+                self.end(writer)
 
 
 async def receive(reader: asyncio.StreamReader, limit: int = MAX_BYTES) -> Message:

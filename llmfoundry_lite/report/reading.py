@@ -6,6 +6,7 @@ Owns what is made of half-written, missing and repeated lines; asks nothing of t
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,9 @@ def read_run(where: str) -> Run:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
     if not is_run and not lines:
-        raise DataError(f"{where}: no {METRICS} here; expected a run directory such as runs/mpt-quickstart")
+        within = runs_within(Path(where)) if is_local(folder) else ""
+        expected = within or "expected a run directory such as runs/mpt-quickstart"
+        raise DataError(f"{where}: no {METRICS} here; {expected}")
     log = parse_log(lines)
     if not len(log.batch):
         raise DataError(f"{where}: {METRICS} has no batch in it yet")
@@ -134,6 +137,18 @@ def read_run(where: str) -> Run:
     segments = newest.manifest.segments if newest is not None else ()
     segments_from = newest.where if newest is not None else None
     return Run(where, folder, name, log, config, segments, segments_from, launches, notes)
+
+
+def runs_within(where: Path) -> str:
+    """What to say of a folder whose folders hold runs, as islands have one each; nothing where none does.
+
+    The island that took part in most batches has the longest log.
+    """
+    found = sorted(where.glob(f"*/{METRICS}"), key=lambda path: (-path.stat().st_size, path))
+    if not found:
+        return ""
+    names = ", ".join(sorted(path.parent.name for path in found))
+    return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
 
 
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:

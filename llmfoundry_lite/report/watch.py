@@ -23,7 +23,7 @@ from rich.text import Text
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.log_lines import Record, console_line, duration_text, read_lines
-from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, VALIDATION
+from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, VALIDATION, runs_within
 from llmfoundry_lite.status import read_status
 
 REMAINING = "time/remaining_seconds"
@@ -49,7 +49,8 @@ class Watched:
         self.max_duration: Duration | None = None
         self._offset = 0
         if not any((folder / name).is_file() for name in ("status.json", METRICS)):
-            raise DataError(f"{folder}: no status.json here; expected a run directory such as runs/mpt-quickstart")
+            expected = runs_within(folder) or "expected a run directory such as runs/mpt-quickstart"
+            raise DataError(f"{folder}: no status.json here; {expected}")
 
     def look(self) -> None:
         self.status = read_status(self.folder) or {"status": "unknown", "batch": 0, "reason": None}

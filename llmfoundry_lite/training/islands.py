@@ -100,6 +100,7 @@ class Islands:
         self.member.on_newer_view = self.exchange.abort
         self.member.on_lost = lambda: self.exchange.abort(math.inf)
         self.member.count_bytes = lambda: self.exchange.num_bytes
+        self.member.on_waiting = lambda reason: print(f"islands: still waiting: {reason}", flush=True)
 
     def attach(self, agreement: Agreement, guard: GradientStep) -> None:
         self.agreement = agreement
@@ -158,8 +159,8 @@ class Islands:
         self.member.wait()
         self._take_up(self._hear_view(), state)
 
-    def close(self) -> None:
-        self.member.close()
+    def close(self, *, has_finished: bool = False) -> None:
+        self.member.close(has_finished=has_finished)
         self.exchange.close()
 
     def _hear_view(self) -> View:
@@ -189,9 +190,16 @@ class Islands:
 
     def _take_up(self, view: View, state: State) -> None:
         """A new view, between two batches or before one is repeated."""
+        described, error = {}, None
+        try:
+            described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
+        except ConnectionError as caught:  # this rank alone may have lost the coordinator
+            error = caught
+        if sum_of([int(error is not None)])[0]:
+            reason = str(error or "another rank has lost the coordinator")
+            raise Preempted(self.save_before_leaving(reason), orderly=True)
         self.view, self.next_view = view, None
         self.member.phase = "exchange"
-        described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
         pieces = {name: share_out([_boxes_of(boxes) for boxes in one["boxes"]]) for name, one in described.items()}
         self.pieces = pieces[self.name][self.rank]
         others = {

@@ -92,7 +92,7 @@ def train(config: TrainConfig) -> None:
         trainer, checkpointing = build_trainer(config, run, preemption, start, islands)
         preemption.listen()
         choose_microbatch(config, trainer)
-        if islands is not None:
+        if islands is not None and progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
             islands.member.on_evicted = run.leave_late
             islands.enter(trainer.state, trainer.logger, checkpointing)
         run.start(trainer, checkpointing)
@@ -107,7 +107,7 @@ def train(config: TrainConfig) -> None:
         if config.export_at_end and not checkpointing.was_stopped:
             export(config, trainer, run)
         if islands is not None:
-            islands.close()
+            islands.close(has_finished=not checkpointing.was_stopped)
     except BaseException as error:
         if islands is not None:
             islands.close()

@@ -315,6 +315,18 @@ def test_impossible_combinations_of_attention_options_are_refused(argument):
             "command line: train_loader.dataset.streams.a.local: missing; expected the folder this "
             "stream is read or cached in",
         ),
+        *(
+            (
+                [f"islands={{coordinator: 'h:1', name: a, weight: {weight}}}", "save_folder=s"],
+                f"command line: islands.weight: {said}",
+            )
+            for weight, said in (
+                (".inf", "inf given, expected a finite number"),
+                (".nan", "nan given, expected a finite number"),
+                ("0", "0.0 given, expected a number from 1e-6 to 1e6"),
+                ("1.0e+300", "1e+300 given, expected a number from 1e-6 to 1e6"),
+            )
+        ),
         (
             ["model.max_seq_len=64"],
             "run.yaml: max_seq_len: 128 is more than model.max_seq_len, 64",

@@ -37,6 +37,8 @@ def test_two_islands_train_one_run_and_one_saves(tmp_path, data, alone):
         ):
             launch.check()
             assert "islands: waiting until as many are here" in launch.output
+        running.wait_for("the run has ended after batch 10")
+        assert "is repeated" not in running.lines
     for name in ("a", "b"):
         check_is_one_run(metrics(tmp_path, name), alone)
     assert [path.name for path in (tmp_path / "saves").glob("ba*")] == ["ba10"]
@@ -132,14 +134,19 @@ def test_the_lease_moves_when_the_island_that_saves_dies(tmp_path, data, alone):
     assert {"ba4", "ba10"} <= {path.name for path in (tmp_path / "saves").glob("ba*")}
 
 
-def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry_on(tmp_path, data, alone):
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "the coordinator is gone"), (signal.SIGSTOP, "the coordinator is silent")]
+)
+def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry_on(
+    tmp_path, data, alone, number, words
+):
     gate = tmp_path / "the coordinator is gone"
     hold = {"python:tests.islands.faults:Hold": {"batch": 5, "until": str(gate)}}
     with coordination(tmp_path) as running:
 
         def end():
             running.wait_for_batch(metrics_path(tmp_path, "b"), 4)
-            running.stop(signal.SIGKILL)
+            running.send(number)
             gate.touch()
 
         first, second, _ = together(
@@ -148,7 +155,7 @@ def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry
             end,
         )
     assert {*first.exit_codes, *second.exit_codes} == {75}
-    assert "the coordinator is gone after batch 4, saved as ba4; run the same command again" in first.output
+    assert f"{words} after batch 4, saved as ba4; run the same command again" in first.output
     with coordination(tmp_path) as running:
         for launch in together(
             partial(island, tmp_path, data, running, "a", 1, autoresume=True),
@@ -200,3 +207,22 @@ def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, da
             assert refused.exit_codes == [2]
             assert words in refused.output, refused.output
             assert "Traceback" not in refused.output
+
+
+def test_where_those_left_cannot_divide_the_batch_one_carries_on_and_the_other_leaves(tmp_path, data):
+    """Six rows: islands of 2, 3 and 1 ranks can divide them, those of 2 and 3 cannot."""
+    changes = {"global_train_batch_size": 6}
+    with coordination(tmp_path, num_islands=3) as running:
+        first, second, dead = together(
+            partial(island, tmp_path, data, running, "a", 2, **changes),
+            partial(island, tmp_path, data, running, "b", 3, **changes),
+            partial(island, tmp_path, data, running, "c", 1, callbacks=kill(4), **changes),
+        )
+    assert dead.exit_codes == [-9]
+    left, carried_on = (first, second) if 75 in first.exit_codes else (second, first)
+    carried_on.check()
+    assert set(left.exit_codes) == {75}
+    assert "6 rows are no sum of multiples of the islands' ranks (a 2, b 3)" in left.output
+    assert "the other islands carry on; run the same command again" in left.output
+    name = "b" if left is first else "a"
+    assert values(metrics(tmp_path, name), "batch") == list(range(1, 11))

@@ -20,20 +20,22 @@ class Play:
         self.numbers = {}
         self.heard = {}
 
-    def come(self, name, size=1, *, batch=0, weight=1.0, launch="1", fingerprints=None, rows=None, ranks=None):
+    def come(self, name, size=1, *, launch="1", ranks=None, **facts):
         for rank in range(size) if ranks is None else ranks:
-            number = len(self.numbers)
-            self.numbers[number] = (name, launch, rank)
-            hello = {"kind": "hello", "island": name, "launch": launch, "rank": rank, "size": size}
-            hello |= {
-                "address": ["127.0.0.1", number],
-                "boxes": {},
-                "fingerprints": fingerprints or {"seed": "17"},
-                "machine": {},
-            }
-            hello |= {"batch": batch, "rows": rows or self.rows, "microbatch": 1, "weight": weight}
-            self.coordinator.hello(number, hello, self.now)
+            number = self.dial(name, launch, rank)
+            self.coordinator.hello(number, self.hello(name, rank=rank, size=size, launch=launch, **facts), self.now)
         self.listen()
+
+    def dial(self, name, launch, rank):
+        number = len(self.numbers)
+        self.numbers[number] = (name, launch, rank)
+        self.coordinator.greet(number)
+        return number
+
+    def hello(self, name, **facts):
+        hello = {"kind": "hello", "island": name, "launch": "1", "rank": 0, "size": 1, "address": ["127.0.0.1", 1]}
+        hello |= {"boxes": {}, "fingerprints": {"seed": "17"}, "machine": {}}
+        return hello | {"batch": 0, "rows": self.rows, "microbatch": 1, "weight": 1.0} | facts
 
     def number(self, name, rank=0):
         return max(n for n, (other, _, r) in self.numbers.items() if (other, r) == (name, rank))
@@ -296,21 +298,215 @@ def test_islands_of_two_runs_are_refused(play):
 
 
 def test_a_batch_that_no_multiples_make_up_is_refused():
-    play = Play(rows=7)
-    play.come("a", 2)
-    play.come("b", 4)
+    play = Play(rows=12)
+    play.come("a", 4)
+    play.come("b", 6)
     assert play.last("a")["kind"] == play.last("b")["kind"] == "refused"
-    assert "7 rows are no sum of multiples of the islands' ranks (a 2, b 4)" in play.last("a")["reason"]
+    assert "12 rows are no sum of multiples of the islands' ranks (a 4, b 6)" in play.last("a")["reason"]
 
 
-@pytest.mark.parametrize("change", [{"rank": 2}, {"rows": 0}, {"weight": -1.0}, {"size": "2"}, {"boxes": []}])
+def test_an_island_whose_ranks_do_not_divide_the_batch_is_refused_alone():
+    play = Play(rows=12)
+    play.come("a", 5)
+    assert "12 rows are no sum of multiples of the islands' ranks (a 5)" in play.last("a")["reason"]
+    play.come("b", 4)
+    play.come("c", 2)
+    assert play.coordinator.members == ["b", "c"]
+
+
+def of_4_6_and_2():
+    """Twelve rows: with the island of 2 ranks they can be divided, without it not."""
+    play = Play(num_founders=3, rows=12)
+    for name, size in (("a", 4), ("b", 6), ("c", 2)):
+        play.come(name, size)
+    play.batch()
+    return play
+
+
+@pytest.mark.parametrize("how", ["gone", "silent", "leaving"])
+def test_where_those_left_cannot_divide_the_batch_the_fastest_that_can_carry_on(how):
+    play = of_4_6_and_2()
+    if how == "gone":
+        play.lose("c")
+    elif how == "silent":
+        for _ in range(5):
+            for name, size in (("a", 4), ("b", 6)):
+                for rank in range(size):
+                    play.beat(name, rank)
+            play.wait(1.0)
+    else:
+        for name in ("a", "b", "c"):
+            play.prepare(name, leaving=name == "c")
+    assert play.coordinator.members == ["b"] and play.coordinator.lanes == {"b": range(12)}
+    evicted = [message for message in play.heard["a", 3] if message["kind"] == "evicted"]
+    assert "12 rows are no sum of multiples of the islands' ranks (a 4, b 6)" in evicted[0]["reason"]
+    before = play.coordinator.batch
+    play.batch()
+    assert play.coordinator.batch == before + 1
+
+
+def test_an_island_that_does_not_fit_waits_and_comes_in_with_another():
+    play = of_4_6_and_2()
+    play.lose("c")
+    play.come("a", 4, launch="2")
+    play.batch()
+    play.batch()
+    told = [message for message in play.heard["a", 0] if message["kind"] == "waits"]
+    assert len(told) == 1 and "(a 4, b 6)" in told[0]["reason"]
+    play.come("c", 2, launch="2")
+    play.batch()
+    assert play.coordinator.members == ["a", "b", "c"]
+
+
+def test_an_island_that_waits_when_the_last_member_goes_leaves_for_the_newest_checkpoint(play):
+    play.batch()
+    play.come("c", 2, batch=0)
+    play.lose("a")
+    play.lose("b")
+    assert play.last("c")["kind"] == play.last("c", 1)["kind"] == "evicted"
+    assert play.last("c")["reason"] == "no island is left" and not play.coordinator.islands
+
+
+def test_an_island_that_waits_and_has_the_newest_state_begins_when_the_last_member_goes():
+    play = Play(num_founders=1)
+    play.come("a", batch=3)
+    play.come("b", batch=3)
+    assert play.coordinator.members == ["a"]
+    play.lose("a")
+    assert play.coordinator.members == ["b"] and play.last("b")["kind"] == "view"
+    play.batch()
+    assert play.coordinator.batch == 4
+
+
+def test_a_rank_that_read_its_checkpoint_before_the_last_member_left_leaves_too():
+    play = Play(num_founders=1)
+    play.come("a")
+    play.batch()
+    early = play.dial("b", "1", 0)
+    play.lose("a")
+    play.coordinator.hello(early, play.hello("b", batch=0), play.now)
+    play.listen()
+    assert play.last("b")["kind"] == "evicted" and not play.coordinator.members
+    play.come("b", launch="2")
+    assert play.coordinator.members == ["b"], "it has read the newest checkpoint: nothing was saved"
+
+
+def test_ranks_that_do_not_come_are_not_waited_for():
+    play = Play()
+    play.come("a", 2, ranks=[0])
+    for _ in range(62):
+        play.beat("a")
+        play.wait(0.5)
+    assert play.last("a") == {"kind": "evicted", "reason": "1 of 2 ranks of a do not come"}
+
+
+def test_at_the_end_of_a_run_nothing_is_repeated_and_who_waits_leaves(play):
+    lines = []
+    play.coordinator.log = lines.append
+    play.batch()
+    play.come("c")
+    for name in ("b", "a"):
+        play.coordinator.receive(play.number(name), {"kind": "leave", "finished": True}, play.now)
+        play.lose(name)
+    assert lines[-4:-1] == ["b has finished", "a has finished", "the run has ended after batch 1"]
+    assert play.last("c")["reason"] == "the run has ended after batch 1"
+    assert not [line for line in lines if "repeated" in line or line.startswith("epoch")]
+
+
+def test_a_coordinator_that_was_stopped_itself_evicts_nobody_for_it(play):
+    play.wait(0.25)
+    play.wait(7.0)
+    for who in (("a", 0), ("a", 1), ("b", 0)):
+        play.beat(*who)
+    play.wait(0.25)
+    assert play.coordinator.members == ["a", "b"] and play.coordinator.epoch == 1
+
+
+def test_the_rows_of_a_batch_are_the_members_whoever_else_is_here():
+    play = Play()
+    play.come("x", 2, rows=6, ranks=[0])
+    play.come("a", 2)
+    play.come("b")
+    assert {name: len(lanes) for name, lanes in play.coordinator.lanes.items()} == {"a": 4, "b": 4}
+    play.lose("b")
+    assert play.coordinator.lanes == {"a": range(8)}
+    play.come("x", 2, rows=6, ranks=[1])
+    assert play.last("x")["kind"] == "refused"
+
+
+def test_ranks_of_an_island_that_differ_in_rows_are_refused():
+    play = Play()
+    play.come("a", 2, ranks=[0])
+    play.come("a", 2, rows=6, ranks=[1])
+    assert play.last("a")["reason"] == "a: its ranks differ in their configuration"
+
+
+def test_islands_of_unlike_tensors_are_refused(play):
+    play.come("c", boxes={"w": [[0, 0], [2, 2]]})
+    assert play.last("c")["reason"] == "c and a differ in their parameters; islands train one run"
+
+
+def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
+    play = Play(num_founders=1)
+    late = play.dial("a", "1", 1)
+    play.come("a", 2, launch="1", ranks=[0])
+    play.come("a", 2, launch="2")
+    assert play.coordinator.members == ["a"]
+    for launch in ("1", "0"):  # one that was here, and one of which nobody had come
+        play.coordinator.hello(late, play.hello("a", rank=1, size=2, launch=launch), play.now)
+        play.listen()
+        assert play.heard["a", 1][-1]["kind"] == "evicted"
+        assert play.coordinator.dropped[-1] == late
+    assert play.coordinator.members == ["a"] and play.coordinator.islands["a"].launch == "2"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2},
+        {"rows": 0},
+        *({"weight": weight} for weight in (-1.0, 0, float("inf"), float("nan"), 1e-300, 10**400)),
+        {"size": "2"},
+        {"size": 10**30},
+        {"boxes": []},
+        {"boxes": {"w": [[0], [1, 2]]}},
+        {"boxes": {"w": 3}},
+        {"address": ["h"]},
+        {"address": [7070, "h"]},
+        {"batch": -1},
+        {"island": "c\nbatch 3 is repeated"},
+        {"launch": ""},
+    ],
+)
 def test_a_malformed_hello_changes_nothing(play, change):
-    hello = {"kind": "hello", "island": "c", "launch": "1", "rank": 0, "size": 1, "address": ["h", 1], "boxes": {}}
-    hello |= {"fingerprints": {}, "machine": {}, "batch": 0, "rows": ROWS, "microbatch": 1, "weight": 1.0}
     with pytest.raises(BadMessageError):
-        play.coordinator.hello(99, hello | change, 0.0)
+        play.coordinator.hello(99, play.hello("c") | change, 0.0)
     play.batch()
     assert play.coordinator.batch == 1 and play.coordinator.members == ["a", "b"]
+
+
+@pytest.mark.parametrize("change", [{"seconds": 10**400}, {"weight": -(2**80)}, {"loss": 10**400}, {"digest": True}])
+def test_numbers_that_cannot_be_are_malformed(play, change):
+    with pytest.raises(BadMessageError):
+        play.prepare("a", **change)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, 1e-300])
+def test_a_time_that_cannot_be_moves_no_rows(play, seconds):
+    for _ in range(BATCHES_BETWEEN_MOVES + 1):
+        play.batch(a=seconds)
+    assert play.coordinator.epoch == 1 and play.coordinator.batch == BATCHES_BETWEEN_MOVES + 1
+
+
+def test_an_island_alone_whose_batches_fail_again_and_again_leaves(play):
+    play.lose("b")
+    for _ in range(40):
+        play.wait(0.25)
+        for rank in (0, 1):
+            play.beat("a", rank)
+        if play.coordinator.members:
+            play.prepare("a", ok=False)
+    assert not play.coordinator.members and play.last("a")["kind"] == "evicted"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -22,6 +22,8 @@ from llmfoundry_lite.islands.messages import (
     welcome,
 )
 
+LONE = b'{"kind": "answer", "proof": "\\ud800"}'
+"""Half of a pair: no text, though JSON can say it."""
 SECRET = b"0123456789abcdef"
 
 
@@ -105,7 +107,10 @@ def test_noise_is_closed_and_the_next_one_is_served(listening):
         assert until(found, len(noises) + 1)[-1] == {"kind": "beat"}
 
 
-@pytest.mark.parametrize("raw", [b"", b"7", b"null", b"[1]", b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"7", b"null", b"[1]", b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff\xfe", LONE, b'{"kind": "\xed\xa0\x80"}'],
+)
 def test_what_is_no_message_is_refused(raw):
     with pytest.raises(BadMessageError):
         unpack(raw)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from llmfoundry_lite.bench.islands.links import serve_with_links
 from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.launch import Launch, free_port, train
@@ -79,10 +81,22 @@ class Coordination:
             assert time.monotonic() < deadline, self.lines
             time.sleep(0.02)
 
+    def freeze(self) -> None:
+        self.send(signal.SIGSTOP)
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+
+    def thaw(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
     def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process.is_alive():
-            assert self.process.pid is not None
-            os.kill(self.process.pid, number)
+            self.send(number)
+            self.send(signal.SIGCONT)  # it may be frozen
         self.process.join(10)
 
 

@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.journal import append
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.watch import Watched
 from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -349,6 +350,16 @@ def test_what_is_no_run_is_refused(tmp_path, content, words):
         write_run(tmp_path, [])
     with pytest.raises(DataError, match=words):
         report([str(tmp_path)])
+
+
+def test_a_folder_of_islands_says_which_of_them_to_report_on(tmp_path):
+    write_run(tmp_path / "run/a", [record(1)])
+    write_run(tmp_path / "run/b", [record(1), record(2)])
+    words = f"no metrics.jsonl here; its folders a, b are runs, such as islands of one; give {tmp_path}/run/b"
+    with pytest.raises(DataError, match=words):
+        report([str(tmp_path / "run")])
+    with pytest.raises(DataError, match=f"no status.json here; its folders a, b are runs.* give {tmp_path}/run/b"):
+        Watched(tmp_path / "run")
 
 
 @pytest.mark.parametrize("price", ["H100", "H100=", "=2", "H100=cheap", "H100=-1", "H100=inf"])

@@ -1,0 +1,294 @@
+"""A coordinator's process, and what members of it notice: real sockets, one of which may go dead."""
+
+import json
+import random
+import socket
+import struct
+import threading
+from contextlib import contextmanager, suppress
+
+import psutil
+import pytest
+
+from llmfoundry_lite.islands import member, serve
+from llmfoundry_lite.islands.coordinator import Coordinator
+from llmfoundry_lite.islands.member import Lost, Member
+from llmfoundry_lite.islands.messages import HEADER, dial, pack, receive
+from tests.islands.world import SECRET, coordination
+
+in_a_process = pytest.mark.slow
+
+HELLO = {
+    "island": "a",
+    "launch": "1",
+    "rank": 0,
+    "size": 1,
+    "address": ["127.0.0.1", 1],
+    "boxes": {"w": [[0], [2]]},
+    "fingerprints": {"seed": "17"},
+    "machine": {},
+    "batch": 0,
+    "rows": 8,
+    "microbatch": 1,
+    "weight": 1.0,
+}
+PREPARED = {
+    "kind": "prepared",
+    "epoch": 1,
+    "batch": 0,
+    "ok": True,
+    "leaving": False,
+    "bad": 0,
+    "seconds": 1.0,
+    "weight": 8,
+    "samples": 8,
+    "tokens": 8,
+    "losses": 8,
+    "digest": 1,
+    "loss": 1.0,
+    "norm": 1.0,
+    "weights": "",
+}
+
+
+class Line:
+    """A way to the coordinator; either direction can go dead, and then says nothing at all."""
+
+    def __init__(self, port):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        self.far = socket.create_connection(("127.0.0.1", port))
+        self.is_dead = {"there": threading.Event(), "back": threading.Event()}
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        self.near, _ = self.listener.accept()
+        threading.Thread(target=self.carry, args=(self.near, self.far, "there"), daemon=True).start()
+        self.carry(self.far, self.near, "back")
+
+    def carry(self, source, target, way):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.is_dead[way].is_set():
+                    target.sendall(data)
+            if not self.is_dead[way].is_set():
+                target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for one in (self.listener, self.near, self.far):
+            one.close()
+
+
+@contextmanager
+def line_to(port):
+    line = Line(port)
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(member, "SILENCE_SECONDS", 1.0)
+
+
+def joined(address, name="a"):
+    one = Member(tuple(address[:2]), SECRET.encode(), name)
+    one.say_hello({**HELLO, "island": name})
+    return one
+
+
+def hear_view(one) -> dict:
+    message = one.hear()
+    assert isinstance(message, dict) and message["kind"] == "view", message
+    return message
+
+
+def hear(one):
+    """As `hear`, within the deadline."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(one.hear()), daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert found, "nothing is heard for 10 s"
+    return found[0]
+
+
+@in_a_process
+@pytest.mark.parametrize("dead", [("back",), ("there", "back")])
+def test_a_link_that_goes_dead_is_noticed_by_the_rank(tmp_path, impatient, dead):
+    with coordination(tmp_path, num_islands=1) as running, line_to(running.port) as line:
+        one = joined(line.address)
+        hear_view(one)
+        for way in dead:
+            line.is_dead[way].set()
+        assert hear(one) == Lost("the coordinator is silent", "gone")
+        if "there" not in dead:
+            running.wait_for("rank 0 of a is gone")
+        one.close()
+
+
+@in_a_process
+@pytest.mark.parametrize("says_hello", [True, False])
+def test_a_frozen_coordinator_is_noticed(tmp_path, impatient, says_hello):
+    """Before hello too: ranks build their model then."""
+    with coordination(tmp_path, num_islands=2) as running:
+        one = Member(("127.0.0.1", running.port), SECRET.encode(), "a")
+        if says_hello:
+            one.say_hello(HELLO)
+        running.freeze()
+        try:
+            assert hear(one) == Lost("the coordinator is silent", "gone")
+        finally:
+            running.thaw()
+        one.close()
+
+
+@in_a_process
+def test_a_quiet_coordinator_that_lives_is_not_left(tmp_path, impatient):
+    """An island may wait for others for longer than any silence."""
+    with coordination(tmp_path, num_islands=2) as running:
+        one = joined(("127.0.0.1", running.port))
+        running.wait_for("a is here")
+        beats = count_beats(running.port, 12)
+        assert beats == 12 and one.lost is None
+        another = joined(("127.0.0.1", running.port), "b")
+        assert hear_view(one)["members"] == hear_view(another)["members"]
+        for member_ in (one, another):
+            member_.close(has_finished=True)
+        running.wait_for("the run has ended after batch 0")
+        assert "is repeated" not in running.lines
+
+
+def count_beats(port, most):
+    """Of the coordinator, by a connection of its own; four come in a second."""
+    with dial(("127.0.0.1", port), SECRET.encode()) as connection:
+        return sum(receive(connection)["kind"] == "beat" for _ in range(most))
+
+
+def test_who_knows_the_token_and_says_nothing_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "SECONDS_TO_SPEAK", 0.5)
+    with threaded() as (port, _), dial(("127.0.0.1", port), SECRET.encode()) as silent:
+        silent.settimeout(10)
+        with pytest.raises(ConnectionError, match="closed by the other end"):
+            while True:
+                assert receive(silent)["kind"] == "beat"
+
+
+@contextmanager
+def threaded(coordinator=None):
+    """A server in this process: its port, and what it raises in the end."""
+    import asyncio
+
+    server = serve.Server(SECRET.encode(), coordinator or Coordinator(1, 4.0), handles_signals=False)
+    raised, loops = [], []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def run():
+        loops.append(asyncio.get_running_loop())
+        await server.run(("127.0.0.1", port))
+
+    def work():
+        try:
+            asyncio.run(run())
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+    try:
+        yield port, raised
+    finally:
+        with suppress(RuntimeError):  # it has ended by itself
+            loops[0].call_soon_threadsafe(server.stopped.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_hear_of_it():
+    class Broken(Coordinator):
+        def _prepare(self, island, message, now):
+            raise ZeroDivisionError("ours")
+
+    with threaded(Broken(1, 4.0)) as (port, raised):
+        one = joined(("127.0.0.1", port))
+        hear_view(one)
+        one.say(PREPARED)
+        assert hear(one) == Lost("the coordinator is gone", "gone")
+        one.close()
+    assert "all islands save and leave" in str(raised[0])
+
+
+def changed(chance, message):
+    """A message of ours with something in it that should not be."""
+    odd = ["\ud800", "", None, True, -1, 10**400, float("nan"), float("inf"), [], {}, [[]], {"w": "x"}, "\n", 2**64, 0]
+    message = dict(message)
+    for _ in range(chance.randrange(1, 4)):
+        key = chance.choice(list(message))
+        if chance.random() < 0.2:
+            del message[key]
+        else:
+            message[key] = chance.choice(odd)
+        if not message:
+            break
+    raw = json.dumps(message).encode()
+    if chance.random() < 0.2:
+        place = chance.randrange(len(raw))
+        raw = raw[:place] + chance.choice([b"\xed\xa0\x80", b"\\ud800", b"\x00", b"[" * 2000]) + raw[place + 1 :]
+    return struct.pack("!I", len(raw)) + raw
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_an_island_says_the_coordinator_and_the_others_go_on(seed):
+    """Those that know the token may be broken. Each of their messages is one of ours with something changed."""
+    chance = random.Random(seed)
+    with threaded() as (port, raised):
+        one = joined(("127.0.0.1", port))
+        hear_view(one)
+        for number in range(150):
+            with dial(("127.0.0.1", port), SECRET.encode()) as other:
+                hello = {"kind": "hello", **HELLO, "island": f"x{number % 3}", "launch": str(number)}
+                sound = [hello] if chance.random() < 0.7 else []
+                said = [pack(message) for message in sound]
+                bases = [hello, PREPARED, {"kind": "beat", "phase": "compute", "bytes": 1}]
+                bases.append({"kind": "state", "epoch": 1, "state": {"kinds": []}})
+                said += [changed(chance, chance.choice(bases)) for _ in range(chance.randrange(1, 4))]
+                with suppress(OSError):
+                    other.sendall(b"".join(said))
+                    other.shutdown(socket.SHUT_WR)
+                    other.settimeout(10)
+                    while receive(other)["kind"] != "evicted":
+                        pass
+        assert one.lost is None and raised == []
+        one.close()
+    assert raised == []
+
+
+@in_a_process
+def test_halves_of_characters_in_a_handshake_are_refused_without_harm(tmp_path):
+    with coordination(tmp_path, num_islands=1) as running:
+        for answer in ({"challenge": "0", "proof": "\ud800"}, {"challenge": "\ud800", "proof": "0" * 64}):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=10) as stranger:
+                assert receive(stranger)["kind"] == "challenge"
+                stranger.sendall(pack({"kind": "answer", **answer}))
+                with pytest.raises(ConnectionError):
+                    receive(stranger)
+        running.wait_for("closed a connection from 127.0.0.1: not JSON: ", times=2)
+        one = joined(("127.0.0.1", running.port))
+        hear_view(one)
+        one.close()
+
+
+@in_a_process
+def test_a_message_too_long_is_refused_from_its_first_bytes(tmp_path):
+    with coordination(tmp_path, num_islands=1) as running, dial(("127.0.0.1", running.port), SECRET.encode()) as other:
+        other.sendall(HEADER.pack(2**32 - 1))
+        running.wait_for("a message of 4294967295 bytes")
+        assert psutil.Process(running.process.pid).memory_info().rss < 1 << 30
