@@ -68,9 +68,12 @@ def describe_conditions() -> dict[str, Any]:
 def describe_machine() -> str:
     """In words, without its name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name", platform.machine())
+    if "cpu family" in facts:  # clouds cut names short: "AMD EPYC" is of any year
+        name += f" (family {facts['cpu family']}, model {facts.get('model', '?')})"
     memory = psutil.virtual_memory().total / GIB
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB"
 
 
 # --------------------------------------------------------------------------------------------------------- rounds
