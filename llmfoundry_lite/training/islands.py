@@ -101,6 +101,7 @@ class Islands:
         self.member.on_lost = lambda: self.exchange.abort(math.inf)
         self.member.count_bytes = lambda: self.exchange.num_bytes
         self.member.on_waiting = lambda reason: print(f"islands: still waiting: {reason}", flush=True)
+        self.exchange.on_transfer = self._note_transfer
 
     def attach(self, agreement: Agreement, guard: GradientStep) -> None:
         self.agreement = agreement
@@ -199,7 +200,6 @@ class Islands:
             reason = str(error or "another rank has lost the coordinator")
             raise Preempted(self.save_before_leaving(reason), orderly=True)
         self.view, self.next_view = view, None
-        self.member.phase = "exchange"
         pieces = {name: share_out([_boxes_of(boxes) for boxes in one["boxes"]]) for name, one in described.items()}
         self.pieces = pieces[self.name][self.rank]
         others = {
@@ -215,6 +215,11 @@ class Islands:
             self._take_state(state)
         self.member.phase = "compute"
 
+    def _note_transfer(self, is_transferring: bool) -> None:
+        """Nothing else counts as silence of a link: `exchange` is said while sockets wait, `wait` while this rank waits
+        for its own island or for the coordinator, `compute` whenever the host or the device works."""
+        self.member.phase = "exchange" if is_transferring else "compute"
+
     # --------------------------------------------------------------------------------------------------- the data
 
     def batches(self, state: State) -> Iterator[Any]:
@@ -223,7 +228,7 @@ class Islands:
         num_rows = len(lanes) // self.num_ranks
         mine = lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
         self.dataset.continue_with(mine, int(state.timestamp.epoch), int(state.timestamp.sample_in_epoch))
-        self.began_at = time.monotonic()
+        self.began_at = self._now()
         return iter(
             build_text_loader(
                 self.dataset, num_workers=self.loader.num_workers, prefetch_factor=self.loader.prefetch_factor
@@ -233,12 +238,17 @@ class Islands:
     def move_on(self, state: State) -> Iterator[Any] | None:
         """At the end of a batch: batches to go on with instead, if there is a new view with other rows."""
         view, before = self.next_view, self.view
-        self.began_at = time.monotonic()
         if view is not None and self.name in view.members:
             self._take_up(view, state)
         is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
         self.weights = self._digest_weights() if is_due else ""
+        self.began_at = self._now()
         return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
+
+    def _now(self) -> float:
+        """When the device has done what was asked of it: shares follow what it computes, not what it is sent."""
+        devices.finish()
+        return time.monotonic()
 
     def _digest_weights(self) -> str:
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
@@ -254,7 +264,7 @@ class Islands:
         True: the gradient is the whole batch's, and the guard and the agreement know what all have found of it. False:
         the gradient is gone, and the batch is to be computed again, with the rows of the new view.
         """
-        seconds = time.monotonic() - self.began_at
+        seconds = self._now() - self.began_at
         here = self.agreement.current
         weight = here.num_losses if self.by_tokens else here.num_samples
         with torch.no_grad():
@@ -309,14 +319,15 @@ class Islands:
         gradients = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
         parts = {name: local(gradient) for name, gradient in gradients.items()}
         inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
-        self.member.phase = "exchange"
         swapped = None
         with suppress(OSError):
             swapped = self.exchange.swap(inside, self.pieces, int(state.timestamp.batch) * LABELS, float(weight))
+        self.member.phase = "wait"  # for ranks whose links are slower, or dead
         failed, leaves = sum_of([int(swapped is None), int(bool(self.agreement.preemption.reason))])
         if failed:
             return {"ok": False, "leaving": bool(leaves), "norm": 0.0, "loss": 0.0, "bad": 0}
         assert swapped is not None
+        self.member.phase = "compute"
         if len(self.view.members) > 1:
             self._add_up(inside, swapped, weight)
             complete(gradients, parts, self.pieces, self.boxes)
@@ -363,6 +374,7 @@ class Islands:
     @torch.no_grad()
     def _take_state(self, state: State) -> None:
         """All that the donor has; nothing of what this island has begun with is left."""
+        self.member.phase = "wait"
         message = self._hear()
         if message["kind"] != "state":  # a newer view: nobody knows that this island has nothing to train on
             raise self._joined_in_vain()
@@ -375,6 +387,7 @@ class Islands:
                 kinds.append(self.exchange.take(self.pieces, self.view.donor, label))
         except OSError as caught:
             error = caught
+        self.member.phase = "wait"
         if sum_of([int(error is not None)])[0]:
             raise self._joined_in_vain()
         wholes = [self._complete(kind) for kind in kinds]

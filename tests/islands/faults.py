@@ -10,7 +10,9 @@ import torch
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.state import local_part
+from llmfoundry_lite.islands import exchange
 from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
+from llmfoundry_lite.training import islands
 
 
 class Signal(Callback):
@@ -88,3 +90,25 @@ class Cut(Callback):
                 connection.shutdown(socket.SHUT_RDWR)
 
             Exchange._send = send_half  # type: ignore[method-assign]
+
+
+class Toil(Callback):
+    """In one batch this host takes so long to gather its gradients, and again to add up all islands'."""
+
+    def __init__(self, batch: int, seconds: float):
+        self.batch, self.seconds = batch, seconds
+
+    def batch_start(self, state, logger):
+        if int(state.timestamp.batch) + 1 == self.batch:
+            for module, name in ((exchange, "_gather"), (islands, "sum_weighted")):
+                setattr(module, name, self._late(module, name))
+
+    def _late(self, module, name):
+        work = getattr(module, name)
+
+        def call(*arguments):
+            setattr(module, name, work)  # once
+            time.sleep(self.seconds)
+            return work(*arguments)
+
+        return call

@@ -178,6 +178,20 @@ def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path
     assert "is repeated" not in running.lines
 
 
+def test_a_host_that_toils_for_longer_than_a_link_may_be_silent_is_not_a_dead_link(tmp_path, data, alone):
+    """As one that gathers and adds up the gradients of a large model."""
+    toil = {"python:tests.islands.faults:Toil": {"batch": 3, "seconds": 5.0}}
+    with coordination(tmp_path, silence=2.0) as running:
+        for launch in together(
+            partial(island, tmp_path, data, running, "a", 2),
+            partial(island, tmp_path, data, running, "b", 1, callbacks=toil),
+        ):
+            launch.check()
+        assert "batch 3 is repeated" not in running.lines, running.lines
+    check_is_one_run(metrics(tmp_path, "b"), alone)
+    assert metrics(tmp_path, "b")[2]["islands/exchange_seconds"] > 10
+
+
 def test_weights_that_have_drifted_are_found_and_replaced(tmp_path, data, alone):
     drift = {"python:tests.islands.faults:Drift": {"batch": 3}}
     with coordination(tmp_path) as running:

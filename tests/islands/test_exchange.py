@@ -2,12 +2,14 @@
 
 import math
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from llmfoundry_lite.islands import exchange as exchange_module
 from llmfoundry_lite.islands.exchange import Box, Exchange, Ranks, digest_of_parts, share_out, sum_weighted
 
 SECRET = b"0123456789abcdef"
@@ -143,6 +145,41 @@ def test_a_rank_that_waits_for_a_peer_is_freed_by_a_newer_epoch(ranks):
         waiting.exchange.abort(2)
         with pytest.raises(OSError, match="newer epoch"):
             swapped.result(10)
+
+
+def test_only_the_time_in_which_sockets_wait_for_a_peer_is_said_to_be_a_transfer(ranks, monkeypatch):
+    """What the host does before and after may take longer than a link may be silent."""
+    pair = ranks[2:4]
+    first = pair[0]
+    is_transferring, waits, during = {}, threading.Event(), []
+    gather, scatter = exchange_module._gather, exchange_module._scatter
+
+    def note(transfers):
+        is_transferring[threading.get_ident()] = transfers
+        if transfers:
+            waits.set()
+
+    def watched(work):
+        def call(*arguments):
+            during.append(is_transferring.get(threading.get_ident(), False))
+            return work(*arguments)
+
+        return call
+
+    monkeypatch.setattr(exchange_module, "_gather", watched(gather))
+    monkeypatch.setattr(exchange_module, "_scatter", watched(scatter))
+    for rank in pair:
+        rank.exchange.on_transfer = note
+        rank.meet(1, ranks[2:])
+    with ThreadPoolExecutor(2) as pool:
+        swaps = [pool.submit(first.exchange.swap, first.cut(gradients(1)), first.pieces, 0, 1.0)]
+        assert waits.wait(10)
+        assert list(is_transferring.values()) == [True], "its peer has not begun"
+        ranks[4].meet(1, ranks[2:])
+        swaps += [pool.submit(rank.exchange.swap, rank.cut(gradients(2)), rank.pieces, 0, 1.0) for rank in ranks[3:]]
+        assert all(swap.result(10).tensors for swap in swaps)
+    assert len(during) >= 4 and not any(during)
+    assert set(is_transferring.values()) == {False}
 
 
 def test_another_batch_s_tensors_are_not_taken(ranks):

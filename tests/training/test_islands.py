@@ -1,0 +1,49 @@
+"""Times that an island tells the coordinator, which divides rows by them."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llmfoundry_lite.islands.member import View
+from llmfoundry_lite.training.agreement import Upcoming
+from llmfoundry_lite.training.islands import Islands
+
+SECONDS = 0.2
+"""A device needs these for a batch, after the host has sent it all."""
+
+
+@pytest.fixture
+def device_behind_the_host(monkeypatch):
+    """As a GPU: kernels take no time to launch, and are done when somebody waits for them."""
+    busy_until = [0.0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(max(0.0, busy_until[0] - time.monotonic())))
+    return busy_until
+
+
+def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_behind_the_host):
+    said: list[dict[str, Any]] = []
+    view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [])
+    islands: Any = object.__new__(Islands)
+    islands.__dict__.update(
+        agreement=SimpleNamespace(current=Upcoming(True, 2, 20, 18, 7)),
+        by_tokens=True,
+        rank=0,
+        view=view,
+        num_repeats=0,
+        weights="",
+        member=SimpleNamespace(say=said.append, phase="compute"),
+        _exchange=lambda *_: {"ok": True},
+        _hear=lambda: {**view.as_message(), "epoch": 2},
+        _take_up=lambda *_: None,
+    )
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=0), optimizers=[SimpleNamespace(param_groups=[])])
+    device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
+    islands.began_at = islands._now()
+    device_behind_the_host[0] = time.monotonic() + SECONDS
+    assert not islands.settle(state, torch.zeros(()))
+    assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
+    assert said[0]["seconds"] >= 0.99 * SECONDS
