@@ -337,6 +337,7 @@ def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
 def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpointing: bool | str) -> Work:
     dtype = config.precision.removeprefix("amp_")
     is_pure = config.sharding.mixed_precision == "PURE" and dtype in ("bf16", "fp16")
+    is_pipelined = config.pipeline.pipeline_parallel_degree > 1
     is_muon = config.optimizer.name == "muon"
     return Work(
         model=config.model,
@@ -346,7 +347,8 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
         dtype=dtype,
         reduction_bytes=2 if is_pure else FP32_BYTES,
         activation_checkpointing=checkpointing,
-        reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_pipelined,
+        reduces_every_microbatch=config.reduces_every_microbatch,
         is_sharded=strategy not in ("NO_SHARD", "ZERO_1"),
         shares_optimizer=strategy == "ZERO_1",
         sequence_parallel=config.sequence_parallel,

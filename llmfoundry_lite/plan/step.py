@@ -11,10 +11,11 @@ Left out: stragglers, the host's own time, congestion by other jobs, storage slo
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig, PipelineConfig
@@ -22,6 +23,13 @@ from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.plan.exchanges import (
+    ParameterExchanges,
+    context_exchanges,
+    parameter_exchanges,
+    stage_sends,
+    stream_reductions,
+)
 from llmfoundry_lite.plan.network import Group, Node, group_of, send_seconds
 from llmfoundry_lite.plan.schedule import simulate_bubble
 
@@ -78,6 +86,8 @@ class Work:
     """Of each number while gradients are added up."""
     activation_checkpointing: bool | str = False
     reshard_after_forward: bool = True
+    reduces_every_microbatch: bool = True
+    """Gradients are added up over devices after each microbatch, not after the last one."""
     is_sharded: bool = True
     """False: data ranks keep whole copies and add up gradients once a step (NO_SHARD)."""
     shares_optimizer: bool = False
@@ -102,6 +112,14 @@ class Work:
                 "data ranks"
             )
         return -(-device_batch_size // self.microbatch_size)
+
+    def parameter_exchanges(self, num_rounds: int) -> ParameterExchanges:
+        return parameter_exchanges(
+            num_rounds,
+            reshards=self.reshard_after_forward,
+            reduces_every_round=self.reduces_every_microbatch,
+            reduces_in_fp32=self.reduction_bytes == FP32_BYTES,
+        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -131,7 +149,9 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return sum(map(self.__getattribute__, self.__slots__)) - self.num_tokens
+        computing = self.products + self.attention + self.memory + self.optimizer
+        exchanging = self.tensor + self.context + self.sharding + self.pipeline
+        return computing + exchanging + self.bubble + self.data + self.saves
 
     @property
     def tokens_per_second(self) -> float:
@@ -170,9 +190,9 @@ def step_time(
     num_microbatches = work.num_microbatches(layout)
     seq_len = work.seq_len // layout.context
     num_tokens = work.microbatch_size * seq_len
-    loads = _Loads.of(model, work.pipeline, layout.pipeline)
+    loads = find_loads(model, work.pipeline, layout.pipeline)
     num_blocks = loads.num_blocks
-    num_block, num_outside = _count(model)
+    num_block, num_outside = count_block_and_outside(model)
     is_recomputed = work.activation_checkpointing is True
     passes = 4 if is_recomputed else 3
 
@@ -203,8 +223,8 @@ def step_time(
     is_gathered = work.context.kind == "gather"
     one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
     context_seconds = num_blocks * num_exchanges * one_context
-    send = send_seconds(layout, "pipeline", node, stream_bytes)
-    pipeline_seconds = 2 * send * work.pipeline.num_runs
+    send = send_seconds(layout, "pipeline", node, stream_bytes / norms_degree)
+    pipeline_seconds = stage_sends(work.pipeline.num_runs) * send
 
     num_local, num_outside = num_block / layout.tensor, num_outside // layout.tensor
     sharding_seconds = _sharding_seconds(
@@ -239,8 +259,12 @@ def step_time(
             loads=loads.of_runs,
             in_few_rounds=True,
         )
+    seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
+    if layout.pipeline > 1 and model.tie_word_embeddings:  # both ends have them, and pass each other their gradient
+        num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if work.is_sharded else 1)
+        seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * FP32_BYTES)
     time = StepTime(
-        **{name: seconds * num_microbatches for name, seconds in per_microbatch.items()},
+        **seconds,
         optimizer=optimizer,
         sharding=sharding_seconds,
         bubble=waiting * num_microbatches * sum(per_microbatch.values()),
@@ -249,7 +273,7 @@ def step_time(
     return dataclasses.replace(time, data=_data_seconds(work, layout, time.seconds))
 
 
-class _Loads(NamedTuple):
+class Loads(NamedTuple):
     """What the stages of a pipeline compute."""
 
     num_blocks: int
@@ -258,30 +282,38 @@ class _Loads(NamedTuple):
     of_runs: tuple[float, ...]
     """Time of each run of blocks, as a multiple of their mean."""
 
-    @classmethod
-    def of(cls, model: ModelConfig, pipeline: PipelineConfig, degree: int) -> "_Loads":
-        """Counted in parameters; looking up embeddings takes no time."""
-        if degree == 1:
-            return cls(model.n_layers, True, (1.0,))
-        block, head = block_and_head(model)
-        blocks = None if pipeline.blocks is None else tuple(pipeline.blocks)
-        key = (model.n_layers, head / block, blocks, pipeline.schedule, pipeline.num_runs, degree)
-        if key not in _LOADS:
-            pipeline = dataclasses.replace(pipeline, pipeline_parallel_degree=degree)
-            ranks = stages_of(model, pipeline)
-            loads = {s.index: len(s.blocks) + s.is_last * head / block for stages in ranks for s in stages}
-            busiest = max(ranks, key=lambda stages: sum(loads[s.index] for s in stages))
-            mean = sum(loads.values()) / len(loads)
-            _LOADS[key] = cls(
-                num_blocks=sum(len(s.blocks) for s in busiest),
-                has_head=busiest[-1].is_last,
-                of_runs=tuple(loads[index] / mean for index in range(len(loads))),
-            )
-        return _LOADS[key]
+
+def find_loads(model: ModelConfig, pipeline: PipelineConfig, degree: int) -> Loads:
+    """Counted in parameters; looking up embeddings takes no time."""
+    if degree == 1:
+        return Loads(model.n_layers, True, (1.0,))
+    blocks = None if pipeline.blocks is None else tuple(pipeline.blocks)
+    return _loads_of_stages(model, degree, pipeline.schedule, pipeline.num_runs, blocks)
 
 
-_LOADS: dict[tuple[Any, ...], _Loads] = {}
-"""By what they depend on: a search asks thousands of times."""
+@functools.cache  # a search asks thousands of times
+def _loads_of_stages(
+    model: ModelConfig, degree: int, schedule: str, num_runs: int, blocks: tuple[int, ...] | None
+) -> Loads:
+    pipeline = PipelineConfig(
+        pipeline_parallel_degree=degree,
+        schedule=schedule,
+        virtual_stages=num_runs,
+        blocks=None if blocks is None else list(blocks),
+    )
+    block, head = block_and_head(model)
+    stages_of_ranks = stages_of(model, pipeline)
+    loads: dict[int, float] = {}
+    for stages in stages_of_ranks:
+        for stage in stages:
+            loads[stage.index] = len(stage.blocks) + (head / block if stage.is_last else 0)
+    busiest = max(stages_of_ranks, key=lambda stages: sum(loads[stage.index] for stage in stages))
+    mean = sum(loads.values()) / len(loads)
+    return Loads(
+        num_blocks=sum(len(stage.blocks) for stage in busiest),
+        has_head=busiest[-1].is_last,
+        of_runs=tuple(loads[index] / mean for index in range(len(loads))),
+    )
 
 
 def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
@@ -319,39 +351,13 @@ def _newton_schulz_seconds(
     return seconds
 
 
-def context_exchanges(
-    model: ModelConfig, context: ContextParallelConfig, num_tokens: int, is_recomputed: bool
-) -> tuple[int, int]:
-    """(numbers that attention exchanges in one pass of a block on a rank with so many tokens, how often it does).
-
-    heads: all-to-alls of queries, keys, values and of what is made of them. gather: an all-gather of all ranks' keys
-    and values. The backward pass exchanges as much, and so does a block that is computed again, `selective` too.
-    """
-    kv_dim = model.num_kv_heads * model.head_dim
-    if context.kind == "gather":
-        numbers = 2 * kv_dim * num_tokens * context.context_parallel_degree
-    else:
-        numbers = 2 * (model.d_model + kv_dim) * num_tokens
-    return numbers, 3 if is_recomputed else 2
-
-
-def stream_reductions(num_blocks: float, is_recomputed: bool, num_stages: int = 1) -> float:
-    """How often a tensor group adds up a microbatch's stream: an all-reduce, or a reduce-scatter and an all-gather.
-
-    Twice a block forward, twice backward, and once more where the block is computed again, for nobody needs the last
-    sum then; and once each for the embeddings and the gradient at the head. The logits, which stay divided, take two
-    numbers a token.
-    """
-    return num_blocks * (5 if is_recomputed else 4) + 2 / num_stages
-
-
 def _data_seconds(work: Work, layout: Layout, beside: float) -> float:
     """What a data rank waits for its samples of a step, of which `beside` seconds are computed meanwhile."""
     reading = work.global_batch_size * work.seq_len / layout.num_data_ranks / READ_TOKENS_PER_SECOND
     return max(0.0, reading / work.num_workers - beside) if work.num_workers else reading
 
 
-def _count(model: ModelConfig) -> tuple[int, int]:
+def count_block_and_outside(model: ModelConfig) -> tuple[int, int]:
     """Parameters of one block, and of all that is outside of blocks."""
     num_outside = count_parameters(dataclasses.replace(model, n_layers=0))
     return (count_parameters(model) - num_outside) // model.n_layers, num_outside
@@ -373,28 +379,27 @@ def _sharding_seconds(
     """What a step's gathers and reductions of parameters and gradients take beyond the products that hide them.
 
     A block's gather runs beside the block before it, its reduction beside the block after; the first gather and the
-    last reduction have nothing to hide behind. Copies of the model add up their shares once a step. `num_rounds`:
-    microbatches, or 1 in a pipeline, where parameters and gradients are whole until its schedule is done.
+    last reduction have nothing to hide behind, nor has what is outside of blocks. Copies of the model add up their
+    shares behind the last backward pass. `num_rounds`: as `parameter_exchanges` has it.
     """
     shard = group_of(layout, "shard", node)
     replicate = group_of(layout, "replicate", node)
+    times = work.parameter_exchanges(num_rounds)
     seconds = 0.0
     if work.is_sharded and shard.size > 1:
         gather = shard.gather_seconds(num_block * num_bytes)
         reduce = shard.gather_seconds(num_block * work.reduction_bytes)
-        outside = shard.gather_seconds(num_outside * num_bytes) + shard.gather_seconds(
-            num_outside * work.reduction_bytes
-        )
-        regathers = num_rounds if work.reshard_after_forward else 1
-        seconds += regathers * num_blocks * _exposed(gather, forward_seconds)
-        again = gather if work.reshard_after_forward else 0.0
-        seconds += num_rounds * num_blocks * _exposed(again + reduce, backward_seconds)
-        seconds += regathers * gather + num_rounds * reduce + outside
+        seconds += times.forward_gathers * (num_blocks * _exposed(gather, forward_seconds) + gather)
+        again = gather if times.backward_gathers else 0.0
+        seconds += times.reductions * (num_blocks * _exposed(again + reduce, backward_seconds) + reduce)
+        seconds += (num_rounds - times.reductions) * num_blocks * _exposed(again, backward_seconds)
+        seconds += times.forward_gathers * shard.gather_seconds(num_outside * num_bytes)
+        seconds += times.reductions * shard.gather_seconds(num_outside * work.reduction_bytes)
     if replicate.size > 1:
-        # Where nothing is sharded, the whole gradient; else this rank's share of it. Hidden behind the last backward.
+        # Where nothing is sharded, the whole gradient; else this rank's share of it.
         part = layout.shard if work.is_sharded else 1
         whole = (num_blocks * num_block + num_outside) / part * work.reduction_bytes
-        seconds += _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
+        seconds += times.copy_reductions * _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
         if work.shares_optimizer:
             seconds += replicate.gather_seconds((num_blocks * num_block + num_outside) * FP32_BYTES)
     return seconds

@@ -24,10 +24,10 @@ from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.plan.exchanges import context_exchanges
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.network import find_node
 from llmfoundry_lite.plan.search import search_layouts
-from llmfoundry_lite.plan.step import context_exchanges
 from llmfoundry_lite.preflight import Preflight, describe
 from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.training.adapter import LanguageModel
