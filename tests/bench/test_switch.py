@@ -14,8 +14,8 @@ from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.errors import UserError
 from tests.helpers.launch import train
 from tests.helpers.resave import assert_same_state
+from tests.helpers.runs import carry_on, losses, metrics, run, saves
 from tests.helpers.tiny import read_metrics, tiny_config, write_data
-from tests.training.runs import carry_on, losses, metrics, run, saves
 
 NUM_BATCHES = 120
 

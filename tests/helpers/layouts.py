@@ -10,8 +10,8 @@ import pytest
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from tests.helpers.launch import Launch
 from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.runs import metrics, run, saves
 from tests.helpers.tiny import values
-from tests.training.runs import metrics, run, saves
 
 RELATIVE = 1e-5
 LLAMA: dict[str, Any] = {

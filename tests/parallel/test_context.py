@@ -37,8 +37,8 @@ from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
 from tests.helpers.layouts import RELATIVE, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into
+from tests.helpers.runs import losses, run, saves
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, write_config, write_data
-from tests.training.runs import losses, run, saves
 
 EOS = 3
 

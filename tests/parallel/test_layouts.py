@@ -9,8 +9,8 @@ import pytest
 from tests.helpers.covering import all_cases, cover, pairs_of
 from tests.helpers.layouts import RELATIVE, assert_same_run
 from tests.helpers.resave import assert_same_state
+from tests.helpers.runs import carry_on, losses, metrics, run, saves
 from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_data
-from tests.training.runs import carry_on, losses, metrics, run, saves
 
 BF16_LOSS, BF16_NORM = 4e-3, 6e-2
 """Relative. Layouts add up in another order, which bf16 rounds away; what one rank's run repeated in tiles spans."""

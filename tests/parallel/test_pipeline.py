@@ -23,8 +23,8 @@ from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.training.loss import cross_entropy_sum
 from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into
+from tests.helpers.runs import attempt, losses, run, saves, status
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data
-from tests.training.runs import attempt, losses, run, saves, status
 
 
 def stages(degree: int = 2, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:

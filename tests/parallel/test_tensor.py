@@ -34,8 +34,8 @@ from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
 from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into
+from tests.helpers.runs import losses, run, saves
 from tests.helpers.tiny import tiny_config, write_config, write_data
-from tests.training.runs import losses, run, saves
 
 OVER_TWO: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 2}}
 OVER_FOUR: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 4, "sequence_parallel": True}}

@@ -24,8 +24,8 @@ from llmfoundry_lite.training.builders import build_optimizer_of
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from tests.helpers.launch import launch
 from tests.helpers.layouts import assert_same_run, run_in_legs
+from tests.helpers.runs import run
 from tests.helpers.tiny import tiny_config, write_config, write_data
-from tests.training.runs import run
 
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=95)
 ZERO = {"fsdp_config": {"sharding_strategy": "ZERO_1"}}

@@ -9,8 +9,8 @@ from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.data.tokenizer import train_tokenizer
+from tests.helpers.runs import attempt, losses, metrics, run, saved_names, saves, status
 from tests.helpers.tiny import tiny_config, values, write_data
-from tests.training.runs import attempt, losses, metrics, run, saved_names, saves, status
 
 pytestmark = pytest.mark.multiprocess
 

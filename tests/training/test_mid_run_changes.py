@@ -3,8 +3,8 @@
 import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
+from tests.helpers.runs import attempt, losses, metrics, run, saves, status
 from tests.helpers.tiny import tiny_config, values
-from tests.training.runs import attempt, losses, metrics, run, saves, status
 
 pytestmark = pytest.mark.multiprocess
 

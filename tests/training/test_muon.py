@@ -25,8 +25,8 @@ from llmfoundry_lite.plan.memory import estimate_memory
 from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_legs
+from tests.helpers.runs import metrics, run
 from tests.helpers.tiny import tiny_config, values, write_config, write_data
-from tests.training.runs import metrics, run
 
 FUSED = AttentionConfig(attn_type="grouped_query_attention", kv_n_heads=2)
 UNFUSED = AttentionConfig(fused_qkv=False, attn_type="grouped_query_attention", kv_n_heads=2)

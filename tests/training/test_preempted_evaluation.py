@@ -8,9 +8,9 @@ import pytest
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.training import in_context
 from llmfoundry_lite.training.agreement import Agreement
+from tests.helpers.runs import attempt, losses, metrics, run, status
 from tests.helpers.signals import Signal, SignalInEvaluation
 from tests.helpers.tiny import tiny_config, values, write_data
-from tests.training.runs import attempt, losses, metrics, run, status
 
 pytestmark = pytest.mark.multiprocess
 

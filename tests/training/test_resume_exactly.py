@@ -8,8 +8,8 @@ from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.runs import attempt, carry_on, losses, metrics, run, saves
 from tests.helpers.tiny import tiny_config, values
-from tests.training.runs import attempt, carry_on, losses, metrics, run, saves
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

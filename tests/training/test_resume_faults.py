@@ -17,8 +17,8 @@ from llmfoundry_lite.training.checkpointing import Checkpointing
 from tests.checkpoint.mounts import hide, mounted, need_namespaces
 from tests.checkpoint.saves import flip
 from tests.helpers import launch
+from tests.helpers.runs import attempt, losses, metrics, run, saved_names, saves, status
 from tests.helpers.tiny import tiny_config, values, write_config
-from tests.training.runs import attempt, losses, metrics, run, saved_names, saves, status
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.slow]
 

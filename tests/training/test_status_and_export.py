@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training import train as training
+from tests.helpers.runs import run, saved_names, status
 from tests.helpers.tiny import tiny_config
-from tests.training.runs import run, saved_names, status
 
 pytestmark = pytest.mark.multiprocess
 
