@@ -114,6 +114,19 @@ def test_a_job_that_is_told_to_end_lets_its_ranks_save_and_says_75(node, tmp_pat
     assert process.wait(60) == 75
 
 
+def test_a_job_that_is_told_to_end_before_its_ranks_have_begun_says_75(node, tmp_path):
+    """By a program that the script runs before composer."""
+    (tmp_path / "bin/date").write_text(f'#!/bin/sh\nkill -TERM $PPID\nexec {shutil.which("date")} "$@"\n')
+    (tmp_path / "bin/date").chmod(0o755)
+    assert node().wait(60) == 75
+    assert not (tmp_path / "composer.txt").exists()
+
+
+def test_a_composer_that_does_not_listen_yet_is_ended_and_that_is_75_too(node, tmp_path):
+    (tmp_path / "bin/composer").write_text("#!/bin/sh\nkill -TERM $PPID\nexec sleep 60\n")
+    assert node().wait(30) == 75
+
+
 @pytest.mark.parametrize(("code", "status", "expected"), [(2, None, 2), (1, None, 1), (134, "preempted", 75)])
 def test_codes_that_are_not_75_stay_unless_the_run_says_that_it_was_preempted(node, tmp_path, code, status, expected):
     from tests.helpers.tiny import tiny_config, write_config

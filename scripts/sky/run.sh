@@ -4,6 +4,17 @@
 # shellcheck disable=SC2206
 set -uo pipefail
 
+# Whoever ends the job tells this shell; the ranks must hear of it, and have the time to save.
+launcher="" asked=0 told=0
+leave() {
+    asked=1
+    if [[ -n $launcher ]]; then
+        told=1
+        kill -TERM "$launcher" 2> /dev/null
+    fi
+}
+trap leave TERM INT
+
 ranks=${SKYPILOT_NUM_GPUS_PER_NODE:-1}
 ((ranks > 0)) || ranks=1 # CPUs alone
 node=${SKYPILOT_NODE_RANK:-0}
@@ -13,11 +24,11 @@ place=(
 )
 arguments=("$RUN" hardware=auto autoresume=true "save_folder=$SAVE_FOLDER" ${OPTIONS:-})
 
-# Whoever ends the job tells this shell; the ranks must hear of it, and have the time to save.
-trap 'kill -TERM "$launcher"' TERM INT
 started=$(date +%s)
+((asked)) && exit 75 # nothing has begun
 composer "${place[@]}" scripts/train.py "${arguments[@]}" &
 launcher=$!
+((asked && !told)) && leave
 wait "$launcher"
 code=$?
 while kill -0 "$launcher" 2> /dev/null; do # a signal has ended `wait` alone
@@ -29,4 +40,5 @@ done
 if ((code > 128)) && python3 scripts/slurm/was_preempted.py "$started" "${arguments[@]}"; then
     code=75
 fi
+((asked && code == 143)) && code=75 # composer had not begun to listen
 exit "$code"
