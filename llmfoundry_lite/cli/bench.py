@@ -43,7 +43,10 @@ def bench_train(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer's side.")] = None,
 ) -> None:
-    """A training step through the Trainer beside LLM Foundry's, a bare loop and the matrix products it is made of."""
+    """A training step beside LLM Foundry's.
+
+    Through the Trainer; also beside a bare loop and the matrix products it is made of.
+    """
     if growth:
         from llmfoundry_lite.bench.train.growth import run_growth
 
@@ -65,7 +68,10 @@ def bench_mfu(
     out: Annotated[Path | None, typer.Option(help="Also write mfu.json and mfu.md to this folder.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
 ) -> None:
-    """Model FLOPs utilisation of one device in bf16: shapes, attention, compiled or not, beside a plain step."""
+    """Model FLOPs utilisation of one device in bf16.
+
+    Shapes, attention, compiled or not, beside a plain step.
+    """
     from llmfoundry_lite.bench.train.mfu import run
 
     run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
@@ -85,7 +91,10 @@ def bench_scaling(
     out: Annotated[Path | None, typer.Option(help="Also write scaling.json, .md and .png to this folder.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Speed-up, efficiency and MFU over counts of devices, at a fixed batch (strong) and a fixed share of it (weak)."""
+    """Speed-up, efficiency and MFU over counts of devices.
+
+    At a fixed batch (strong) and at a fixed share of it (weak).
+    """
     if runs:
         refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
     from llmfoundry_lite.bench.train.scaling import run, table_runs
@@ -118,7 +127,10 @@ def bench_profile(
     active: Annotated[int, typer.Option(min=1, help="Batches of a run that are traced.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Also write profile.json, .md and a run's traces here.")] = None,
 ) -> None:
-    """Where a step's time goes, from a trace: one table that adds up. Given a run, a few of its batches are traced."""
+    """Where a step's time goes, from a trace.
+
+    One table that adds up. Given a run, a few of its batches are traced.
+    """
     from llmfoundry_lite.bench.profile import run
 
     run(arguments, num_ranks, active, out)
@@ -136,7 +148,10 @@ def bench_block(
     minutes: Minutes = 60,
     out: Annotated[Path | None, typer.Option(help="Also write block.json, .md and .png to this folder.")] = None,
 ) -> None:
-    """One transformer layer, GPT-2 XL's by default: forward and backward, each dtype, batch and attention."""
+    """One transformer layer, forward and backward.
+
+    GPT-2 XL's by default, in each dtype, batch and attention.
+    """
     from llmfoundry_lite.bench.block import run
     from llmfoundry_lite.plan.plan import parse_counts
 
@@ -168,7 +183,10 @@ def bench_seqlen(
     minutes: Minutes = 60,
     out: Annotated[Path | None, typer.Option(help="Also write seqlen.json, .md and .png to this folder.")] = None,
 ) -> None:
-    """The same layer over lengths of a sample, 1K to 64K tokens, also divided where one device is too small."""
+    """The same layer over lengths of a sample.
+
+    1K to 64K tokens, also divided where one device is too small.
+    """
     from llmfoundry_lite.bench.block import all_devices, run
     from llmfoundry_lite.plan.plan import parse_counts
 
@@ -198,7 +216,10 @@ def bench_accumulation(
     out: Annotated[Path | None, typer.Option(help="Also write accumulation.json, .md and .png here.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """One batch in 1 to 64 microbatches through the Trainer: what they cost, and the memory that they save."""
+    """One batch in 1 to 64 microbatches.
+
+    Through the Trainer: what they cost, and the memory that they save.
+    """
     from llmfoundry_lite.bench.train.accumulation import run
     from llmfoundry_lite.plan.plan import parse_counts
 
@@ -215,7 +236,10 @@ def bench_pipeline(
     num_repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each, after one that is not.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Also write pipeline.json, .md and .png to this folder.")] = None,
 ) -> None:
-    """What stages of a pipeline wait, by ranks that sleep instead of computing, beside the formula's share."""
+    """How long stages of a pipeline wait.
+
+    By ranks that sleep instead of computing, beside the formula's share.
+    """
     from llmfoundry_lite.bench.pipeline import run
     from llmfoundry_lite.plan.plan import parse_counts
 
@@ -254,7 +278,10 @@ def bench_prepare(
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
     out: Annotated[Path | None, typer.Option(help="A folder for prepare.json and .md.")] = None,
 ) -> None:
-    """`data prepare` beside LLM Foundry's converter, on the same text."""
+    """`data prepare` beside LLM Foundry's converter.
+
+    On the same text.
+    """
     from llmfoundry_lite.bench.prepare import run
 
     run(
@@ -273,7 +300,10 @@ def bench_order(
     num_workers: Annotated[int, typer.Option(min=0, help="Of its loader.")] = 2,
     out: Annotated[Path | None, typer.Option(help="A folder for shuffle.json and .md.")] = None,
 ) -> None:
-    """How well batches are mixed, beside StreamingDataset's shuffles; what it takes to open a data set of any size."""
+    """How well batches are mixed.
+
+    Beside StreamingDataset's shuffles; and what it takes to open a data set of any size.
+    """
     from llmfoundry_lite.bench.order import run
 
     run(num_shards=num_shards, num_workers=num_workers, out=out)
@@ -294,7 +324,10 @@ def bench_checkpoint(
     num_ranks: Annotated[int, typer.Option(min=1, help="Of --plan.")] = 4096,
     sharding: Annotated[str | None, typer.Option(help="Of --plan [what the YAML says].")] = None,
 ) -> None:
-    """Saves and loads beside torch's, Composer's and this machine's limits."""
+    """Saves and loads beside torch's and Composer's.
+
+    And beside this machine's limits.
+    """
     if plan is not None:
         from llmfoundry_lite.bench.checkpoint.plan import run as walk
 
@@ -312,7 +345,10 @@ def bench_start(
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the launchers take turns.")] = 5,
     out: Annotated[Path | None, typer.Option(help="A folder for start.json and .md.")] = None,
 ) -> None:
-    """Seconds from the command to the first batch of a run that is carried on, under each launcher."""
+    """Seconds from the command to the first batch.
+
+    Of a run that is carried on, under each launcher.
+    """
     from llmfoundry_lite.bench.start import run
 
     run(shape, seq_len, num_rounds, out)
@@ -328,7 +364,10 @@ def bench_recover(
     seed: Annotated[int, typer.Option(help="Of what is done when.")] = 17,
     out: Annotated[Path | None, typer.Option(help="A folder for recover.json and .md.")] = None,
 ) -> None:
-    """What a fault costs: a run on two ranks whose ranks and launcher are killed and frozen at random."""
+    """What a fault costs.
+
+    A run on two ranks; ranks and launcher are killed and frozen at random.
+    """
     from llmfoundry_lite.bench.recover import run
 
     run(shape, seq_len, batch_size, num_faults, peer_faults, seed, out)
@@ -351,7 +390,10 @@ def bench_eval(
         Path | None, typer.Option(help="A folder for eval.json and .md, or eval-parity.json and .md.")
     ] = None,
 ) -> None:
-    """Evaluation in context beside lm-evaluation-harness: the same prompts, item by item."""
+    """Evaluation in context beside lm-evaluation-harness.
+
+    The same prompts, item by item.
+    """
     if parity is not None:
         from llmfoundry_lite.bench.eval.parity import run as compare_answers
 
@@ -378,7 +420,10 @@ def bench_intervals(
     num_draws: Annotated[int, typer.Option(min=20, help="Simulated comparisons of each case.")] = 20_000,
     out: Annotated[Path | None, typer.Option(help="A folder for intervals.json and .md.")] = None,
 ) -> None:
-    """Coverage of `compare`'s intervals and size of its tests, by simulation."""
+    """How often `compare`'s intervals cover, by simulation.
+
+    And the size of its tests.
+    """
     from llmfoundry_lite.bench.intervals import run
 
     run(num_draws=num_draws, out=out)
@@ -392,7 +437,10 @@ def bench_sequential(
     num_draws: Annotated[int, typer.Option(min=200, help="Simulated comparisons of each case.")] = 20_000,
     out: Annotated[Path | None, typer.Option(help="A folder for sequential.json and .md.")] = None,
 ) -> None:
-    """Stopping when decided: errors, verdicts beside those of all items, and the share of the items asked."""
+    """Errors of comparisons that stop when decided.
+
+    Verdicts beside those of all items, and the share of the items asked.
+    """
     from llmfoundry_lite.bench.sequential import run
 
     run(results or (), num_draws=num_draws, out=out)
@@ -419,7 +467,10 @@ def bench_switch(
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
 ) -> None:
-    """One run on several "clusters" and switching between them: is it the same run? Exit code 1 if not."""
+    """Is a run that switches between clusters the same run?
+
+    On several emulated "clusters". Exit code 1 if it is not.
+    """
     from llmfoundry_lite.bench.switch.switch import run
 
     report = run(
@@ -456,7 +507,10 @@ def bench_islands(
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
 ) -> None:
-    """Two islands train one run at once, and one dies: is it the run of one world? Exit code 1 if not."""
+    """Is a run of two islands, one of which dies, one run?
+
+    Beside one world's. Exit code 1 if it is not.
+    """
     if speed:
         from llmfoundry_lite.bench.islands.speed import run as run_speed
 

@@ -19,9 +19,10 @@ def coordinate(
     until_alone: Annotated[bool, typer.Option("--until-alone", help="End when no island is left.")] = False,
     silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 4.0,
 ) -> None:
-    """Decide who trains which rows and which batches count, until Ctrl-C. No tensors pass through here.
+    """Decide who trains which rows and which batches count.
 
-    Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does this.
+    Until Ctrl-C. No tensors pass through here. Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does
+    this.
     """
     from llmfoundry_lite.islands.messages import find_token, parse_address
     from llmfoundry_lite.islands.serve import serve

@@ -61,8 +61,10 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         unit, unit_bytes = ("GiB", GIB) if self.total_bytes >= GIB else ("MiB", MIB)
-        names = self.__slots__
-        parts = [f"{name.removesuffix('_bytes')} {getattr(self, name) / unit_bytes:.2f}" for name in names]
+        held = {name.removesuffix("_bytes"): getattr(self, name) / unit_bytes for name in self.__slots__}
+        parts = [f"{name} {size:.2f}" for name, size in held.items()]
+        if not self.gradients_bytes:
+            parts[1] = "gradients none yet"  # it holds the most in the loss of its only microbatch
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 

@@ -9,6 +9,14 @@ def test_bench_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  train " in printed and "  prepare " in printed
 
 
+@pytest.mark.parametrize("group", ["", "bench", "checkpoint", "data", "islands"])
+def test_help_has_no_line_that_is_cut(group, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.run([*group.split(), "--help"]) == 0
+    commands = capsys.readouterr().out.split("Commands:\n")[1].splitlines()
+    assert commands and [line for line in commands if line.endswith("...")] == []
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_bench_prepare_prints_our_rate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,13 @@ def test_the_estimate_reads_as_one_line():
     assert text.startswith("about ") and " GiB per device: parameters 3.10, " in text and "\n" not in text
 
 
+def test_gradients_that_are_not_there_yet_are_no_zero():
+    """With one microbatch a device holds the most in the loss."""
+    options = {"seq_len": 64, "microbatch_size": 64, "has_fsdp": False}
+    assert ", gradients none yet, optimizer " in str(estimate_memory(SMALL, has_one_microbatch=True, **options))
+    assert ", gradients 0.8" in str(estimate_memory(SMALL, **options))
+
+
 def test_less_than_a_gibibyte_is_told_in_mebibytes():
     text = str(estimate_memory(SMALL, seq_len=64, microbatch_size=2))
     assert " MiB per device: parameters 0.8" in text and "about 0.00" not in text
