@@ -502,8 +502,11 @@ def bench_islands(
     speed: Annotated[
         bool, typer.Option("--speed", help="Instead: what the exchange costs, over links of several rates.")
     ] = False,
+    faults: Annotated[
+        int, typer.Option(min=0, help="Instead: so many random faults of ranks, islands, links and the coordinator.")
+    ] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for islands.json, .md and .png, or islands-speed.json and .md.")
+        Path | None, typer.Option(help="A folder for islands.json, .md and .png; islands-speed.* or islands-faults.*.")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
 ) -> None:
@@ -511,6 +514,11 @@ def bench_islands(
 
     Beside one world's. Exit code 1 if it is not.
     """
+    if faults:
+        from llmfoundry_lite.bench.islands.faults import run as run_faults
+
+        report = run_faults(num_faults=faults, seed=seed, out=out, keep=keep)
+        raise typer.Exit(EXIT_DONE if report["passed"] else EXIT_BUG)
     if speed:
         from llmfoundry_lite.bench.islands.speed import run as run_speed
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import random
 import time
 
 import pytest
 
-from llmfoundry_lite.bench.islands import islands, speed
+from llmfoundry_lite.bench.islands import faults, islands, speed
 from llmfoundry_lite.bench.islands.links import Links
 from llmfoundry_lite.errors import UserError
 from tests.helpers.tiny import write_data
@@ -102,6 +103,77 @@ def test_a_link_passes_bytes_on_no_faster_than_its_rate(tmp_path):
         return time.monotonic() - started
 
     assert asyncio.run(pass_through()) >= 8 * size / (megabits * 1e6)
+
+
+@pytest.mark.parametrize("state", ["half", "frozen"])
+def test_a_link_that_is_dead_passes_nothing_back_until_it_is_open(tmp_path, state):
+    path = tmp_path / "links.json"
+    faults.set_links(path, state)
+
+    async def pass_through():
+        asked = asyncio.get_running_loop().create_future()
+
+        async def attend(reader, writer):
+            asked.set_result(await reader.readexactly(5))
+            writer.write(b"answer")
+            writer.close()
+
+        server = await asyncio.start_server(attend, "127.0.0.1", 0)
+        links = Links(path)
+        links.begin(links.watch())
+        reader, writer = await asyncio.open_connection(*await links.through(*server.sockets[0].getsockname()))
+        writer.write(b"asked")
+        if state == "half":
+            assert await asked == b"asked"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readexactly(6), 0.3)
+        faults.set_links(path, "open")
+        assert await reader.readexactly(6) == b"answer"
+        writer.close()
+
+    asyncio.run(pass_through())
+
+
+def test_faults_are_dealt_of_every_kind_and_by_their_shares():
+    assert set(faults.deal(len(faults.SHARES), random.Random(0))) == set(faults.SHARES)
+    dealt = faults.deal(50, random.Random(0))
+    assert {kind: dealt.count(kind) for kind in faults.SHARES} == faults.SHARES and sum(faults.SHARES.values()) == 50
+    assert len(faults.deal(70, random.Random(0))) == 70
+
+
+def test_what_hangs_is_what_goes_on_or_leaves_late_and_not_what_is_launched_anew():
+    assert faults.Fault(faults.KILL, "a", None, 2.5, others_left=True).hung == 2.5
+    assert faults.Fault(faults.KILL, "a", None, 40.0, others_left=False).hung == 0
+    assert faults.Fault(faults.FREEZE_COORDINATOR, "", 4.5, 40.0, others_left=False).hung == 4.5
+
+
+def records_of(batches, **changes):
+    return [
+        {"batch": b, "data/digest": f"d{b}", "loss/train/total": 5.0 - b / 10, "lr": 0.1, **changes} for b in batches
+    ]
+
+
+def test_a_batch_that_is_missing_or_has_other_data_or_another_loss_is_found():
+    worlds = [records_of(range(1, 9)) for _ in range(3)]
+    sound = {"a": records_of([*range(1, 6), 4, 5]), "b": records_of(range(4, 9))}
+    assert faults.check(sound, worlds) == {"missing": [], "other_data": [], "bands": 0.0, "deviation": 0.0}
+    assert faults.check({**sound, "b": records_of(range(7, 9))}, worlds)["missing"] == [6]
+    mixed = {**sound, "b": [*records_of(range(4, 8)), *records_of([8], **{"data/digest": "d9"})]}
+    assert faults.check(mixed, worlds)["other_data"] == [8]
+    other = {**sound, "b": [*records_of(range(4, 8)), *records_of([8], **{"loss/train/total": 4.3})]}
+    assert faults.check(other, worlds)["bands"] > faults.MOST_BANDS
+
+
+def test_faults_are_told_by_kind(tmp_path):
+    found = [
+        faults.Fault(faults.KILL, "a", None, 2.0, others_left=True),
+        faults.Fault(faults.KILL, "b", None, 4.0, others_left=True),
+        faults.Fault(faults.FREEZE_COORDINATOR, "", 4.5, 9.0, others_left=False),
+    ]
+    assert faults.table_of(found).rows == [
+        (faults.KILL, "2", "3.00 (2.00 to 4.00)", "", ""),
+        (faults.FREEZE_COORDINATOR, "1", "", "4.50", "9.00"),
+    ]
 
 
 @pytest.mark.long

@@ -83,12 +83,6 @@ class Started:
     outputs: list[Path]
 
 
-def start_training(
-    arguments: Sequence[str], tmp_path: Path, num_ranks: int = 1, *, env: dict[str, str] | None = None
-) -> Started:
-    return start(_train, (list(arguments),), tmp_path, num_ranks, None, env)
-
-
 def start(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],

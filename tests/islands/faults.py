@@ -62,16 +62,6 @@ class Drift(Callback):
                 local_part(next(state.model.parameters())).view(-1)[:1].add_(1e-4)
 
 
-class Pace(Callback):
-    """Each batch takes so much longer, as a larger model's would."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    def batch_start(self, state, logger):
-        time.sleep(self.seconds)
-
-
 class Cut(Callback):
     """In some batches the connections between islands end with half of the gradient sent. Once in each."""
 

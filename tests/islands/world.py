@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from llmfoundry_lite.bench.islands.links import serve_with_links
 from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.launch import Launch, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
@@ -24,24 +22,20 @@ SECRET = "a-secret-of-this-test"
 _processes = multiprocessing.get_context("forkserver")
 
 
-def _coordinate(port: int, output: str, num_islands: int, silence: float, links: str | None) -> None:
+def _coordinate(port: int, output: str, num_islands: int, silence: float) -> None:
     sys.stdout = open(output, "a", buffering=1)  # noqa: SIM115 - until the process ends
-    if links is None:
-        from llmfoundry_lite.islands.serve import serve
+    from llmfoundry_lite.islands.serve import serve
 
-        serve(("127.0.0.1", port), SECRET.encode(), num_islands, silence)
-    else:
-        os.environ[TOKEN] = SECRET
-        serve_with_links(port, num_islands, silence, Path(links))
+    serve(("127.0.0.1", port), SECRET.encode(), num_islands, silence)
 
 
 class Coordination:
-    """A coordinator that runs; with `links`, over those of `tests.islands.links`."""
+    """A coordinator that runs."""
 
-    def __init__(self, folder: Path, num_islands: int, silence: float, links: Path | None = None):
+    def __init__(self, folder: Path, num_islands: int, silence: float):
         self.port = free_port()
         self.output = folder / f"coordinator-{self.port}.txt"
-        self.arguments = (self.port, str(self.output), num_islands, silence, str(links) if links else None)
+        self.arguments = (self.port, str(self.output), num_islands, silence)
         self.start()
 
     def start(self) -> None:
@@ -61,11 +55,6 @@ class Coordination:
     @property
     def lines(self) -> str:
         return self.output.read_text()
-
-    def members(self) -> list[str]:
-        """Of the newest view."""
-        views = re.findall(r"epoch \d+, batch \d+: (.*); \w+ saves", self.lines)
-        return [part.split()[0] for part in views[-1].split(", ")] if views else []
 
     def wait_for(self, words: str, times: int = 1) -> None:
         """Until the coordinator has said so."""

@@ -3,8 +3,9 @@
     LLMFOUNDRY_LITE_ISLANDS_TOKEN=… python -m llmfoundry_lite.bench.islands.links 0 2 4 links.json
 
 A JSON file says how links are now, and is read again when it changes: {"bits_per_second": 1e8, "state": "open"}. The
-state is open, cut (connections are reset, and new ones too) or frozen (open, but nothing passes). The rate is shared by
-all connections of a direction; null is as fast as the machine. Coordination itself is that of `islands.serve`.
+state is open, cut (connections are reset, and new ones too), frozen (open, but nothing passes) or half (nothing passes
+back). The rate is shared by all connections of a direction; null is as fast as the machine. Coordination itself is
+that of `islands.serve`.
 """
 
 import asyncio
@@ -95,7 +96,7 @@ class Links:
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Direction) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            while self.state == "frozen":
+            while self.state == "frozen" or (self.state == "half" and way is self.back):
                 await asyncio.sleep(LOOK_SECONDS)
             await way.pace(len(data), self.bits_per_second)
             writer.write(data)

@@ -1,0 +1,25 @@
+"""A rank of an island whose batches take a tenth of a second longer, as a larger model's would. See `faults`.
+
+Faults then hit computing and exchanges alike, and a run of some minutes has few enough batches to be trained again by
+single worlds. A launch without islands has the time it has.
+"""
+
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+SECONDS = 0.1
+
+
+def main(arguments: Sequence[str]) -> None:
+    from llmfoundry_lite.training.islands import Islands
+
+    settle: Any = Islands.settle
+
+    def settle_later(*given: Any) -> Any:
+        time.sleep(SECONDS)
+        return settle(*given)
+
+    Islands.settle = settle_later  # type: ignore[method-assign]
+    importlib.import_module("llmfoundry_lite.train").main(arguments)  # as a launcher finds it
