@@ -114,11 +114,22 @@ def is_running(content: dict[str, Any]) -> bool:
         return False
 
 
+def is_sound(content: Any) -> bool:
+    """As a launch writes it. A file that something else has written, or only in part, says nothing."""
+    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
+        return False
+    kinds = {"host": str, "pid": int, "started": (int, float)}
+    process = content.get("process", dict.fromkeys(kinds))
+    is_known = isinstance(process, dict) and all(isinstance(process.get(key), kind) for key, kind in kinds.items())
+    return type(content.get("batch")) is int and (is_known or "process" not in content)
+
+
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / STATUS).read_text())
-    except (OSError, ValueError):
+        content = json.loads((folder / STATUS).read_text())
+    except (OSError, ValueError, RecursionError):
         return None
+    return content if is_sound(content) else None
 
 
 if __name__ == "__main__":

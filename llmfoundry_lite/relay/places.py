@@ -148,6 +148,8 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             )
         if place.price is not None and not 0 <= place.price < float("inf"):
             yield f"places.{name}.price", f"{place.price:g} given, expected the price of an hour, 0 or more"
+    if "\0" in relay.run:
+        yield "run", f"{relay.run!r} given, expected a folder"
     for name in relay.policy.order:
         if name not in relay.places:
             near = difflib.get_close_matches(name, relay.places, n=1, cutoff=0.6)
@@ -163,6 +165,8 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
 
 
 def _problem_of_command(command: str) -> str | None:
+    if "\0" in command:
+        return f"{command!r} is not a shell command: it has a NUL"
     try:
         program = program_of(command)
     except ValueError as error:

@@ -9,9 +9,11 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -19,6 +21,31 @@ LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
 SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; (trap : TERM INT; eval "$1")"""
 """Signals are for what the command starts; the shell stays to write down how that ended. It has a copy of itself run
 the command, which may be `exec`."""
+
+
+class Answer(NamedTuple):
+    code: int | None
+    """None: it did not end in time."""
+    output: str
+    errors: str
+
+
+def ask(command: str, seconds: float) -> Answer:
+    """Run a short command, such as one that reads another machine's file. Ctrl-C is the relay's, and what the command
+    leaves behind, such as an ssh that keeps a connection, is not waited for: it would hold a pipe open."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for file in (output, errors):
+            file.seek(0)
+        return Answer(code, output.read().decode(errors="replace"), errors.read().decode(errors="replace"))
 
 
 def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -41,8 +68,8 @@ def find(code_file: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(LAUNCH) == str(code_file) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+                found.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(found, key=lambda one: one[:2])]
 
 
 def shell_of(code_file: Path) -> int | None:

@@ -13,6 +13,7 @@ mend: that place is not tried again.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import signal
@@ -38,7 +39,7 @@ from llmfoundry_lite.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOP
 from llmfoundry_lite.relay import processes
 from llmfoundry_lite.relay.commands import with_arguments
 from llmfoundry_lite.relay.places import Place, Relay
-from llmfoundry_lite.status import STATUS, read_status
+from llmfoundry_lite.status import STATUS, is_sound, read_status
 
 LOCK, FOLDER = "relay.lock", "relay"
 LONGEST_REST_SECONDS = 3600.0
@@ -46,6 +47,10 @@ LOOK_SECONDS = 1.0
 """Between looks at what outlives its launcher."""
 KILL_SECONDS = 90.0
 """For ranks that have lost their launcher, to save and leave."""
+ANSWER_SECONDS = 60.0
+"""For a place's `leave` or `status`."""
+TAIL_BYTES = 1 << 16
+"""Of a launch's output, in which its last line is looked for."""
 NOT_FOUND = (126, 127)
 """A shell's codes for a command that cannot be run, or is not there."""
 
@@ -54,7 +59,14 @@ def run(relay: Relay) -> int:
     """Until the run is done (0), or this process is asked to leave and the place has left (75). Raises UserError when
     no place is left, or the run folder cannot be used."""
     with locked(relay.folder), processes.Ending() as ending:
-        return Runner(relay, ending).run()
+        try:
+            return Runner(relay, ending).run()
+        except OSError as error:
+            where = error.filename or relay.folder
+            raise UserError(
+                f"run: {where}: {error.strerror or error}; when that is mended, start the relay again: a launch that "
+                "had begun goes on"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -71,7 +83,9 @@ def locked(folder: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise UserError(f"run: {folder / LOCK} cannot be locked ({error.strerror})") from None
             raise UserError(f"run: another relay moves {folder}; stop that one, or leave the run to it") from None
         yield
 
@@ -201,9 +215,11 @@ class Runner:
         place = self.relay.places[leg.place]
         say(f"asking {leg.place} to leave")
         if place.leave is not None:
-            result = subprocess.run(place.leave, shell=True, capture_output=True, text=True, check=False)
-            if result.returncode != 0:
-                say(f"{leg.place}: leave: exit code {result.returncode}: {last_line(result.stderr)}")
+            answer = processes.ask(place.leave, ANSWER_SECONDS)
+            if answer.code is None:
+                say(f"{leg.place}: leave: not done in {ANSWER_SECONDS:.0f} s")
+            elif answer.code != 0:
+                say(f"{leg.place}: leave: exit code {answer.code}: {last_line(answer.errors)}")
         elif shell is not None:
             processes.terminate(processes.launcher_of(shell, self._code_file(leg)))
 
@@ -238,7 +254,7 @@ class Runner:
         code, status = processes.exit_code(self._code_file(leg)), self._status(self.relay.places[leg.place])
         ended, reason = how_it_ended(code, status, leg.status_before)
         if reason is None and ended in (FAILED, REFUSED):
-            reason = f"exit code {code}: {last_line(self._output(leg).read_text(errors='replace'))}"
+            reason = f"exit code {code}: {last_line(tail_of(self._output(leg)))}"
         batch = self._newest_batch()
         if ended == STOPPED and status is not None and batch < status["batch"]:
             raise UserError(
@@ -256,10 +272,12 @@ class Runner:
     def _status(self, place: Place) -> dict[str, Any] | None:
         if place.status is None:
             return read_status(self.folder)
-        result = subprocess.run(place.status, shell=True, capture_output=True, text=True, check=False)
-        with contextlib.suppress(ValueError):
-            content = json.loads(result.stdout)
-            return content if isinstance(content, dict) and {"status", "batch"} <= content.keys() else None
+        answer = processes.ask(place.status, ANSWER_SECONDS)
+        if answer.code is None:
+            say(f"{place.status}: not done in {ANSWER_SECONDS:.0f} s")
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(answer.output)
+            return content if is_sound(content) else None
         return None
 
     def _code_file(self, leg: Leg) -> Path:
@@ -309,6 +327,13 @@ def how_it_ended(
     if code == EXIT_DONE:
         return FAILED, f"exit code 0, but this launch has written no {STATUS} here; is `run` its run folder?"
     return FAILED, None
+
+
+def tail_of(file: Path) -> str:
+    with contextlib.suppress(OSError), file.open("rb") as output:
+        output.seek(max(0, file.stat().st_size - TAIL_BYTES))
+        return output.read().decode(errors="replace")
+    return ""
 
 
 def last_line(text: str) -> str:

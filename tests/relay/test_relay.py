@@ -409,6 +409,55 @@ def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_as
     assert not Path("asked").exists()
 
 
+@pytest.mark.fault
+def test_a_place_that_does_not_answer_holds_the_relay_up_for_a_while_only(monkeypatch, capsys):
+    """And what such a command leaves behind, such as an ssh that keeps its connection, is not waited for."""
+    monkeypatch.setattr(relay_module, "ANSWER_SECONDS", 0.5)
+    far = {"launch": "echo $$ > shell; exit 1;:", "leave": "sleep 60", "status": "sleep 60"}
+    near = {"launch": f"{TRAINER} 10", "status": "sleep 20 & cat runs/x/status.json"}
+    assert relay({"far": far, "near": near}) == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("far", "failed"), ("near", "done")]
+    assert "relay: sleep 60: not done in 0 s\n" in capsys.readouterr().out
+    assert (legs()[1].over or 0) - legs()[1].began < 15
+
+
+@pytest.mark.parametrize("words", ["[]", "null", '{"status": "running"}', '{"status": "stopped", "batch": "9"}', "{"])
+def test_a_status_that_is_none_is_no_word_of_the_launch(words):
+    Path("odd.json").write_text(words)
+    places = {"odd": "mkdir -p runs/x; cp odd.json runs/x/status.json; exit 75;:", "here": f"{TRAINER} 10"}
+    assert relay(places) == 0
+    far = {"launch": "exit 75;:", "leave": "true", "status": "cat odd.json"}
+    Path("runs/y").mkdir(parents=True)
+    assert relay({"odd": far, "here": TRAINER.replace("runs/x", "runs/y") + " 10"}, run="runs/y") == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("odd", "preempted"), ("here", "done")]
+
+
+def test_the_last_line_of_a_long_output_is_found_in_its_tail(capsys):
+    words = "yes | head -c 1000000; echo; echo out of memory; exit 1;:"
+    assert relay({"a": words, "b": f"{TRAINER} 10"}) == 0
+    assert "exit code 1: out of memory\n" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_run_folder_that_cannot_be_written_any_more_is_said_and_mended():
+    """As a full disk, or one that has become read-only. (Root may write all, so a folder stands in the way.)"""
+    in_the_way = Path("runs/x/relay/1-a.txt")
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"run: runs/x/relay/1-a.txt: Is a directory; when that is mended, start the re"
+    ):
+        relay({"a": f"{TRAINER} 10"})
+    in_the_way.rmdir()
+    assert relay({"a": f"{TRAINER} 10"}) == 0
+    assert [leg.ended for leg in legs()] == ["lost", "done"]
+
+
+def test_a_journal_that_cannot_be_read_is_refused():
+    Path("runs/x", JOURNAL).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run: runs/x/relay.jsonl: Is a directory; when that is mended"):
+        relay({"a": f"{TRAINER} 10"})
+
+
 def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
     process = subprocess.Popen(f"exec env {SLOW}", shell=True)
     wait_for(batches)
@@ -485,6 +534,11 @@ def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, cap
             "at its end: bash -c would take them for itself",
         ),
         ({"places": {"a": {"launch": "(true)"}}}, "places.a.launch: the relay's arguments cannot come at its end: "),
+        (
+            {"places": {"a": {"launch": "true \0"}}},
+            "places.a.launch: 'true \\x00' is not a shell command: it has a NUL",
+        ),
+        ({"run": "runs/\0"}, "relay.yaml: run: 'runs/\\x00' given, expected a folder"),
         ({"places": {"a": {"launch": "if true"}}}, "places.a.launch: 'if true' is not a shell command: "),
         ({"places": {"a": {"launch": "true", "price": -1}}}, "places.a.price: -1 given, expected the price of an hour"),
     ],
