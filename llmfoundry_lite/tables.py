@@ -3,11 +3,11 @@
 import html
 import re
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:  # a tenth of a second, for what prints Markdown alone
+    from rich.console import Console
+    from rich.table import Table
 
 from llmfoundry_lite.errors import printable
 
@@ -29,15 +29,18 @@ def markdown_text(text: str) -> str:
     return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", html.escape(printable(text), quote=False))
 
 
-def lean_table(title: str | None = None, gap: int = 0) -> Table:
+def lean_table(title: str | None = None, gap: int = 0) -> "Table":
     """A line under the header alone, and `gap` more than one space between columns."""
+    from rich import box
+    from rich.table import Table
+
     return Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
     )
 
 
 def print_table(
-    console: Console,
+    console: "Console",
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[int] | None = None,
@@ -45,6 +48,9 @@ def print_table(
     keeps_words: bool = False,
 ) -> None:
     """`keeps_words`: rather a line too long for the console than a word or number that goes on below."""
+    from rich.console import Console
+    from rich.text import Text
+
     table = lean_table(gap=1)
     for i, heading in enumerate(columns):
         words = " ".join([heading, *(row[i] for row in rows)]).split()

@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -369,6 +367,8 @@ def _is_aligned(offset: int, pieces: Sequence[Buffer]) -> bool:
 
 
 def _address(piece: Buffer) -> int:
+    import numpy as np  # a tenth of a second, for commands that read no shard
+
     return np.frombuffer(piece, np.uint8).ctypes.data
 
 

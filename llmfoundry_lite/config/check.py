@@ -35,11 +35,20 @@ LONGEST_GRACE_SECONDS = 25
 
 def check_config(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     """Check everything that the configuration alone can tell. Raises ConfigError."""
+    check_values(config, layers, _refusing(layers))
+    check_together(config, layers)
 
+
+def _refusing(layers: Sequence[Layer]) -> Refuse:
     def refuse(key: str, message: str) -> typing.NoReturn:
         raise ConfigError(f"{source_of(key, layers)}: {key}: {message}")
 
-    check_values(config, layers, refuse)
+    return refuse
+
+
+def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
+    """What goes together, of values that are right by themselves; a planner asks often. Raises ConfigError."""
+    refuse = _refusing(layers)
     check_model(config.model, refuse)
     if config.max_seq_len > config.model.max_seq_len:
         refuse("max_seq_len", f"{config.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}")
@@ -125,7 +134,6 @@ def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
         "pp_config": config.pipeline.pipeline_parallel_degree > 1,
         "tp_config": config.tensor_parallel_degree > 1,
         "cp_config": config.context.context_parallel_degree > 1,
-        "device_train_microbatch_size: auto": config.device_train_microbatch_size == "auto",
         "precision: amp_fp16": config.precision == "amp_fp16",
         "fsdp_config.sharding_strategy: ZERO_1": config.sharding.sharding_strategy == "ZERO_1",
         "optimizer.name: muon": config.optimizer.name == "muon",
@@ -136,7 +144,8 @@ def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
         if is_asked_for:
             refuse("islands", f"an island does not go with {what} yet; remove one of them")
     if not isinstance(config.device_train_microbatch_size, int):
-        refuse("device_train_microbatch_size", "missing; an island's rows change, so give the samples of a microbatch")
+        given = "missing" if config.device_train_microbatch_size is None else "auto given"
+        refuse("device_train_microbatch_size", f"{given}; an island's rows change, so say how many samples it has")
     if config.save_folder is None:
         refuse("save_folder", "missing; islands take turns to save, so name a folder or URL that all of them reach")
 

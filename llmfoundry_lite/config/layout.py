@@ -222,7 +222,8 @@ def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]
 
 def divisors(number: int) -> list[int]:
     """Ascending, 1 and the number itself among them."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def name_groups(degrees: Mapping[str, int]) -> str:

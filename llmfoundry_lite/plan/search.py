@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.intervals import choose_save_interval
-from llmfoundry_lite.config.check import check_config
+from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, divisors
 from llmfoundry_lite.config.schema import (
     NEWTON_SCHULZ_STEPS,
@@ -322,7 +322,7 @@ class _Search:
             pp_config=dataclasses.replace(stages, num_microbatches=None),
         )
         try:
-            check_config(divided)
+            check_together(divided)
         except ConfigError as error:
             return str(error).removeprefix("configuration: ")
         return divided

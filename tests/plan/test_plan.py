@@ -14,6 +14,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.search import layouts_of
+from tests.helpers.launch import ROOT
 
 
 def plan(*arguments: str) -> int:
@@ -326,3 +327,16 @@ def test_a_report_without_a_rate_is_refused(capsys, tmp_path, changes, words):
 def test_nothing_to_plan_is_said_in_a_line(capsys):
     assert plan("mpt-7b") == 2
     assert "expected RUN.yaml, --hardware and --devices, or --check RUN" in capsys.readouterr().err
+
+
+def test_a_plan_waits_for_nothing_that_it_does_not_need():
+    """Each of these takes a tenth of a second or more to import."""
+    heavy = ("torch", "numpy", "rich", "matplotlib", "transformers")
+    program = (
+        "import sys; from llmfoundry_lite.cli.main import main\n"
+        "try: main()\nexcept SystemExit as end: code = end.code\n"
+        f"print([code or 0, [name for name in {heavy} if name in sys.modules]])"
+    )
+    arguments = ["plan", "mpt-7b", "--hardware", "h100", "--devices", "8"]
+    result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.splitlines()[-1] == "[0, []]", result.stderr
