@@ -86,7 +86,7 @@ def test_a_stage_that_is_preempted_lets_the_schedule_end_and_all_save_and_leave(
 @pytest.mark.long
 def test_a_stage_without_memory_says_what_was_needed_and_what_would_help(tmp_path, data):
     _, result, run = begin(tmp_path, data, Greed, "greedy")
-    assert result.exit_codes[1] == 2
+    assert result.exit_codes == [1, 2]
     line = next(line for line in result.outputs[1].splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: out of memory on rank 1 in batch {BATCH}: 131,072.00 GiB more were asked for")
     assert "what helps most: " in line

@@ -95,6 +95,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "replicated": ("NO_SHARD", Layout(replicate=4)),
     "zero": ("ZERO_1", Layout(replicate=4)),
     "divided layers": ("FULL_SHARD", Layout(shard=2, tensor=2)),
+    "divided layers, zero": ("ZERO_1", Layout(replicate=2, tensor=2, has_whole_copies=True)),
     "divided samples": ("FULL_SHARD", Layout(shard=2, context=2)),
     "divided samples, replicated": ("NO_SHARD", Layout(replicate=2, context=2, has_whole_copies=True)),
 }
@@ -184,16 +185,19 @@ def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):
         data,
         model__n_layers=4,
         autoresume=True,
-        max_duration="5ba",
+        max_duration="8ba",
         optimizer=EXACT,
         device_train_microbatch_size=2,
     )
     run(tmp_path, config, "whole")
     legs: list[tuple[int, dict[str, Any]]] = [
         (2, {"pp_config": {"pipeline_parallel_degree": 2}}),
-        (4, {}),
+        (4, {"pp_config": {"pipeline_parallel_degree": 2, "schedule": "interleaved"}}),
         (1, {}),
         (4, {"tp_config": {"tensor_parallel_degree": 2}}),
+        (4, {"tp_config": {"tensor_parallel_degree": 2}, "fsdp_config": {"sharding_strategy": "ZERO_1"}}),
+        (4, {"pp_config": {"pipeline_parallel_degree": 2}, "tp_config": {"tensor_parallel_degree": 2}}),
+        (4, {}),
         (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}}),
     ]
     run_in_legs(tmp_path, config, legs)
