@@ -14,8 +14,8 @@ from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.plan.exchanges import context_exchanges, stage_sends, stream_reductions
 from llmfoundry_lite.plan.search import work_of
 from llmfoundry_lite.plan.step import count_block_and_outside
+from tests.helpers.runs import run
 from tests.helpers.tiny import tiny_config, write_data
-from tests.training.runs import run
 
 Exchanged = dict[tuple[str, int, str], float]
 """(operation, ranks of the group, dtype) -> bytes."""
