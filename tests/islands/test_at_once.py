@@ -39,6 +39,8 @@ def test_two_islands_train_one_run_and_one_saves(tmp_path, data, alone):
             assert "islands: waiting until as many are here" in launch.output
         running.wait_for("the run has ended after batch 10")
         assert "is repeated" not in running.lines
+        again = island(tmp_path, data, running, "a", 2, autoresume=True).check()
+        assert "islands: waiting" not in again.output, "the run is done: it waits for nobody"
     for name in ("a", "b"):
         check_is_one_run(metrics(tmp_path, name), alone)
     assert [path.name for path in (tmp_path / "saves").glob("ba*")] == ["ba10"]
