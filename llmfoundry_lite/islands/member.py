@@ -25,6 +25,7 @@ LOOK_SECONDS = 0.1
 """Between two looks whether a coordinator has started."""
 SILENCE_SECONDS = 4.0
 """After which the coordinator counts as gone; it beats four times a second."""
+CHUNK_BYTES = 1 << 16
 SECONDS_TO_START = 60.0
 """For a coordinator, on a busy machine."""
 SECONDS_TO_LEAVE = 3.0
@@ -147,7 +148,9 @@ class Member:
         """Nothing happens when the coordinator is gone: the next `hear` tells."""
         with suppress(OSError), self._sending:
             try:
-                self._connection.sendall(pack(message))
+                raw = pack(message)
+                for begin in range(0, len(raw), CHUNK_BYTES):  # each may take as long as a silence
+                    self._connection.sendall(raw[begin : begin + CHUNK_BYTES])
             except TimeoutError:  # half a message may be under way
                 self._hang_up()
 
