@@ -65,7 +65,7 @@ class Relay:
 
     @property
     def folder(self) -> Path:
-        return Path(self.run)
+        return Path(self.run).expanduser()
 
     @property
     def store(self) -> str:

@@ -558,6 +558,12 @@ def test_what_is_wrong_with_relay_yaml_is_said_in_one_line(changes, message, mon
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_run_folder_may_be_in_one_s_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    relay = load_relay(write({"a": "true"}, run="~/runs/x"))
+    assert relay.folder == tmp_path / "runs/x" and relay.store == str(tmp_path / "runs/x/checkpoints")
+
+
 def test_a_run_folder_that_cannot_be_reached_is_refused():
     Path("file").touch()
     with pytest.raises(UserError, match=r"run: file/x cannot be reached from here \(Not a directory\); name the run"):
