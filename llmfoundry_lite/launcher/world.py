@@ -99,7 +99,8 @@ class World:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
         code = verdict(codes)
-        if code == EXIT_BUG and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
+        could_not = code == EXIT_BUG or self.is_server_gone
+        if could_not and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
             return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
         return Outcome(EXIT_BUG if self.is_server_gone else code, *self._first)
 
@@ -153,6 +154,10 @@ class World:
                 continue
             if silence < SILENCE_SECONDS:
                 continue
+            if has_ended(process.pid):  # and nobody has told of it; with the server, its ranks end
+                self.is_server_gone = True
+                self._blame("the process that starts the ranks is frozen: it does not tell of one that has ended", None)
+                return
             self._blame(f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s", process.rank)
             self._end_by = now
 
@@ -176,6 +181,12 @@ def describe_end(rank: int, code: int) -> str:
     if code >= 0:
         return f"rank {rank} left with exit code {code}"
     return f"rank {rank} was killed by {signal.Signals(-code).name}"
+
+
+def has_ended(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def cpu_seconds(pid: int) -> float:

@@ -223,6 +223,24 @@ def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):
     assert words.startswith("launcher: the process that starts the ranks has ended; restart 1 of 1")
 
 
+@pytest.mark.parametrize(("asked", "expected"), [(False, 0), (True, 75)])
+def test_ranks_that_end_while_the_process_that_forks_them_is_frozen_are_missed(launched, asked, expected):
+    run = launched(2, 1, "0.0=wait", "1.0=wait")
+    pid = run.pid(1)
+    server = psutil.Process(run.pid(0)).parent()
+    assert server is not None and server.pid != run.process.pid
+    server.suspend()
+    if asked:
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        os.kill(pid, signal.SIGKILL)
+    code, _, words = run.end()
+    assert code == expected
+    frozen = "launcher: the process that starts the ranks is frozen: it does not tell of one that has ended; "
+    assert frozen + ("the newest save stands" if asked else "restart 1 of 1, from the newest save") in words
+    assert not server.is_running()
+
+
 def test_a_server_that_ends_before_it_has_a_rank_is_a_failed_try(launched):
     code, _, words = launched(2, 1, imports="no_such_module").end()
     assert code == 1
