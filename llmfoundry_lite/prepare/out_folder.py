@@ -93,7 +93,12 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
     request_file = partial / "request.json"
     record = record | {"layout": LAYOUT, "eos_token": given.eos_token if given else None}
     if request_file.is_file():
-        stored = json.loads(request_file.read_text(encoding="utf-8"))
+        stored = read_object(request_file)
+        if not stored:
+            raise DataError(
+                f"{request_file} cannot be read, so it is unknown what was begun there; choose another --out, or pass "
+                "--overwrite to discard it"
+            )
         num_done = len(list((partial / "units").glob("*.npz")))
         if stored.get("on_error") == "stop" and record["on_error"] == "skip":
             stored["on_error"] = "skip"

@@ -400,6 +400,14 @@ def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: R
     assert_same_result(tmp_path / "out", tmp_path / "expected")
 
 
+def test_a_torn_request_of_unfinished_work_is_named(small_request: Request, tmp_path: Path) -> None:
+    (tmp_path / "out/.partial").mkdir(parents=True)
+    (tmp_path / "out/.partial/request.json").write_text("{")
+    with pytest.raises(DataError, match=r"request.json cannot be read, .* --overwrite to discard it"):
+        prepare(small_request, tmp_path / "out", num_workers=1)
+    assert prepare(small_request, tmp_path / "out", num_workers=1, overwrite=True)
+
+
 def test_unfinished_work_of_another_release_is_refused(small_request: Request, tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(out_folder, "LAYOUT", 1)
