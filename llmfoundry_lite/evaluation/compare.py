@@ -248,6 +248,8 @@ def _find_stage(task: str, first: Loaded, other: Loaded, metric: str, rule: Rule
         return None
     theirs = {item["index"] for item in other.items[task]}
     ours = [item for item in first.items[task] if item["index"] in theirs]
+    if not ours:
+        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
     plan = plan_task(task, noun_of(ours, metric), [unit_of_record(item) for item in ours], rule)
     for look in range(1, len(plan.looks) + 1):
         asked = _asked_by(plan, look, task, first, other)

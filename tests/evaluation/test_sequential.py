@@ -198,6 +198,9 @@ def test_on_the_command_line(tmp_path, capsys):
     assert "100" in capsys.readouterr().out
 
 
+ANSWERED = choice([0, 1] * 30)[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "tasks", "message"),
     [
@@ -210,6 +213,11 @@ def test_on_the_command_line(tmp_path, capsys):
             ["--sequential"],
             {"u/0-shot": [0, 1] * 30},
             "base and ours have no task in common: t/0-shot against u/0-shot",
+        ),
+        (
+            ["--sequential"],
+            {"t/0-shot": (choice([0, 1] * 30)[0], [{**item, "index": i + 60} for i, item in enumerate(ANSWERED)])},
+            "t/0-shot: base and ours were asked no item in common",
         ),
         (
             ["--sequential", "--all-metrics"],
