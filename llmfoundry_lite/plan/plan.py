@@ -144,10 +144,11 @@ def parse_counts(text: str, option: str = "--devices") -> list[int]:
 
 
 def parse_cluster(text: str) -> tuple[str, int]:
-    """`mi250:64` -> its two parts. Raises ConfigError."""
+    """`mi250:64` -> its two parts. Raises ConfigError, for hardware that is not in the table too."""
     name, _, number = text.rpartition(":")
     if not name or not number.isdecimal() or not int(number):
         raise ConfigError(f"--join: {text!r} given, expected HARDWARE:DEVICES, such as mi250:64")
+    accelerator_named(name)
     return name, int(number)
 
 

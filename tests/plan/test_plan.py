@@ -275,6 +275,9 @@ def test_a_second_cluster_is_weighed(capsys):
     assert "--join is told in a line for people" in capsys.readouterr().err
     assert plan(*arguments[:-1], "mi250") == 2
     assert "--join: 'mi250' given, expected HARDWARE:DEVICES" in capsys.readouterr().err
+    assert plan(*arguments[:-1], "mi2500:8") == 2
+    refused = capsys.readouterr()
+    assert "hardware 'mi2500' is not in the table" in refused.err and not refused.out
 
 
 def test_torch_is_not_asked():
