@@ -4,7 +4,7 @@ run: runs/mpt-1b
 policy: {every: 200ba}                     or on_preemption
 places:
   a100:
-    launch: composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml hardware=auto
+    launch: composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml hardware=auto {arguments}
   mi250:
     launch: ssh mi250 'cd llmfoundry_lite && llmfoundry-lite train -n 8 mpt-1b hardware=auto {arguments}'
     leave: ssh mi250 touch llmfoundry_lite/runs/mpt-1b/STOP
@@ -12,18 +12,22 @@ places:
 
 import difflib
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layers import merge_layers, read_layers
 from llmfoundry_lite.config.schema import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.relay.commands import ARGUMENTS, far_program_of, problem_of_end, program_of, with_arguments
 
+ARGUMENTS = "{arguments}"
+"""Where the relay's own go in a launch command. Only its writer knows: a pipe, a comment or ssh may be at its end."""
+FAR = ("ssh", "sbatch", "salloc", "sky", "kubectl")
+"""Programs that go on elsewhere when they are terminated here, or that take the run down without a save."""
 ON_PREEMPTION = "on_preemption"
 LONGEST_NAME_BYTES = 100
 """Of a place: its launches' files are named after it."""
@@ -32,8 +36,8 @@ LONGEST_NAME_BYTES = 100
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Place:
     launch: str
-    """A shell command that ends when its launch ends. The relay's arguments for the run come at its end, or where it
-    says {arguments}."""
+    """A shell command that ends when its launch ends. The relay's arguments for the run come where it says
+    {arguments}."""
     leave: str | None = None
     """A shell command that asks the launch to save and leave. By default its launcher gets SIGTERM."""
     status: str | None = None
@@ -133,14 +137,9 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             command = getattr(place, key)
             if command is not None and (problem := _problem_of_command(command)):
                 yield f"places.{name}.{key}", problem
-        if problem := problem_of_end(place.launch) or _problem_of_syntax(
-            with_arguments(place.launch, "autoresume=true")
-        ):
-            yield (
-                f"places.{name}.launch",
-                f"the relay's arguments cannot come at its end: {problem}; write {ARGUMENTS} where they belong",
-            )
-        if (far := far_program_of(place.launch)) and place.leave is None:
+        words = words_of(place.launch)
+        far = next((word for word in words if PurePosixPath(word).name in FAR), None)
+        if far and place.leave is None:
             yield (
                 f"places.{name}.leave",
                 f"missing; SIGTERM to {far} does not let the launch save, so say which command "
@@ -148,6 +147,11 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             )
         if place.price is not None and not 0 <= place.price < float("inf"):
             yield f"places.{name}.price", f"{place.price:g} given, expected the price of an hour, 0 or more"
+        if not any(ARGUMENTS in word for word in words):
+            yield (
+                f"places.{name}.launch",
+                f"{ARGUMENTS} is missing; write it where those of the run stand: the relay adds its own there",
+            )
     if "\0" in relay.run:
         yield "run", f"{relay.run!r} given, expected a folder"
     for name in relay.policy.order:
@@ -167,24 +171,27 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
 def _problem_of_command(command: str) -> str | None:
     if "\0" in command:
         return f"{command!r} is not a shell command: it has a NUL"
-    try:
-        program = program_of(command)
-    except ValueError as error:
-        return f"{command!r} is not a shell command: {str(error).lower()}"
     if not command.strip():
         return "no command given"
-    if problem := _problem_of_syntax(command):
-        return f"{command!r} is not a shell command: {problem}"
-    if not program:
-        return None
+    syntax = subprocess.run(["sh", "-n"], input=command.encode(), capture_output=True, check=False)
+    if syntax.returncode != 0:
+        lines = syntax.stderr.decode(errors="replace").strip().splitlines()
+        return f"{command!r} is not a shell command: {(lines or ['sh cannot read it'])[0]}"
+    is_other = re.compile(r"exec|\w+=[^$`(]*").fullmatch
+    program = next((word for word in words_of(command) if not is_other(word)), "")
+    if not re.fullmatch(r"[\w./+~:-]+", program):
+        return None  # that takes a shell to tell
     known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
     if known.returncode != 0:
         return f"{program}: command not found; install it, or give its path"
     return None
 
 
-def _problem_of_syntax(command: str) -> str | None:
-    """By the shell that will run it."""
-    result = subprocess.run(["sh", "-n"], input=command.encode(), capture_output=True, check=False)
-    lines = result.stderr.decode(errors="replace").strip().splitlines()
-    return (lines or ["sh cannot read it"])[0] if result.returncode else None
+def words_of(command: str) -> list[str]:
+    """The words of a shell command, and what stands between commands; not its comments."""
+    lexer = shlex.shlex(re.sub(r"(?<=[^\s;&|()])#", "_", command), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:  # a here-document may have a quote that is none
+        return command.split()

@@ -37,8 +37,7 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
 from llmfoundry_lite.relay import processes
-from llmfoundry_lite.relay.commands import with_arguments
-from llmfoundry_lite.relay.places import Place, Relay
+from llmfoundry_lite.relay.places import ARGUMENTS, Place, Relay
 from llmfoundry_lite.status import STATUS, is_sound, read_status
 
 LOCK, FOLDER = "relay.lock", "relay"
@@ -190,7 +189,7 @@ class Runner:
         if self.relay.every is not None:
             arguments.append(f"stop_after={self.relay.every - batch % self.relay.every}ba")
         say(f"leg {number} at {name}, from batch {batch}; its output: {self._output(leg)}")
-        command = with_arguments(place.launch, " ".join(arguments))
+        command = place.launch.replace(ARGUMENTS, " ".join(arguments))
         self._launched = processes.begin(command, self._code_file(leg), self._output(leg))
         return leg
 

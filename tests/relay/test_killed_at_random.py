@@ -51,7 +51,7 @@ class Experiment:
         places = {}
         for name, overlay in OVERLAYS.items():
             write_config(folder / f"{name}.yaml", {"overlay": "hardware", **overlay})
-            places[name] = {"launch": f"{LAUNCHERS[name]} run.yaml {name}.yaml", "price": 3600.0}
+            places[name] = {"launch": f"{LAUNCHERS[name]} run.yaml {name}.yaml {{arguments}}", "price": 3600.0}
         relay = {"run": "runs/tiny", "policy": {"every": f"{every}ba"}, "places": places, "rest": "0.2s"}
         (folder / "relay.yaml").write_text(yaml.safe_dump(relay))
         self.output = (folder / "relay.txt").open("ab")

@@ -161,7 +161,7 @@ class Workshop:
             hidden = [f"-u {variable}" for variable in sorted(os.environ.keys() - environment_for(cluster).keys())]
             launch = ["env", *hidden, cluster.python, "-m", "composer.cli", "-n", str(cluster.num_ranks), str(SCRIPT)]
             places[cluster.letter] = {
-                "launch": " ".join([*launch, "run.yaml", f"{cluster.letter}.yaml", f"run_name={name}"])
+                "launch": " ".join([*launch, "run.yaml", f"{cluster.letter}.yaml", f"run_name={name}", "{arguments}"])
             }
         relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "places": places}
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
