@@ -26,6 +26,8 @@ from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE
 PARTIAL = ".partial"
 LAYOUT = 2
 """Of `.partial`: another number is another way to read units or to keep their tokens. Part of no result."""
+GONE = (errno.ENOENT, errno.ESTALE, errno.EIO)
+"""A folder that was removed or unmounted meanwhile, input or output."""
 PUBLISHING = "publishing"
 """A file in `.partial`: what the output folder holds from now on is of this preparation."""
 
@@ -190,6 +192,6 @@ def clear_disk_errors(out: Path) -> Iterator[None]:
                 f"no space left for {out}; nothing there looks finished. Free some space and run the same command "
                 f"again to carry on, or remove {out / PARTIAL}"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, *GONE):
             raise DataError(f"{error.filename or out} cannot be read or written: {error.strerror}") from error
         raise

@@ -476,3 +476,16 @@ def test_an_input_that_is_written_to_meanwhile_is_not_published(
         with pytest.raises(DataError, match="unfinished preparation of something else: the input has changed"):
             prepare(wanted, tmp_path / "out", num_workers=1)
         assert prepare(wanted, tmp_path / "out", num_workers=1, overwrite=True).splits["train"].documents
+
+
+def test_an_input_that_goes_away_while_it_is_read_is_one_line(tmp_path: Path, tokenizer_folder, monkeypatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
+    tokenize = prepare_module.tokenize
+
+    def remove_then_tokenize(*arguments):
+        path.unlink()
+        return tokenize(*arguments)
+
+    monkeypatch.setattr(prepare_module, "tokenize", remove_then_tokenize)
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read or written: No such file or directory$"):
+        prepare(request(path, tokenizer_folder), tmp_path / "out", num_workers=1)
