@@ -175,14 +175,17 @@ class Server:
         """What the coordinator has to say; never waits for a reader."""
         outbox, self.coordinator.outbox = self.coordinator.outbox, []
         dropped, self.coordinator.dropped = self.coordinator.dropped, []
+        packed: tuple[Message | None, bytes] = (None, b"")
         for number, message in outbox:
             writer = self.writers.get(number)
             if writer is None:
                 continue
             if writer.transport.get_write_buffer_size() > LONGEST_BACKLOG:
                 writer.transport.abort()
-            else:
-                writer.write(pack(message))
+                continue
+            if packed[0] is not message:  # once for all ranks that hear it: nobody hears a beat meanwhile
+                packed = (message, pack(message))
+            writer.write(packed[1])
         for number in dropped:
             writer = self.writers.pop(number, None)
             if writer is not None:

@@ -6,6 +6,9 @@ import socket
 import struct
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -224,6 +227,28 @@ def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_hear_of_it():
         assert hear(one) == Lost("the coordinator is gone", "gone")
         one.close()
     assert "all islands save and leave" in str(raised[0])
+
+
+def test_what_many_ranks_hear_is_packed_once(monkeypatch):
+    """For 64 ranks the tensor boxes of two islands would take longer than a coordinator may be silent."""
+    packed: list[dict] = []
+    written: list[tuple[int, bytes]] = []
+
+    def pack_and_note(message):
+        packed.append(message)
+        return pack(message)
+
+    monkeypatch.setattr(serve, "pack", pack_and_note)
+    server = serve.Server(SECRET.encode(), Coordinator(1, 4.0), handles_signals=False)
+    transport = SimpleNamespace(get_write_buffer_size=lambda: 0)
+    for number in range(3):
+        write = partial(lambda number, raw: written.append((number, raw)), number)
+        server.writers[number] = cast(Any, SimpleNamespace(transport=transport, write=write))
+    first, second = {"kind": "member", "name": "a"}, {"kind": "member", "name": "b"}
+    server.coordinator.outbox = [(number, message) for message in (first, second) for number in range(3)]
+    server.deliver()
+    assert packed == [first, second]
+    assert written == [(number, pack(message)) for message in (first, second) for number in range(3)]
 
 
 def changed(chance, message):
