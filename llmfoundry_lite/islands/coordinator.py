@@ -281,8 +281,10 @@ class Coordinator:
             self.progress = (None, 0.0)
         self.ticked_at = now
         for island in list(self.islands.values()):
+            if self.islands.get(island.name) is not island:
+                continue  # it has left with the one before
             silent = [rank for rank, heard in island.heard_at.items() if now - heard > self.silence_seconds]
-            if silent and self.islands.get(island.name) is island:
+            if silent:
                 self._evict(island.name, f"rank {silent[0]} of {island.name} is silent", now)
             elif not island.is_whole and now - island.came_at > SECONDS_TO_BE_WHOLE:
                 count = island.size - len(island.connections)

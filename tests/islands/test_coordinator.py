@@ -400,6 +400,20 @@ def test_ranks_that_do_not_come_are_not_waited_for():
     assert play.last("a") == {"kind": "evicted", "reason": "1 of 2 ranks of a do not come"}
 
 
+def test_an_island_that_is_late_leaves_with_the_last_member_and_once():
+    play = Play(num_founders=1)
+    play.come("a")
+    play.batch()
+    play.come("b", 2, ranks=[0])
+    for second in range(31):
+        if second <= 26:
+            play.beat("a")
+        play.beat("b")
+        play.wait(1.0)
+    assert not play.coordinator.islands
+    assert [message["kind"] for message in play.heard["b", 0]] == ["evicted"]
+
+
 def test_at_the_end_of_a_run_nothing_is_repeated_and_who_waits_leaves(play):
     lines = []
     play.coordinator.log = lines.append
