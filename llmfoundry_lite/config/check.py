@@ -125,6 +125,10 @@ def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
         refuse("islands.coordinator", f"{islands.coordinator!r} given, expected host:port, such as 127.0.0.1:7070")
     if not 1e-6 <= islands.weight <= 1e6:  # as `islands.coordinator` has it
         refuse("islands.weight", f"{islands.weight} given, expected a number from 1e-6 to 1e6")
+    if islands.address in ("0.0.0.0", "::"):
+        refuse(
+            "islands.address", f"{islands.address} given, expected an address at which other islands reach this host"
+        )
     if islands.begin_with is not None and islands.begin_with < 1:
         refuse("islands.begin_with", f"{islands.begin_with} given, expected a number of islands")
     if islands.check_weights_every < 1:

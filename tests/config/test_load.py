@@ -315,6 +315,10 @@ def test_impossible_combinations_of_attention_options_are_refused(argument):
             "command line: train_loader.dataset.streams.a.local: missing; expected the folder this "
             "stream is read or cached in",
         ),
+        (
+            ["islands={coordinator: 'h:1', name: a, address: 0.0.0.0}", "save_folder=s"],
+            "command line: islands.address: 0.0.0.0 given, expected an address at which other islands reach this host",
+        ),
         *(
             (
                 [f"islands={{coordinator: 'h:1', name: a, weight: {weight}}}", "save_folder=s"],
