@@ -228,7 +228,6 @@ class Islands:
         num_rows = len(lanes) // self.num_ranks
         mine = lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
         self.dataset.continue_with(mine, int(state.timestamp.epoch), int(state.timestamp.sample_in_epoch))
-        self.began_at = self._now()
         return iter(
             build_text_loader(
                 self.dataset, num_workers=self.loader.num_workers, prefetch_factor=self.loader.prefetch_factor
@@ -242,7 +241,6 @@ class Islands:
             self._take_up(view, state)
         is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
         self.weights = self._digest_weights() if is_due else ""
-        self.began_at = self._now()
         return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
 
     def _now(self) -> float:
@@ -257,6 +255,10 @@ class Islands:
         return f"{digest % (1 << 64):016x}"
 
     # -------------------------------------------------------------------------------------------------- the batch
+
+    def begin(self) -> None:
+        """The batch is computed from here on. An evaluation or a save before it says nothing of this island's pace."""
+        self.began_at = self._now()
 
     def settle(self, state: State, loss: torch.Tensor) -> bool:
         """Exchange the gradient of this island's rows, and hear the verdict. `loss` is a data rank's, as for `measure`.
@@ -390,6 +392,7 @@ class Islands:
         self.member.phase = "wait"
         if sum_of([int(error is not None)])[0]:
             raise self._joined_in_vain()
+        self.member.phase = "compute"
         wholes = [self._complete(kind) for kind in kinds]
         for name, parameter in self.parameters.items():
             local_part(parameter).copy_(wholes[0][name])

@@ -98,7 +98,9 @@ class GroupedTrainer(Trainer):
         assert spec is not None and state.device_train_microbatch_size is not None
         batch, agreed = state.batch, self.agreement.current
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_samples
-        share = total / self.ranks.size
+        share = max(total, 1) / self.ranks.size  # an island's rows may all be padding
+        if self.islands is not None:
+            self.islands.begin()
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in ensure_tuple(state.optimizers):
             clear_gradients(optimizer)

@@ -82,6 +82,17 @@ class Cut(Callback):
             Exchange._send = send_half  # type: ignore[method-assign]
 
 
+class Rest(Callback):
+    """After a batch, as an evaluation or a save does, this island does something else for a while."""
+
+    def __init__(self, batch: int, seconds: float):
+        self.batch, self.seconds = batch, seconds
+
+    def batch_checkpoint(self, state, logger):
+        if int(state.timestamp.batch) == self.batch:
+            time.sleep(self.seconds)
+
+
 class Toil(Callback):
     """In one batch this host takes so long to gather its gradients, and again to add up all islands'."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import free_port, train
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 from tests.islands.world import coordination, island, metrics, metrics_path, together
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -192,6 +192,34 @@ def test_a_host_that_toils_for_longer_than_a_link_may_be_silent_is_not_a_dead_li
         assert "batch 3 is repeated" not in running.lines, running.lines
     check_is_one_run(metrics(tmp_path, "b"), alone)
     assert metrics(tmp_path, "b")[2]["islands/exchange_seconds"] > 10
+
+
+def test_an_evaluation_or_a_save_says_nothing_of_an_island_s_pace(tmp_path, data):
+    rest = {"python:tests.islands.faults:Rest": {"batch": 4, "seconds": 6.0}}
+    with coordination(tmp_path) as running:
+        for launch in together(
+            partial(island, tmp_path, data, running, "a", 1),
+            partial(island, tmp_path, data, running, "b", 1, callbacks=rest),
+        ):
+            launch.check()
+    assert "is repeated" not in running.lines, running.lines
+    assert metrics(tmp_path, "b")[4]["islands/compute_seconds"] < 5
+    assert metrics(tmp_path, "a")[4]["islands/exchange_seconds"] > 3
+
+
+def test_an_island_whose_rows_are_all_padding_takes_part(tmp_path):
+    """Twenty samples: the third batch of an epoch has four rows, and all of them are the first island's."""
+    data = write_data(tmp_path / "data", num_train=20)
+    changes = {"train_loader__drop_last": False, "max_duration": "5ba"}
+    train([write_config(tmp_path / "alone.yaml", tiny_config(data, run_name="alone", **changes))], tmp_path, 1).check()
+    with coordination(tmp_path) as running:
+        for launch in together(
+            partial(island, tmp_path, data, running, "a", 1, **changes),
+            partial(island, tmp_path, data, running, "b", 1, **changes),
+        ):
+            launch.check()
+    assert "is repeated" not in running.lines, running.lines
+    check_is_one_run(metrics(tmp_path, "b"), read_metrics(tmp_path / "runs/alone"))
 
 
 def test_weights_that_have_drifted_are_found_and_replaced(tmp_path, data, alone):

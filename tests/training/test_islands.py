@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from llmfoundry_lite.islands.member import View
+from llmfoundry_lite.ranks.codec import encode_value
+from llmfoundry_lite.training import islands as module
 from llmfoundry_lite.training.agreement import Upcoming
 from llmfoundry_lite.training.islands import Islands
 
@@ -42,8 +44,33 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     )
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=0), optimizers=[SimpleNamespace(param_groups=[])])
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
-    islands.began_at = islands._now()
+    islands.begin()
     device_behind_the_host[0] = time.monotonic() + SECONDS
     assert not islands.settle(state, torch.zeros(()))
     assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
     assert said[0]["seconds"] >= 0.99 * SECONDS
+
+
+def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody(monkeypatch):
+    """That may take a host longer than a link may be silent."""
+    phases, member = [], SimpleNamespace(phase="compute")
+    islands: Any = object.__new__(Islands)
+
+    def take(*_):
+        member.phase = "compute"  # as `_note_transfer` leaves it
+        return {}
+
+    told = {"kinds": ["exp_avg"], "optimizer": encode_value({})}
+    islands.__dict__.update(
+        member=member,
+        view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"]),
+        pieces={},
+        parameters={},
+        exchange=SimpleNamespace(take=take),
+        checkpointing=SimpleNamespace(take_over=lambda *_: phases.append(member.phase)),
+        _hear=lambda: {"kind": "state", "state": told},
+        _complete=lambda kind: phases.append(member.phase) or kind,
+    )
+    monkeypatch.setattr(module, "write_optimizer", lambda *_: phases.append(member.phase))
+    islands._take_state(SimpleNamespace(optimizers=[None]))
+    assert phases == ["compute"] * 4
