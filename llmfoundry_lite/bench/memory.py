@@ -313,10 +313,6 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
         "most 5 % above the rehearsal, or 8 MiB where that is more, and never below it. AMD's memory is rehearsed on",
         "NVIDIA's runtime.",
         "",
-        "One row is between 5 % and 8 MiB: 50 MiB of mpt-quickstart, 4.6 MiB less than estimated. 2.8 MiB of these are",
-        "a block's activations. The estimate counts them beside the block's gradient, whose rows 1,024 devices pad to",
-        "three times their size; these never meet. 1.6 MiB are allowances, for small tensors and rounding.",
-        "",
         *markdown_table([HEADINGS, *(cells(row) for row in rows)]),
     ]
     write_atomically(folder / "memory.md", "\n".join(lines) + "\n")
