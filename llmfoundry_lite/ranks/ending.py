@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, NoReturn
 
@@ -88,6 +88,37 @@ def raise_when_interrupted() -> None:
 
     for number in LEAVING_SIGNALS:
         signal.signal(number, leave)
+
+
+@contextmanager
+def leaving_within(seconds: float) -> Iterator[None]:
+    """Around what keeps the main thread inside of C++, where Python's handlers do not run, and which has nothing to save:
+    when a signal asks to leave, the process ends after so many seconds if it is still there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_over, (reader, writer) = threading.Event(), os.pipe()
+
+    def watch() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in LEAVING_SIGNALS and not is_over.wait(seconds):
+                if this_rank().rank == 0:
+                    because = leaving_because(signal.Signals(number[0]).name)
+                    print(f"{because}; run the same command again", file=sys.stderr, flush=True)
+                _leave(EXIT_PREEMPTED)
+
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
 
 
 def is_second_press(pressed_at: list[float]) -> bool:

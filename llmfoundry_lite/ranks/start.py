@@ -6,8 +6,12 @@ import os
 import torch
 import torch.distributed as dist
 
+from llmfoundry_lite.ranks.ending import leaving_within
 from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import this_rank
+
+RENDEZVOUS_GRACE_SECONDS = 5.0
+"""For a rank that is asked to leave while it waits for others: they may have left without it."""
 
 
 def start_process_group(device_type: str, timeout_seconds: float) -> None:
@@ -17,9 +21,10 @@ def start_process_group(device_type: str, timeout_seconds: float) -> None:
     here, backend = this_rank(), "nccl" if device_type == "cuda" else "gloo"
     if here.world_size > 1:
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, timeout=timeout)
-        if backend != "gloo":
-            open_host_group(timeout)
+        with leaving_within(RENDEZVOUS_GRACE_SECONDS):
+            dist.init_process_group(backend, timeout=timeout)
+            if backend != "gloo":
+                open_host_group(timeout)
         return
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": 0}
     for name, value in alone.items():
