@@ -92,8 +92,8 @@ def raise_when_interrupted() -> None:
 
 @contextmanager
 def leaving_within(seconds: float) -> Iterator[None]:
-    """Around what keeps the main thread inside of C++, where Python's handlers do not run, and which has nothing to save:
-    when a signal asks to leave, the process ends after so many seconds if it is still there."""
+    """Around what keeps the main thread inside of C++, where Python's handlers do not run, with nothing to save yet. A
+    signal that asks to leave then ends the process after so many seconds, if it is still there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
