@@ -11,6 +11,8 @@ EXIT_INTERRUPTED = 130
 EXIT_USER = 2
 EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
+EXIT_UNREAD = 141
+"""Whoever read what a command prints has left, as `head` does: 128 and SIGPIPE's number, as shells have it."""
 
 
 def printable(text: str, *, keep: str = "") -> str:

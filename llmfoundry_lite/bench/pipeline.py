@@ -87,7 +87,10 @@ def run(
     if out is not None:
         asked = ("milliseconds",)
         figure = "![the figure](pipeline.png)"
-        command = "llmfoundry-lite bench pipeline"
+        lists = {"stages": stages, "microbatches": microbatches, "schedules": schedules}
+        options = [f"--{option} {','.join(map(str, values))}" for option, values in lists.items()]
+        options.append(f"--milliseconds {milliseconds:g} --num-repeats {num_repeats}")
+        command = " ".join(["llmfoundry-lite bench pipeline", *options])
         write_report(out, "pipeline", "What stages wait", command, report, table, notes, figure, asked=asked)
         plot(report, out / "pipeline.png")
     return report

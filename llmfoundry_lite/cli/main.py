@@ -8,6 +8,8 @@ answers at once.
 """
 
 import importlib.metadata
+import os
+import select
 import sys
 from typing import Annotated
 
@@ -23,7 +25,7 @@ from llmfoundry_lite.cli.rehearse import rehearse_command
 from llmfoundry_lite.cli.relay import relay_command
 from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
 from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
-from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError, printable
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
 
 app = typer.Typer(
     help="Train MPT models, move their runs between machines, evaluate and compare them.",
@@ -58,7 +60,23 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> None:
     """The `llmfoundry-lite` program."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:  # typer makes the second of the first
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if not isinstance(cause, BrokenPipeError) or is_output_read():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        code = EXIT_UNREAD
+    sys.exit(code)
+
+
+def is_output_read() -> bool:
+    """False where standard output is a pipe whose reader has gone."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return not output.poll(0)
 
 
 def run(arguments: list[str]) -> int:

@@ -108,14 +108,18 @@ def plan_command(
         plans = [plan_on(name, number) for name, number in clusters]
         print(json.dumps([plan_facts(plan) for plan in plans], indent=1) if as_json else describe_plans(plans))
         raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
-    plan = plan_on(*clusters[0])
-    print(json.dumps(plan_facts(plan), indent=1) if as_json else describe_plan(plan, top))
+    # What cannot be done is refused before anything is printed.
+    plan, second = plan_on(*clusters[0]), None
     if second_cluster is not None:
         name, number = second_cluster
         batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
         second = make_plan([*arguments, batch], hardware=name, num_devices=number)
+    if write is not None and plan.candidates:
+        write_overlay(plan, write)
+    print(json.dumps(plan_facts(plan), indent=1) if as_json else describe_plan(plan, top))
+    if second is not None:
         print(describe_joined(plan, second, join_plans(plan, second, wan, exchange_every), wan, exchange_every))
-    if write is not None:
+    if write is not None and not plan.candidates:
         write_overlay(plan, write)
     raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)
 

@@ -83,6 +83,8 @@ class Candidate:
                 keys["pp_config"]["blocks"] = list(pipeline.blocks)
             unset = ("num_microbatches", *(["blocks"] if pipeline.blocks is None else []))
             keys["pp_config"] |= {key: None for key in unset if getattr(config.pp_config, key, None) is not None}
+        elif config.pipeline.pipeline_parallel_degree > 1:
+            keys["pp_config"] = None
         return keys
 
 

@@ -125,5 +125,7 @@ def test_microbatches_are_held_against_the_whole_batch(tmp_path, monkeypatch):
     assert [row["times"] for row in rows] == pytest.approx([1.0, 1.4 / 1.1, 1.8 / 1.1])
     assert accumulation.table_of(report).rows[0][-1] == "8.00"
     assert (tmp_path / "accumulation.png").stat().st_size > 10_000
+    options = "--microbatches 1,4,8 --shape tiny --seq-len 64 --batch-size 8 --dtype fp32 --num-steps 1 --num-rounds 1"
+    assert f"`llmfoundry-lite bench accumulation {options}`" in (tmp_path / "accumulation.md").read_text()
     with pytest.raises(ConfigError, match="--microbatches: 3 do not divide a batch of 8 samples"):
         accumulation.run([3], "tiny", 64, 8, "fp32", 1, 1)

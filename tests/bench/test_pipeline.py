@@ -55,6 +55,8 @@ def test_rows_and_figure_come_from_what_was_measured(tmp_path, monkeypatch):
     assert rows["zbv", 2, 4]["formula"] is None
     assert rows["zbv", 2, 4]["played"] == pytest.approx(1 / 24)
     assert all(row["measured"]["median"] == pytest.approx(0.5) for row in rows.values())
+    options = "--stages 2,4 --microbatches 3,4 --schedules 1f1b,zbv --milliseconds 10 --num-repeats 1"
+    assert f"`llmfoundry-lite bench pipeline {options}`" in (tmp_path / "pipeline.md").read_text()
     assert (tmp_path / "pipeline.png").stat().st_size > 10_000
 
 

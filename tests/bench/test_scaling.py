@@ -90,6 +90,8 @@ def test_every_point_is_launched_once_a_round_and_all_of_it_is_told(tmp_path, mo
     ]
     assert json.loads((tmp_path / "scaling.json").read_text())["asked"]["precision"] == "fp32"
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    options = "--devices 1,2,4 --shape tiny --seq-len 64 --batch-size 8 --dtype fp32 --num-steps 1 --num-rounds 2"
+    assert f"`llmfoundry-lite bench scaling {options}`" in (tmp_path / "scaling.md").read_text()
 
 
 def test_a_launch_that_fails_ends_the_bench_with_its_last_words(monkeypatch):

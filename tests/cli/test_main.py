@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from llmfoundry_lite.cli import main
@@ -15,6 +19,21 @@ def test_help_has_no_line_that_is_cut(group, capsys, monkeypatch):
     assert main.run([*group.split(), "--help"]) == 0
     commands = capsys.readouterr().out.split("Commands:\n")[1].splitlines()
     assert commands and [line for line in commands if line.endswith("...")] == []
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_on_is_no_bug(unbuffered):
+    """`… | head -1`, with what is printed still in a buffer or not."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        result = subprocess.run(
+            [sys.executable, "-m", "llmfoundry_lite.cli.main", "fabric", "--nodes", "1200"],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=output,
+            stderr=subprocess.PIPE,
+        )
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 @pytest.mark.slow

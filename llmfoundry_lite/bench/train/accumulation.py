@@ -73,7 +73,9 @@ def run(
     table, notes = table_of(report), [f"{name}: not measured: {reason}" for name, reason in failed.items()]
     show(console, table, notes=notes)
     if out is not None and report["rows"]:
-        command = " ".join(["llmfoundry-lite bench accumulation", *overrides])
+        options = [f"--microbatches {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len}"]
+        options += [f"--batch-size {batch_size} --dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}"]
+        command = " ".join(["llmfoundry-lite bench accumulation", *options, *overrides])
         asked = ("shape", "seq_len", "batch_size", "dtype", "overrides")
         figure = "![the figure](accumulation.png)"
         write_report(out, "accumulation", "What microbatches cost", command, report, table, notes, figure, asked=asked)

@@ -113,7 +113,7 @@ def run(
     strong = [point for point in measured if point.batch_size == batch_size]
     weak = [point for point in measured if point.batch_size == share * point.num_devices]
     options = [f"--devices {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len} --batch-size {batch_size}"]
-    arguments = [*options, f"--dtype {dtype}", *overrides]
+    arguments = [*options, f"--dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}", *overrides]
     return tell({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, arguments, out)
 
 
