@@ -63,7 +63,11 @@ def read(path: Path) -> dict[str, Any]:
     missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
     if missing:
         raise DataError(f"{path}: an older release's report, or none: it has no {either(missing)}; {again}")
-    if not isinstance(report["tables"], list) or not isinstance(report["asked"], dict):
+    tables = report["tables"]
+    are_tables = isinstance(tables, list) and all(
+        isinstance(one, dict) and {*Table._fields} <= {*one} for one in tables
+    )
+    if not are_tables or not isinstance(report["asked"], dict):
         raise DataError(f"{path}: is no report of a bench; {again}")
     if report["schema"] != SCHEMA:
         raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; {again}")

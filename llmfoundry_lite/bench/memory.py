@@ -143,7 +143,10 @@ def run(
     out: Path | None = None,
 ) -> int:
     """Rehearse all cases, but those that `out` has already, and print each as it is done. Returns the exit code: 2 when
-    an estimate is below its rehearsal or more than 5 % above it."""
+    an estimate is below its rehearsal or more than 5 % above it. Raises ConfigError for counts that are none."""
+    for count in devices:
+        if count != "smallest" and not (count.isdecimal() and int(count)):
+            raise ConfigError(f"--devices: {count!r} given, expected numbers, or smallest")
     models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
     deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
     known = measured_before(out)

@@ -145,9 +145,9 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text()
         events = json.loads(text)["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [event for event in events if event.get("ph") == "X" and "dur" in event]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path}: is no trace of torch's profiler (export_chrome_trace)") from None
-    return [event for event in events if event.get("ph") == "X" and "dur" in event]
 
 
 def break_down(events: Sequence[dict[str, Any]]) -> Breakdown:

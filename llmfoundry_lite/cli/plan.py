@@ -71,7 +71,8 @@ def plan_command(
     ):
         if value is not None and given is None:
             raise ConfigError(f"{option}: {value} given, which needs {needs}")
-    numbers = {"--link": link, "--adapter": adapter, "--price": price, "--mtbf": mtbf, "--stall": stall, "--wan": wan}
+    numbers = {"--link": link, "--adapter": adapter, "--efficiency": efficiency, "--price": price, "--mtbf": mtbf}
+    numbers |= {"--stall": stall, "--wan": wan}
     for option, value in numbers.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"{option}: {value} given, expected a finite number")

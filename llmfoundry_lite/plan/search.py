@@ -310,7 +310,7 @@ class _Search:
         sequence_parallel = config.max_seq_len % (context * tensor) == 0
         divided = dataclasses.replace(
             config,
-            device_train_microbatch_size=None,
+            device_train_microbatch_size=None if config.islands is None else 1,  # found later; an island must say one
             fsdp_config=dataclasses.replace(
                 config.sharding,
                 sharding_strategy=strategy,

@@ -61,6 +61,10 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(changes, words, tmp_
     [
         (None, "cannot be read: No such file"),
         ("no JSON", "is not JSON"),
+        (
+            json.dumps({"schema": 1, "bench": "mfu", "asked": {}, "tables": [{"rows": []}]}),
+            "is no report of a bench; measure again",
+        ),
         ("[1]", "is no report of a bench; measure again: llmfoundry-lite bench mfu --out FOLDER$"),
         (
             json.dumps({"date": "2026-11-01", "rows": []}),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from llmfoundry_lite.bench.memory import measured_before, read_report, write_report
+from llmfoundry_lite.bench.memory import measured_before, read_report, run, write_report
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 
 
@@ -44,3 +45,8 @@ def test_a_rehearsal_that_failed_is_not_kept_for_the_next_time(tmp_path):
     assert measured_before(tmp_path) == {"a": done}
     assert len(read_report(tmp_path)) == 2 and "error: killed" in (tmp_path / "memory.md").read_text()
     assert measured_before(None) == {}
+
+
+def test_counts_that_are_none_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"^--devices: 'many' given, expected numbers, or smallest$"):
+        run(devices=["smallest", "many"])

@@ -101,6 +101,7 @@ def test_steps_of_one_trace_are_averaged():
     [
         ("no JSON", "is no trace of torch's profiler"),
         ("{}", "is no trace of torch's profiler"),
+        (json.dumps({"traceEvents": [3]}), "is no trace of torch's profiler"),
         (json.dumps({"traceEvents": [event("aten::mm", 0, 1)]}), "the trace has no ProfilerStep"),
     ],
 )

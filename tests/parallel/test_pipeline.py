@@ -75,6 +75,7 @@ def test_a_run_changes_between_stages_and_every_other_layout_at_any_checkpoint(t
     assert [segment.pipeline for segment in segments[:3]] == ["2 stages, 1f1b", None, "2 stages, gpipe"]
 
 
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 UNTIED = {"tie_word_embeddings": False, "attn_config": {"alibi": True}}
 LEARNED = {"attn_config": {"alibi": False}, "resid_pdrop": 0.0, "logit_scale": "inv_sqrt_d_model"}
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -90,6 +91,8 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "blocks as given": (2, UNTIED | {"n_layers": 5}, stages(schedule="interleaved", blocks=[2, 1, 1, 1])),
     "learned positions, recomputed": (2, LEARNED, stages() | {"fsdp_config": {"activation_checkpointing": True}}),
     "sharded, selective": (4, {}, stages() | {"fsdp_config": {"activation_checkpointing": "selective"}}),
+    "copies of shards": (8, {}, stages() | {"fsdp_config": HYBRID, "device_train_microbatch_size": 1}),
+    "compiled": (2, {}, stages(schedule="interleaved") | {"compile_config": {"backend": "aot_eager"}}),
 }
 
 
@@ -148,7 +151,7 @@ def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, num
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_stages_answer_tasks_in_context_and_the_model_is_exported_whole(tmp_path, data):
-    config = pipelined(data, **ask_in_context(tmp_path, data), export_at_end=True)
+    config = pipelined(data, **ask_in_context(tmp_path, data), export_at_end=True, eval_first=True)
     config["model"] |= LLAMA | {"attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}
     run(tmp_path, config, "whole")
     said = run(tmp_path, config, "stages", 2, **stages(schedule="interleaved"))

@@ -107,6 +107,7 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
         ([*ON_H100, "64", "--tokens", "inf"], "--tokens: inf given, expected a number of tokens, such as 1e12"),
         ([*ON_H100, "4096", "--mtbf", "1", "global_train_batch_size=4096"], "--mtbf: a failure every 0.879 s on 4096"),
         ([*ON_H100, "64", "--stall", "inf"], "--stall: inf given, expected a finite number"),
+        ([*ON_H100, "64", "--efficiency", "nan"], "--efficiency: nan given, expected a finite number"),
         ([*ON_H100, "64", "--mtbf", "inf"], "--mtbf: inf given, expected a finite number"),
         ([*ON_H100, "64", "--schedule", "gpipe"], "--schedule: gpipe given, which needs --pipeline"),
         ([*ON_H100, "64", "--virtual", "2"], "--virtual: 2 given, which needs --pipeline"),
@@ -159,6 +160,12 @@ def test_what_cannot_be_planned_is_refused_in_a_line(capsys, arguments, words):
     assert plan("mpt-1b", *arguments) == 2
     captured = capsys.readouterr()
     assert words in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_an_island_is_planned_too(capsys):
+    island = ["islands={coordinator: 'h:1', name: a}", "device_train_microbatch_size=1", "save_folder=s"]
+    layouts = facts_of(capsys, "mpt-1b", "--hardware", "h100", "--devices", "8", *island)["layouts"]
+    assert layouts and {one["tensor"] * one["context"] * one["pipeline"] for one in layouts} == {1}
 
 
 def test_a_hundred_thousand_devices_are_planned_too(capsys):
