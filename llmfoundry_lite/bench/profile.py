@@ -145,7 +145,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text()
         events = json.loads(text)["traceEvents"]
-        return [event for event in events if event.get("ph") == "X" and "dur" in event]
+        return [event for event in events if event.get("ph") == "X" and {"name", "dur"} <= event.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path}: is no trace of torch's profiler (export_chrome_trace)") from None
 

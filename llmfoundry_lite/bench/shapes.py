@@ -18,6 +18,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
 }
 NAMES = ", ".join(SHAPES)
+DTYPES = ("fp32", "bf16")
 
 
 def model_of(shape: str, max_seq_len: int, **changes: Any) -> ModelConfig:
@@ -29,6 +30,12 @@ def check_shapes(option: str, names: Iterable[str]) -> None:
     for name in names:
         if name not in SHAPES:
             raise ConfigError(f"{option}: {name!r} given, expected one of {NAMES}")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError for one that no run is measured in."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: {dtype!r} given, expected one of {', '.join(DTYPES)}")
 
 
 def count_step_flops(shape: str, seq_len: int, batch_size: int) -> int:

@@ -71,8 +71,7 @@ def plan_command(
     ):
         if value is not None and given is None:
             raise ConfigError(f"{option}: {value} given, which needs {needs}")
-    numbers = {"--link": link, "--adapter": adapter, "--efficiency": efficiency, "--price": price, "--mtbf": mtbf}
-    numbers |= {"--stall": stall, "--wan": wan}
+    numbers = {"--link": link, "--adapter": adapter, "--price": price, "--mtbf": mtbf, "--stall": stall, "--wan": wan}
     for option, value in numbers.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"{option}: {value} given, expected a finite number")
@@ -184,6 +183,8 @@ def fabric_command(
 
     if not math.isfinite(message):
         raise ConfigError(f"--message: {message} given, expected MiB, such as 186")
+    if nodes * per_node == 1:
+        raise ConfigError("--nodes: 1 device has nobody to exchange with, expected 2 or more in all nodes")
     if ports % 2:
         raise ConfigError(f"--ports: {ports} given, expected an even number: half of a switch's ports go up")
     text = describe(

@@ -97,7 +97,9 @@ def calibrate(shares: Shares, path: Path, accelerator: Accelerator) -> Shares:
     try:
         report = json.loads(path.read_text())
         schema = report.get("schema", REPORT_SCHEMA)
-        rates = [row["flops_per_sec"] for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row]
+        rates = [
+            float(row["flops_per_sec"]) for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row
+        ]
         peak, device = report["peak_flops"], report["device"]
     except OSError as error:
         raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None

@@ -129,3 +129,5 @@ def test_microbatches_are_held_against_the_whole_batch(tmp_path, monkeypatch):
     assert f"`llmfoundry-lite bench accumulation {options}`" in (tmp_path / "accumulation.md").read_text()
     with pytest.raises(ConfigError, match="--microbatches: 3 do not divide a batch of 8 samples"):
         accumulation.run([3], "tiny", 64, 8, "fp32", 1, 1)
+    with pytest.raises(ConfigError, match="--dtype: 'fp8' given, expected one of fp32, bf16"):
+        accumulation.run([1], "tiny", 64, 8, "fp8", 1, 1)

@@ -1,6 +1,7 @@
 """Scaling over counts of devices: what is launched, tabled, and refused."""
 
 import json
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -71,6 +72,17 @@ def test_finished_runs_take_no_option_of_a_launch(capsys):
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_launched():
     with pytest.raises(ConfigError, match="--batch-size: 6 samples do not divide over 4 devices"):
         scaling.run([1, 4], "tiny", 32, 6, "fp32", 1, 1)
+    with pytest.raises(ConfigError, match="--dtype: 'fp8' given, expected one of fp32, bf16"):
+        scaling.run([1, 4], "tiny", 32, 8, "fp8", 1, 1)
+
+
+def test_of_a_launch_that_is_refused_the_rank_s_own_word_is_told(monkeypatch):
+    said = "warning: one\nerror: model.d_model: 7 given\nE1123 failed\n=====\n"
+    failed = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr(scaling.subprocess, "run", lambda *arguments, **options: failed)
+    settings = {"shape": "tiny", "seq_len": 32, "batch_size": 2, "num_steps": 1, "overrides": []}
+    with pytest.raises(RuntimeError, match=r"^model.d_model: 7 given$"):
+        scaling.launch(1, settings, "fp32")
 
 
 def test_every_point_is_launched_once_a_round_and_all_of_it_is_told(tmp_path, monkeypatch):

@@ -107,7 +107,6 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
         ([*ON_H100, "64", "--tokens", "inf"], "--tokens: inf given, expected a number of tokens, such as 1e12"),
         ([*ON_H100, "4096", "--mtbf", "1", "global_train_batch_size=4096"], "--mtbf: a failure every 0.879 s on 4096"),
         ([*ON_H100, "64", "--stall", "inf"], "--stall: inf given, expected a finite number"),
-        ([*ON_H100, "64", "--efficiency", "nan"], "--efficiency: nan given, expected a finite number"),
         ([*ON_H100, "64", "--mtbf", "inf"], "--mtbf: inf given, expected a finite number"),
         ([*ON_H100, "64", "--schedule", "gpipe"], "--schedule: gpipe given, which needs --pipeline"),
         ([*ON_H100, "64", "--virtual", "2"], "--virtual: 2 given, which needs --pipeline"),
@@ -322,6 +321,10 @@ def test_a_measured_rate_takes_the_place_of_the_fitted_one(capsys, tmp_path):
     [
         ({"rows": []}, "has no rate of matrix products"),
         ({"peak_flops": None}, "whose peak is not in the table"),
+        (
+            {"rows": [{"step": "matrix products", "flops_per_sec": "fast"}]},
+            "is no report of `llmfoundry-lite bench mfu`",
+        ),
         ({"rows": 3}, "is no report of `llmfoundry-lite bench mfu`"),
         ({"schema": 99}, "has schema 99, this release reads 1; measure again: llmfoundry-lite bench mfu"),
         ({"device": "NVIDIA A100-SXM4-80GB"}, "was measured on A100-80GB, --hardware says H100-80GB"),

@@ -20,7 +20,7 @@ from llmfoundry_lite.bench.frame import (
     take_turns,
     write_report,
 )
-from llmfoundry_lite.bench.shapes import check_shapes, count_step_flops
+from llmfoundry_lite.bench.shapes import check_dtype, check_shapes, count_step_flops
 from llmfoundry_lite.bench.train.train import measure_in_a_process
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
@@ -47,6 +47,7 @@ def run(
     Raises ConfigError for counts that do not divide the batch.
     """
     check_shapes("--shape", [shape])
+    check_dtype(dtype)
     counts = sorted(set(counts))
     odd = [count for count in counts if batch_size % count]
     if odd:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, take_turns, write_report
-from llmfoundry_lite.bench.shapes import check_shapes
+from llmfoundry_lite.bench.shapes import check_dtype, check_shapes
 from llmfoundry_lite.bench.train.made_up import write_run
 from llmfoundry_lite.bench.train.train import measure_in_a_process
 from llmfoundry_lite.config.load_train import load_train_config
@@ -87,6 +87,7 @@ def run(
     Raises ConfigError for counts that this machine or the batch does not allow, DataError when a launch fails.
     """
     check_shapes("--shape", [shape])
+    check_dtype(dtype)
     counts = sorted(set(counts))
     check_counts(counts, batch_size)
     share = batch_size // counts[-1]
@@ -171,7 +172,9 @@ def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
         command += ["-m", "llmfoundry_lite.train", str(path)]
         done = subprocess.run([*command, *settings["overrides"]], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"{num_devices} devices: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+            # A rank's own word, without what torchrun says below it.
+            said = [line[7:] for line in done.stderr.splitlines() if line.startswith("error: ")][:1]
+            raise RuntimeError("\n".join(said) or f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return read_point(f"{folder}/run")
 
 
