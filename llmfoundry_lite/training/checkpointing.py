@@ -5,6 +5,7 @@ BATCH_CHECKPOINT, after the batch's evaluation. Leaves when to save to `save_pol
 to `run_state`, and how the log travels to `carried_log`.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,8 @@ class Checkpointing(Callback):
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
+        self.newest_lease: int | None = None
+        """On rank 0: the store's when this island was told to save."""
 
     # -------------------------------------------------------------------------------------------------- restore
 
@@ -202,10 +205,16 @@ class Checkpointing(Callback):
 
     def save_before_leaving(self, reason: str, state: State, logger: Logger) -> str:
         """In the middle of a batch, of which nothing has been trained yet; what to say when leaving."""
-        if self.saves_here and int(state.timestamp.batch) > self.last_saved_batch:
-            self._save(state, logger)
-        self._finish(logger)
-        saved = f"saved as ba{self.last_saved_batch}" if self.saves_here else "another island saves"
+        saves = self.saves_here and not self._is_followed()
+        try:
+            if saves and int(state.timestamp.batch) > self.last_saved_batch:
+                self._save(state, logger)
+            self._finish(logger)
+        except CheckpointError:
+            if not self._is_followed():
+                raise
+            saves = False
+        saved = f"saved as ba{self.last_saved_batch}" if saves else "another island saves"
         return f"{reason} after batch {int(state.timestamp.batch)}, {saved}; run the same command again"
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -216,6 +225,22 @@ class Checkpointing(Callback):
         """Of several islands, the scribe saves; one that leaves the others to go on need not."""
         islands = self.islands
         return islands is None or (islands.is_scribe and (islands.stays or not islands.are_others_left))
+
+    def note_leases(self) -> None:
+        """This island is told to save from now on."""
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                self.newest_lease = self.store.leases.highest()
+
+    def _is_followed(self) -> bool:
+        """Whether another island has begun to save since: the others carry on without this one, and taking the lease
+        from them would end them. Every rank must ask."""
+        is_followed = False
+        if dist.get_rank() == 0:
+            known = self.saver.lease.epoch if self.saver.lease is not None else self.newest_lease
+            with suppress(OSError):
+                is_followed = known is not None and self.store.leases.highest() > known
+        return tell_all(is_followed)
 
     def _save(self, state: State, logger: Logger) -> None:
         if not self.saves_here:

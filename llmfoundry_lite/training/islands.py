@@ -199,6 +199,8 @@ class Islands:
         if sum_of([int(error is not None)])[0]:
             reason = str(error or "another rank has lost the coordinator")
             raise Preempted(self.save_before_leaving(reason), orderly=True)
+        if view.scribe == self.name != self.view.scribe:
+            self.checkpointing.note_leases()
         self.view, self.next_view = view, None
         pieces = {name: share_out([_boxes_of(boxes) for boxes in one["boxes"]]) for name, one in described.items()}
         self.pieces = pieces[self.name][self.rank]

@@ -11,6 +11,7 @@ import pytest
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.islands.test_serve import line_to
 from tests.islands.world import coordination, island, metrics, metrics_path, together
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -165,6 +166,36 @@ def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry
         ):
             launch.check()
     check_is_one_run(metrics(tmp_path, "a"), alone)
+
+
+def test_an_island_that_saves_and_alone_loses_the_coordinator_does_not_take_the_others_lease(tmp_path, data):
+    """It computes for so long that another has saved by the time it hears of its loss."""
+    gates = {"a": tmp_path / "b has saved", "b": tmp_path / "a has left"}
+
+    def changes(name, batch):
+        hold = {"python:tests.islands.faults:Hold": {"batch": batch, "until": str(gates[name])}}
+        return {"callbacks": hold, "save_interval": "6ba"}
+
+    with coordination(tmp_path, silence=2.0) as running, line_to(running.port) as line:
+
+        def leave():
+            own = {"coordinator": f"127.0.0.1:{line.address[1]}"}
+            left = island(tmp_path, data, running, "a", 1, islands=own, **changes("a", 5))
+            gates["b"].touch()
+            return left
+
+        def cut():
+            running.wait_for_batch(metrics_path(tmp_path, "b"), 4)
+            for is_dead in line.is_dead.values():
+                is_dead.set()
+            running.wait_for_batch(metrics_path(tmp_path, "b"), 7)
+            gates["a"].touch()
+
+        left, last, _ = together(leave, partial(island, tmp_path, data, running, "b", 1, **changes("b", 8)), cut)
+    assert left.exit_codes == [75]
+    assert "the coordinator is silent after batch 4, another island saves" in left.output
+    last.check()
+    assert {path.name for path in (tmp_path / "saves").glob("ba*")} == {"ba6", "ba10"}
 
 
 def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path, data, alone):

@@ -60,12 +60,13 @@ class Line:
     def __init__(self, port):
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
-        self.far = socket.create_connection(("127.0.0.1", port))
+        self.port = port
         self.is_dead = {"there": threading.Event(), "back": threading.Event()}
         threading.Thread(target=self.accept, daemon=True).start()
 
     def accept(self):
         self.near, _ = self.listener.accept()
+        self.far = socket.create_connection(("127.0.0.1", self.port))
         threading.Thread(target=self.carry, args=(self.near, self.far, "there"), daemon=True).start()
         self.carry(self.far, self.near, "back")
 
