@@ -11,8 +11,7 @@ import pytest
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.islands.test_serve import line_to
-from tests.islands.world import coordination, island, metrics, metrics_path, together
+from tests.islands.world import coordination, island, line_to, metrics, metrics_path, together
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -241,7 +240,7 @@ def test_an_evaluation_or_a_save_says_nothing_of_an_island_s_pace(tmp_path, data
 def test_an_island_whose_rows_are_all_padding_takes_part(tmp_path):
     """Twenty samples: the third batch of an epoch has four rows, and all of them are the first island's."""
     data = write_data(tmp_path / "data", num_train=20)
-    changes = {"train_loader__drop_last": False, "max_duration": "5ba"}
+    changes = {"train_loader__drop_last": False, "train_loader__dataset__shuffle": False, "max_duration": "5ba"}
     train([write_config(tmp_path / "alone.yaml", tiny_config(data, run_name="alone", **changes))], tmp_path, 1).check()
     with coordination(tmp_path) as running:
         for launch in together(

@@ -17,7 +17,7 @@ from llmfoundry_lite.islands import member, serve
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.member import Lost, Member
 from llmfoundry_lite.islands.messages import HEADER, dial, pack, receive
-from tests.islands.world import SECRET, coordination
+from tests.islands.world import SECRET, coordination, line_to
 
 in_a_process = pytest.mark.slow
 
@@ -52,44 +52,6 @@ PREPARED = {
     "norm": 1.0,
     "weights": "",
 }
-
-
-class Line:
-    """A way to the coordinator; either direction can go dead, and then says nothing at all."""
-
-    def __init__(self, port):
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self.listener.getsockname()
-        self.port = port
-        self.is_dead = {"there": threading.Event(), "back": threading.Event()}
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        self.near, _ = self.listener.accept()
-        self.far = socket.create_connection(("127.0.0.1", self.port))
-        threading.Thread(target=self.carry, args=(self.near, self.far, "there"), daemon=True).start()
-        self.carry(self.far, self.near, "back")
-
-    def carry(self, source, target, way):
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not self.is_dead[way].is_set():
-                    target.sendall(data)
-            if not self.is_dead[way].is_set():
-                target.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        for one in (self.listener, self.near, self.far):
-            one.close()
-
-
-@contextmanager
-def line_to(port):
-    line = Line(port)
-    try:
-        yield line
-    finally:
-        line.close()
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,44 @@ def coordination(folder: Path, num_islands: int = 2, silence: float = 4.0) -> It
         yield running
     finally:
         running.stop()
+
+
+class Line:
+    """A way to the coordinator; either direction can go dead, and then says nothing at all."""
+
+    def __init__(self, port):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        self.port = port
+        self.is_dead = {"there": threading.Event(), "back": threading.Event()}
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        self.near, _ = self.listener.accept()
+        self.far = socket.create_connection(("127.0.0.1", self.port))
+        threading.Thread(target=self.carry, args=(self.near, self.far, "there"), daemon=True).start()
+        self.carry(self.far, self.near, "back")
+
+    def carry(self, source, target, way):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.is_dead[way].is_set():
+                    target.sendall(data)
+            if not self.is_dead[way].is_set():
+                target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for one in (self.listener, self.near, self.far):
+            one.close()
+
+
+@contextmanager
+def line_to(port):
+    line = Line(port)
+    try:
+        yield line
+    finally:
+        line.close()
 
 
 def island(folder: Path, data: Path, running: Coordination, name: str, num_ranks: int, **changes: Any) -> Launch:
