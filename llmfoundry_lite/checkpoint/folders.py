@@ -1,25 +1,19 @@
-"""Folders that hold checkpoints, with just the operations a save needs: what any has, those of a local disk, and how
-often something is tried. Those behind an fsspec URL are `remote_folder`'s.
+"""Folders that hold checkpoints, with just the operations a save needs: what any of them has, how often something is
+tried, and what it means when a file is absent. Those of a local disk are `local_folder`'s, those behind an fsspec URL
+`remote_folder`'s.
 
 A local folder can be renamed and synced; an object store has neither and commits with its last put. Errors of the
 operating system pass through as OSError. No torch.
 """
 
 import contextlib
-import ctypes
 import errno
-import os
-import shutil
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from llmfoundry_lite.errors import (
-    CheckpointError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnreadableCheckpointError,
@@ -38,23 +32,9 @@ PASSING = (
 )
 """Answers of disks and of the servers behind them that may be others a moment later."""
 
-EXTRAS = {"s3": "s3", "s3a": "s3"}
-MAX_VECTORS = 512
-"""Of one readv or writev; the kernel takes 1024."""
 ATTEMPTS = 4
 PAUSE_SECONDS = 0.2
 """After the first attempt; three times as long after each further one."""
-WRITE: Callable[[int, Any, int], int] = os.pwritev
-"""(descriptor, pieces, offset) -> bytes taken; tests put failing disks here."""
-
-DIRECT: int | None = getattr(os, "O_DIRECT", None)
-"""Linux has it: writes past the page cache."""
-DIRECT_BYTES = 4096
-"""What memory, offset and length of such a write must be multiples of, on the disks there are."""
-
-SYNC_FILE_RANGE: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux has it; Python has no name for it."""
-SYNC_FILE_RANGE_WRITE = 2
 
 
 class Sink(Protocol):
@@ -123,29 +103,6 @@ class Folder(Protocol):
     def age_seconds(self, name: str) -> float | None: ...
 
 
-def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """A path or fsspec URL. Raises CheckpointError when the protocol's package is not installed."""
-    text = os.fspath(url)
-    protocol, separator, rest = text.partition("://")
-    if not separator:
-        return LocalFolder(Path(os.path.expanduser(text)))
-    if protocol in ("file", "local"):
-        return LocalFolder(Path(rest))
-    import fsspec
-
-    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(text)
-    except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
-        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
-    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
-        raise CheckpointError(f"{text}: {_first_line(error)}") from None
-    return RemoteFolder(filesystem, path, text.rstrip("/"))
-
-
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
     """What a file that cannot be read means: it is not there, or this machine cannot read it. Neither is damage."""
     reason = error.strerror or str(error)
@@ -185,248 +142,6 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------ local
-
-
-class LocalFolder:
-    is_local = True
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.url = str(path)
-
-    def child(self, name: str) -> "LocalFolder":
-        return LocalFolder(self.path / name)
-
-    def parent(self) -> "LocalFolder":
-        return LocalFolder(self.path.absolute().parent)
-
-    def names(self) -> list[str]:
-        try:
-            return sorted(persistently(lambda: os.listdir(self.path), PASSING))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def sizes(self) -> dict[str, int]:
-        def listed() -> dict[str, int]:
-            with os.scandir(self.path) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
-        try:
-            return persistently(listed, PASSING)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-
-    def exists(self) -> bool:
-        """A link counts, wherever it leads."""
-        return os.path.lexists(self.path)
-
-    def is_link(self) -> bool:
-        return self.path.is_symlink()
-
-    def make(self, *, with_parents: bool = False) -> None:
-        """This folder. Those above it only when asked: what was there may have been a disk, now unmounted."""
-        self.path.mkdir(parents=with_parents, exist_ok=True)
-
-    def read(self, name: str, max_bytes: int) -> bytes:
-        def content() -> bytes:
-            with open(self.path / name, "rb") as file:
-                return file.read(max_bytes + 1)
-
-        try:
-            return persistently(content, PASSING)
-        except NotADirectoryError as error:
-            raise FileNotFoundError(*error.args) from None
-
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
-        draft = self.path / f".{name}.{uuid.uuid4().hex}"
-        try:
-            with open(draft, "wb") as file:
-                file.write(data)
-                file.flush()
-                if is_durable:
-                    os.fsync(file.fileno())
-            if only_if_new:
-                self._link(draft, self.path / name)
-            else:
-                os.replace(draft, self.path / name)
-        finally:
-            draft.unlink(missing_ok=True)
-        if is_durable:
-            self.sync()
-
-    def put_last(self, name: str, data: bytes) -> None:
-        """Into a folder that nobody reads before this returns: durable then, with the names of all that is in it.
-
-        Both at once, so that the file system's journal is waited for once.
-        """
-        with (
-            open(self.path / name, "xb") as file,
-            ThreadPoolExecutor(1, thread_name_prefix="checkpoint-names") as beside,
-        ):
-            file.write(data)
-            file.flush()
-            names = beside.submit(self.sync)
-            os.fsync(file.fileno())
-            names.result()
-
-    def _link(self, draft: Path, target: Path) -> None:
-        try:
-            os.link(draft, target)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links; then the name is taken first and the content follows
-            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            os.replace(draft, target)
-
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
-
-    def remove_all(self) -> None:
-        if self.is_link():  # to where someone has moved a checkpoint; what lies there is theirs
-            self.path.unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    def rename(self, old: str, new: str) -> None:
-        """Atomic, and durable when it returns. `new` must not be there."""
-        if os.path.lexists(self.path / new):
-            raise FileExistsError(f"{self.path / new} is there already")
-        os.rename(self.path / old, self.path / new)
-        self.sync()
-
-    def sync(self) -> None:
-        """Make the names in this folder durable."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def sink(self, name: str, num_bytes: int) -> "LocalSink":
-        return LocalSink(self.path / name)
-
-    def source(self, name: str, *, is_anew: bool = False) -> "LocalSource":
-        return LocalSource(self.path / name, is_anew)
-
-    def age_seconds(self, name: str) -> float | None:
-        with contextlib.suppress(OSError):
-            return max(0.0, time.time() - (self.path / name).stat().st_mtime)
-        return None
-
-
-class LocalSink:
-    """A file of which aligned pieces go to the disk past the page cache.
-
-    To find and fill pages of that cache costs a processor more than the rest of a save, and training needs it. What is
-    not aligned goes through the cache, and so does everything where the disk knows no other way.
-    """
-
-    any_order = True
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-        self._direct = _open_direct(path)
-
-    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        if self._direct is not None and _is_aligned(offset, pieces):
-            # Not every file system can, nor from all pinned memory; what the disk itself is wrong with returns below.
-            with contextlib.suppress(OSError):
-                self._write(self._direct, offset, pieces)
-                return
-        self._write(self._descriptor, offset, pieces)
-        _start_writing_back(self._descriptor, offset, sum(len(piece) for piece in pieces))
-
-    def _write(self, descriptor: int, offset: int, pieces: Sequence[Buffer]) -> None:
-        _transfer(WRITE, descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
-
-    def close(self) -> None:
-        try:
-            os.fsync(self._descriptor)  # of the file, by whichever descriptor it was written
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        os.close(self._descriptor)
-        if self._direct is not None:
-            os.close(self._direct)
-
-
-def _open_direct(path: Path) -> int | None:
-    if DIRECT is None:
-        return None
-    with contextlib.suppress(OSError):
-        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | DIRECT)
-    return None
-
-
-def _is_aligned(offset: int, pieces: Sequence[Buffer]) -> bool:
-    if offset % DIRECT_BYTES:
-        return False
-    return not any(len(piece) % DIRECT_BYTES or _address(piece) % DIRECT_BYTES for piece in pieces)
-
-
-def _address(piece: Buffer) -> int:
-    import numpy as np  # a tenth of a second, for commands that read no shard
-
-    return np.frombuffer(piece, np.uint8).ctypes.data
-
-
-def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Ask Linux to send these bytes to the disk now, while the next are being hashed, rather than all at the fsync.
-
-    Advice only: what goes wrong on the disk is told by that fsync.
-    """
-    if SYNC_FILE_RANGE is not None:
-        SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), SYNC_FILE_RANGE_WRITE)
-
-
-class LocalSource:
-    def __init__(self, path: Path, is_anew: bool = False):
-        self.path = path
-        self._descriptor = persistently(lambda: os.open(path, os.O_RDONLY), PASSING)
-        self.num_bytes = os.fstat(self._descriptor).st_size
-        if is_anew and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        if_none = f"{self.path}: ends before byte {offset}+"
-        try:
-            _transfer(os.preadv, self._descriptor, offset, pieces, if_none)
-        except OSError as error:
-            if error.errno not in PASSING:
-                raise
-            time.sleep(PAUSE_SECONDS)
-            persistently(lambda: self._read_anew(offset, pieces, if_none), PASSING)
-
-    def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
-        """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            _transfer(os.preadv, descriptor, offset, pieces, if_none)
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def _transfer(
-    call: Callable[[int, Any, int], int], descriptor: int, offset: int, pieces: Sequence[Buffer], if_none: str
-) -> None:
-    """All of `pieces`, however few bytes the system takes or gives at a time."""
-    rest = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-    while rest:
-        done = call(descriptor, rest[:MAX_VECTORS], offset)
-        if done == 0:
-            raise EOFError(if_none)
-        offset += done
-        while done and done >= len(rest[0]):
-            done -= len(rest.pop(0))
-        if done:
-            rest[0] = rest[0][done:]
-
-
 # --------------------------------------------------------------------------------------------------------- attempts
 
 
@@ -453,8 +168,8 @@ def as_os_errors() -> Iterator[None]:
     except (OSError, EOFError, TypeError, NotImplementedError, ValueError):
         raise
     except Exception as error:
-        raise OSError(_first_line(error)) from error
+        raise OSError(first_line(error)) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder
+from llmfoundry_lite.checkpoint.folders import Folder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
 

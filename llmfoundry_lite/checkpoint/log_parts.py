@@ -11,7 +11,7 @@ the next launch writes what is missing again if its machine has it.
 
 from typing import NamedTuple
 
-from llmfoundry_lite.checkpoint.folders import LocalFolder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_verified
 from llmfoundry_lite.checkpoint.store import LOG, Checkpoint, CheckpointStore

@@ -37,8 +37,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, find_absent, open_folder, unreadable, wrong_twice
+from llmfoundry_lite.checkpoint.folders import Folder, find_absent, unreadable, wrong_twice
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import (
     HEAD_BYTES,
     MANIFEST,
@@ -50,6 +51,7 @@ from llmfoundry_lite.checkpoint.manifest import (
     read_head,
     read_log_parts,
 )
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 

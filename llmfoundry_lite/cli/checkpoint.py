@@ -14,7 +14,9 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder, open_folder
+from llmfoundry_lite.checkpoint.folders import Folder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,

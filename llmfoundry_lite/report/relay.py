@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.folders import LocalFolder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.journal import Leg, read_legs
 from llmfoundry_lite.report.reading import SECONDS, Run
 

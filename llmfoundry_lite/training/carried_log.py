@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.folders import Folder, LocalFolder
+from llmfoundry_lite.checkpoint.folders import Folder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.schema import TrainConfig

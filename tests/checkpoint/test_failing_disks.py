@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint import local_folder
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -64,7 +64,7 @@ def save_while_it_fails(folder, patch):
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_writing_a_shard(tmp_path, error):
-    said = save_while_it_fails(tmp_path, lambda p: p.setattr(folders, "WRITE", failing(os.pwritev, error)))
+    said = save_while_it_fails(tmp_path, lambda p: p.setattr(local_folder, "WRITE", failing(os.pwritev, error)))
     assert said.endswith(f"shard-00000.safetensors: not written: {os.strerror(error)}")
 
 
@@ -84,7 +84,7 @@ def test_creating_and_renaming(tmp_path, name):
 
 
 def test_a_write_cut_short_for_good(tmp_path):
-    said = save_while_it_fails(tmp_path, lambda p: p.setattr(folders, "WRITE", lambda descriptor, pieces, offset: 0))
+    said = save_while_it_fails(tmp_path, lambda p: p.setattr(local_folder, "WRITE", lambda *arguments: 0))
     assert said.endswith("shard-00000.safetensors: the disk took no more bytes")
 
 
@@ -109,14 +109,14 @@ def test_a_disk_that_fills_up_while_a_hint_is_written_has_published(tmp_path, mo
     model, optimizer = build("plain")
     store = CheckpointStore(tmp_path)
     saver = open_saver(store)
-    put = folders.LocalFolder.put
+    put = local_folder.LocalFolder.put
 
     def full(self, name, data, **options):
         if name == "latest.json":
             raise OSError(errno.ENOSPC, "No space left on device")
         put(self, name, data, **options)
 
-    monkeypatch.setattr(folders.LocalFolder, "put", full)
+    monkeypatch.setattr(local_folder.LocalFolder, "put", full)
     save_now(saver, model, optimizer, 1)
     found = store.newest_intact(verify_checkpoint).checkpoint
     assert found is not None and found.name == "ba1"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint import folders, restore
+from llmfoundry_lite.checkpoint import folders, local_folder, restore
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver, open_saver
 from llmfoundry_lite.checkpoint.state import local_part, read_state
@@ -56,16 +56,16 @@ def faults(folder):
     at_two = whole_state(model, opt)
 
     # One rank's disk fails: nobody publishes, everybody hears why, and the next save is sound.
-    write = folders.WRITE
+    write = local_folder.WRITE
     if rank == 1:
 
         def full(descriptor, pieces, offset):
             raise OSError(28, "No space left on device")
 
-        folders.WRITE = full
+        local_folder.WRITE = full
     saver.save(model, opt, about(3))
     assert "shard-00001.safetensors: not written: No space left" in raised_by(CheckpointError, saver.wait)
-    folders.WRITE = write
+    local_folder.WRITE = write
     dist.barrier()
     assert sorted(name for name in os.listdir(folder) if name.startswith((".tmp", "ba"))) == ["ba1", "ba2"]
 

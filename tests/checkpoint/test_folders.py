@@ -13,9 +13,10 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.checkpoint import folders, shards
-from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
+from llmfoundry_lite.checkpoint import folders, local_folder, shards
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import About, aligned_memory, as_bytes, open_saver
@@ -31,7 +32,7 @@ def test_the_disk_is_asked_to_begin_with_every_byte_before_the_fsync(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        folders, "SYNC_FILE_RANGE", lambda fd, offset, size, flags: asked.append((offset.value, size.value))
+        local_folder, "SYNC_FILE_RANGE", lambda fd, offset, size, flags: asked.append((offset.value, size.value))
     )
     write_shard(LocalFolder(tmp_path), "shard", b"head", [np.zeros(2 * CHUNK_BYTES + 1, np.uint8)])
     table = (2 * CHUNK_BYTES + 5, 16 * (2 * CHUNK_BYTES // BLOCK_BYTES + 1))
@@ -39,7 +40,7 @@ def test_the_disk_is_asked_to_begin_with_every_byte_before_the_fsync(
 
 
 def test_a_system_that_cannot_be_asked_writes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "SYNC_FILE_RANGE", None)
+    monkeypatch.setattr(local_folder, "SYNC_FILE_RANGE", None)
     content = np.arange(100_000, dtype=np.uint8)
     write_file(LocalFolder(tmp_path), "shard", content)
     assert (tmp_path / "shard").read_bytes() == content.tobytes()
@@ -64,7 +65,7 @@ def test_a_save_goes_past_the_page_cache_but_for_its_two_ends(tmp_path, monkeypa
         ways[offset // BLOCK_BYTES] = is_direct(descriptor)
         return os.pwritev(descriptor, pieces, offset)
 
-    monkeypatch.setattr(folders, "WRITE", write)
+    monkeypatch.setattr(local_folder, "WRITE", write)
     model = torch.nn.Linear(1000, 1200)
     saver = open_saver(CheckpointStore(tmp_path / "run"))
     saver.save(model, None, About(timestamp=Timestamp(batch=1)))
@@ -86,7 +87,7 @@ def test_what_cannot_be_written_past_the_page_cache_goes_through_it(tmp_path, mo
             raise OSError(error, os.strerror(error))
         return os.pwritev(descriptor, pieces, offset)
 
-    monkeypatch.setattr(folders, "WRITE", write)
+    monkeypatch.setattr(local_folder, "WRITE", write)
     content = as_bytes(aligned_memory(3 * CHUNK_BYTES, pinned=False))
     content[:] = np.arange(content.size) % 251
     write_file(LocalFolder(tmp_path), "file", content)
@@ -99,7 +100,7 @@ def test_a_disk_that_takes_bytes_neither_way_is_heard_of_and_no_descriptor_stays
     def write(descriptor, pieces, offset):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(folders, "WRITE", write)
+    monkeypatch.setattr(local_folder, "WRITE", write)
     open_descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error"):
         write_file(LocalFolder(tmp_path), "file", as_bytes(aligned_memory(CHUNK_BYTES, pinned=False)))

@@ -378,7 +378,7 @@ def test_a_failure_in_the_background_is_raised_with_its_cause_and_leaves_nothing
     def no_space(descriptor, pieces, offset):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.folders.WRITE", no_space)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.local_folder.WRITE", no_space)
     saver.save(model, opt, about(3))
     with pytest.raises(CheckpointError, match=r"shard-00000.safetensors: not written: No space left on device"):
         saver.wait()

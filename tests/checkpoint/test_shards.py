@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from llmfoundry_lite.checkpoint import folders, shards
-from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
+from llmfoundry_lite.checkpoint import local_folder, shards
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
     Entry,
@@ -142,7 +143,7 @@ def test_an_exception_in_a_writer_thread_is_raised(tmp_path, small_chunks, monke
             raise OSError(errno.EIO, "Input/output error")
         return os.pwritev(descriptor, pieces, offset)
 
-    monkeypatch.setattr(folders, "WRITE", fail_later)
+    monkeypatch.setattr(local_folder, "WRITE", fail_later)
     with pytest.raises(OSError, match="Input/output error"):
         write_one(tmp_path, num_bytes=100 * BLOCK, num_threads=3)
     assert len(calls) < 33, "the others stop too"
@@ -153,14 +154,14 @@ def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
     def write_a_little(descriptor, pieces, offset):
         return os.pwrite(descriptor, pieces[0][:1000], offset)
 
-    monkeypatch.setattr(folders, "WRITE", write_a_little)
+    monkeypatch.setattr(local_folder, "WRITE", write_a_little)
     content, _ = write_one(tmp_path, num_threads=2)
     assert load_file(tmp_path / "s")["t00@0"].tobytes() == content.tobytes()
 
 
 @pytest.mark.fault
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "WRITE", lambda descriptor, pieces, offset: 0)
+    monkeypatch.setattr(local_folder, "WRITE", lambda descriptor, pieces, offset: 0)
     with pytest.raises(EOFError, match="took no more bytes"):
         write_one(tmp_path)
 

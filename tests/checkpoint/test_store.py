@@ -16,12 +16,13 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint import folders, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint import store as store_module
-from llmfoundry_lite.checkpoint.folders import LocalFolder, open_folder
 from llmfoundry_lite.checkpoint.lease import describe_this_process
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, describe, verify_checkpoint
@@ -574,7 +575,7 @@ class Disk:
         self.pread, self.open = os.preadv, open
         monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
         monkeypatch.setattr(os, "preadv", self.preadv)
-        monkeypatch.setattr(folders, "open", self.open_file, raising=False)
+        monkeypatch.setattr(local_folder, "open", self.open_file, raising=False)
 
     def is_hit(self, path):
         hit = path.endswith(f"ba2/{self.name}") and self.count > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint import folders
+from llmfoundry_lite.checkpoint import local_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -45,7 +45,7 @@ class FullDisk(Fault):
         def full(descriptor, pieces, offset):
             raise OSError(28, "No space left on device")
 
-        folders.WRITE = full
+        local_folder.WRITE = full
 
 
 class BrokenWriter(Fault):
@@ -53,7 +53,7 @@ class BrokenWriter(Fault):
         def broken(descriptor, pieces, offset):
             raise ZeroDivisionError("a bug in the writer")
 
-        folders.WRITE = broken
+        local_folder.WRITE = broken
 
 
 class PoisonMoments(Fault):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint.folders import LocalFolder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.save import as_bytes
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.ranks import exchange

@@ -20,7 +20,7 @@ from llmfoundry_lite.bench.checkpoint.meters import Limits, Memory, drop_from_ca
 from llmfoundry_lite.bench.checkpoint.report import ASYNC_SAVE, COMPOSER, OURS, SAVE, SIDES
 from llmfoundry_lite.bench.checkpoint.sides import Start, composer_save, dcp_async_save, dcp_save, our_save
 from llmfoundry_lite.bench.shapes import model_of
-from llmfoundry_lite.checkpoint.folders import LocalFolder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.state import local_part, read_state
 from llmfoundry_lite.config.layout import divide_devices

@@ -1,0 +1,33 @@
+"""The folder that a path or URL names. No torch."""
+
+import os
+from pathlib import Path
+
+from llmfoundry_lite.checkpoint.folders import Folder, first_line
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.errors import CheckpointError
+
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+
+
+def open_folder(url: str | os.PathLike[str]) -> Folder:
+    """A path or fsspec URL. Raises CheckpointError when the protocol's package is not installed."""
+    text = os.fspath(url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalFolder(Path(os.path.expanduser(text)))
+    if protocol in ("file", "local"):
+        return LocalFolder(Path(rest))
+    import fsspec
+
+    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
+        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
+    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
+        raise CheckpointError(f"{text}: {first_line(error)}") from None
+    return RemoteFolder(filesystem, path, text.rstrip("/"))
