@@ -7,7 +7,7 @@ to `run_state`, and how the log travels to `carried_log`.
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from composer.core import Callback, State
@@ -32,13 +32,24 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.carried_log import CarriedLog
 from llmfoundry_lite.training.gradients import GradientStep
-from llmfoundry_lite.training.islands import Islands
 from llmfoundry_lite.training.loggers import SAVED, RunLog
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_state import RunState, chosen_options
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.segments import build_segment, find_differences
 from llmfoundry_lite.training.start import Start, check_fit
+
+
+class OtherIslands(Protocol):
+    """What saving asks of a run that several islands train."""
+
+    @property
+    def this_one_saves(self) -> bool: ...
+
+    @property
+    def trained(self) -> dict[str, dict[str, Any]]:
+        """Each island that has trained since this one began: its machine, and its rows since then."""
+        ...
 
 
 class Checkpointing(Callback):
@@ -50,7 +61,7 @@ class Checkpointing(Callback):
         preemption: Preemption,
         agreement: Agreement,
         start: Start,
-        islands: Islands | None = None,
+        islands: OtherIslands | None = None,
     ):
         self.islands = islands
         """Of which one saves; None: this launch trains alone."""
@@ -222,9 +233,7 @@ class Checkpointing(Callback):
 
     @property
     def saves_here(self) -> bool:
-        """Of several islands, the scribe saves; one that leaves the others to go on need not."""
-        islands = self.islands
-        return islands is None or (islands.is_scribe and (islands.stays or not islands.are_others_left))
+        return self.islands is None or self.islands.this_one_saves
 
     def note_leases(self) -> None:
         """This island is told to save from now on."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer.core import State
@@ -46,11 +46,9 @@ from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import agree, sum_of, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.agreement import Agreement, Upcoming
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, Measured, measure
 from llmfoundry_lite.training.optimizers import clear_gradients, local
-
-if TYPE_CHECKING:
-    from llmfoundry_lite.training.checkpointing import Checkpointing
 
 LABELS = 64
 """Of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
@@ -109,22 +107,14 @@ class Islands:
         agreement.changed = self.move_on
 
     @property
-    def is_scribe(self) -> bool:
-        """This island saves."""
-        return self.view.scribe == self.name
-
-    @property
-    def stays(self) -> bool:
-        """This island is one of those that train the next batch."""
-        return self.next_view is None or self.name in self.next_view.members
-
-    @property
-    def are_others_left(self) -> bool:
-        return bool(set((self.next_view or self.view).members) - {self.name})
+    def this_one_saves(self) -> bool:
+        """It is the scribe; and if it leaves, nobody is left to go on."""
+        following = None if self.next_view is None else self.next_view.members
+        return self.view.scribe == self.name and (not following or self.name in following)
 
     # ------------------------------------------------------------------------------------------- coming and going
 
-    def enter(self, state: State, logger: Logger, checkpointing: "Checkpointing") -> None:
+    def enter(self, state: State, logger: Logger, checkpointing: Checkpointing) -> None:
         """Say what this rank has, and wait for the first view; take over the state of a run that is under way."""
         self.checkpointing = checkpointing
         self.save_before_leaving = lambda reason: checkpointing.save_before_leaving(reason, state, logger)
