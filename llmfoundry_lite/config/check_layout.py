@@ -135,7 +135,9 @@ def _check_context_parallel(config: TrainConfig, refuse: Refuse) -> None:
     for name, length in lengths.items():
         if length % context.num_pieces:
             pieces = f"{degree}, of which each has two pieces," if context.kind == "gather" else str(degree)
-            fitting = [str(n) for n in divisors(shortest)[1:] if shortest % (n * context.num_pieces // degree) == 0]
+            heads = math.gcd(model.n_heads, model.num_kv_heads) // tensor if context.kind == "heads" else shortest
+            shares = divisors(math.gcd(shortest, heads))[1:]
+            fitting = [str(n) for n in shares if shortest % (n * context.num_pieces // degree) == 0]
             refuse(key, f"{pieces} does not divide {name}, {length}; use {either(fitting[:8] or ['another length'])}")
     sizes = {"model.n_heads": model.n_heads, "the heads of keys and values": model.num_kv_heads}
     for name, size in sizes.items() if context.kind == "heads" else ():

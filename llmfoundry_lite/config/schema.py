@@ -114,7 +114,7 @@ class AttentionConfig:
     """auto, sdpa, blocked, flex, flash (the flash-attn package where it is installed, else what auto chooses),
     reference; LLM Foundry's torch is sdpa. How to compute, not what: a checkpoint does not depend on it."""
     fused_qkv: bool = True
-    """One matrix for q, k and v. Tensor parallelism needs three."""
+    """One matrix for q, k and v, under every layout; tensor parallelism divides it by heads."""
     qk_ln: bool = False
     """Norm over the whole of q and of k, before heads are split."""
     qk_gn: bool = False

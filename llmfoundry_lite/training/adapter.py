@@ -140,13 +140,13 @@ class PipelinedLanguageModel(LanguageModel):
         """
         tokens_bt = batch["input_ids"]
         missing = num_microbatches * num_samples - len(tokens_bt)
-        is_sample_b = torch.arange(len(tokens_bt) + missing, device=tokens_bt.device) < len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)
         weights_m = torch.full((num_microbatches,), self.num_parts / share, device=tokens_bt.device)
         if not by_tokens:
             num_tokens_m = (labels_bt != IGNORED).view(num_microbatches, -1).sum(1)
-            weights_m *= is_sample_b.view(num_microbatches, -1).sum(1) / num_tokens_m.clamp(min=1)
+            num_filled_m = (tokens_bt >= 0).any(1).view(num_microbatches, -1).sum(1)
+            weights_m *= num_filled_m / num_tokens_m.clamp(min=1)
         losses_m = self.model.train_on(
             self.part(tokens_bt.clamp(min=0)),
             self.part(labels_bt),

@@ -24,13 +24,15 @@ class Upcoming(NamedTuple):
     is_there: bool
     """Every rank has its share of one."""
     num_samples: int
+    num_filled: int
+    """Samples that have tokens; the others fill up an epoch's last batch."""
     num_tokens: int
     num_losses: int
     """Tokens that have a loss."""
     digest: int
 
 
-NOTHING = Upcoming(False, 0, 0, 0, 0)
+NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
 
 
 class Agreement(Callback):
@@ -96,17 +98,18 @@ class Agreement(Callback):
         if self._batch is None:
             return NOTHING._replace(is_there=self._error is not None)
         tokens_bt = self._batch["input_ids"]
-        count = count_tokens(self._batch)
-        return Upcoming(True, len(tokens_bt), count["total"], count["loss_generating"], batch_digest(tokens_bt))
+        count, digest = count_tokens(self._batch), batch_digest(tokens_bt)
+        filled = count_filled(self._batch)
+        return Upcoming(True, len(tokens_bt), filled, count["total"], count["loss_generating"], digest)
 
     def _agree(self, counted: Upcoming, reason: int = 0, wants_save: bool = False) -> int:
         """The highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        missing, samples, tokens, losses, digest, writing, wanting, *having = sum_of(
+        missing, samples, filled, tokens, losses, digest, writing, wanting, *having = sum_of(
             [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *reasons]
         )
-        self.upcoming = Upcoming(missing == 0, samples, tokens, losses, digest % (1 << 64))
+        self.upcoming = Upcoming(missing == 0, samples, filled, tokens, losses, digest % (1 << 64))
         self.all_written, self.save_is_due = writing == 0, wanting > 0
         return max((index for index, count in enumerate(having, 1) if count), default=0)
 
@@ -115,3 +118,8 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
     """All tokens, and those with a loss: the last of each sample has no successor. Of a batch in host memory."""
     is_real_bt = batch["input_ids"].cpu().numpy() >= 0
     return {"total": int(is_real_bt.sum()), "loss_generating": int(is_real_bt[:, 1:].sum())}
+
+
+def count_filled(batch: dict[str, torch.Tensor]) -> int:
+    """Samples that have tokens. Of a batch in host memory."""
+    return int((batch["input_ids"].cpu().numpy() >= 0).any(1).sum())

@@ -45,7 +45,7 @@ from llmfoundry_lite.ranks.codec import decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import agree, sum_of, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.training.agreement import Agreement, Upcoming
+from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, Measured, measure
 from llmfoundry_lite.training.optimizers import clear_gradients, local
@@ -260,7 +260,7 @@ class Islands:
         """
         seconds = self._now() - self.began_at
         here = self.agreement.current
-        weight = here.num_losses if self.by_tokens else here.num_samples
+        weight = here.num_losses if self.by_tokens else here.num_filled
         with torch.no_grad():
             report = self._exchange(state, weight, loss)
         exchanged_at = time.monotonic()
@@ -302,8 +302,11 @@ class Islands:
         for name, rows in verdict["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
-        self.agreement.current = Upcoming(
-            True, verdict["samples"], verdict["tokens"], verdict["losses"], verdict["digest"] % (1 << 64)
+        self.agreement.current = here._replace(
+            num_samples=verdict["samples"],
+            num_tokens=verdict["tokens"],
+            num_losses=verdict["losses"],
+            digest=verdict["digest"] % (1 << 64),
         )
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
         return True

@@ -19,7 +19,7 @@ from composer.utils import collect_env, ensure_tuple
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.training.adapter import PipelinedLanguageModel
-from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.agreement import Agreement, count_filled
 from llmfoundry_lite.training.gradients import LOSS
 from llmfoundry_lite.training.islands import Islands
 from llmfoundry_lite.training.optimizers import clear_gradients
@@ -97,7 +97,7 @@ class GroupedTrainer(Trainer):
         state, spec = self.state, self._train_data_spec
         assert spec is not None and state.device_train_microbatch_size is not None
         batch, agreed = state.batch, self.agreement.current
-        total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_samples
+        total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
         share = max(total, 1) / self.ranks.size  # an island's rows may all be padding
         if self.islands is not None:
             self.islands.begin()
@@ -112,7 +112,7 @@ class GroupedTrainer(Trainer):
                 if self.accumulate_train_batch_on_tokens:
                     size = spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating")
                 else:
-                    size = spec.get_num_samples_in_batch(microbatch)
+                    size = count_filled(microbatch)
                 loss_sum += self._run_microbatch(microbatch, size / share)
         state.batch = batch
         return loss_sum

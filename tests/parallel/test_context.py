@@ -375,7 +375,7 @@ REFUSED = {
     "cp_config.context_parallel_degree=0": "cp_config.context_parallel_degree: 0 given, expected a number above 0",
     "cp_config.degree=2": "cp_config.degree",
     "cp_config.context_parallel_degree=3": (
-        "cp_config.context_parallel_degree: 3 does not divide max_seq_len, 32; use 2, 4, 8, 16 or 32"
+        "cp_config.context_parallel_degree: 3 does not divide max_seq_len, 32; use 2 or 4"
     ),
     "cp_config.context_parallel_degree=8": (
         "cp_config.context_parallel_degree: 8 does not divide model.n_heads, 4; use cp_config.kind: gather, or a "
