@@ -63,9 +63,8 @@ def main() -> None:
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit) as error:  # typer makes the second of the first
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        if not isinstance(cause, BrokenPipeError) or is_output_read():
+    except (BrokenPipeError, SystemExit):  # typer makes the second of the first
+        if is_output_read():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         code = EXIT_UNREAD

@@ -18,7 +18,9 @@ def rehearse_command(
     all_kinds: Annotated[
         bool, typer.Option("--all-kinds", help="The first and the last rank of each stage, in turn.")
     ] = False,
-    batches: Annotated[int, typer.Option(min=1, help="Whose memory is measured; one more is counted.")] = 2,
+    batches: Annotated[
+        int, typer.Option(min=2, help="Whose memory is measured; the optimizer's state is there from the second on.")
+    ] = 2,
     searches: Annotated[
         bool, typer.Option("--search", help="Instead: find the largest microbatch that fits, by rehearsing.")
     ] = False,

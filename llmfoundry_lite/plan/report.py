@@ -38,10 +38,10 @@ PARTS = {
 
 def describe_plan(plan: Plan, num_shown: int = 5) -> str:
     config, node = plan.config, plan.node
-    tokens = f", {plan.num_tokens:.3g} tokens" if plan.num_tokens else ""
+    tokens = f", {three_digits(plan.num_tokens / 1e9)} billion tokens" if plan.num_tokens else ""
     half = " (half a card each)" if plan.accelerator.devices_per_card == 2 else ""
     lines = [
-        f"plan      {config.run_name}: {plan.num_parameters / 1e9:.3g} billion parameters{tokens}, "
+        f"plan      {config.run_name}: {three_digits(plan.num_parameters / 1e9)} billion parameters{tokens}, "
         f"{config.global_train_batch_size} x {config.max_seq_len} a batch, {config.precision}",
         f"hardware  {plan.num_devices} x {plan.accelerator.name}{half}, {node.num_devices} in a node; "
         f"{node.link_bytes_per_second / 1e9:.0f} GB/s in it for each device, "
@@ -83,14 +83,19 @@ def describe_plans(plans: Sequence[Plan]) -> str:
                 *(str(c.work.microbatch_size), CHECKPOINTING[c.work.activation_checkpointing]),
                 *(f"{c.memory.total_bytes / GIB:.1f}", f"{c.time.tokens_per_second:,.0f}", f"{c.mfu:.1%}"),
                 f"{rate / base.setdefault(name, rate):.1%}",
-                *((f"{plan.cost.days:.3g}", f"{plan.cost.lost_share:.1%}") if plan.cost else ("", "")),
+                *((three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}") if plan.cost else ("", "")),
             ]
         )
     about = (
-        f"{first.config.run_name}: {first.num_parameters / 1e9:.3g} billion parameters, sequences of "
+        f"{first.config.run_name}: {three_digits(first.num_parameters / 1e9)} billion parameters, sequences of "
         f"{first.config.max_seq_len}, {first.config.precision}"
     )
     return "\n".join([about, "", *markdown_table(rows), "", CANNOT_PROMISE])
+
+
+def three_digits(number: float) -> str:
+    """0.123, 12.3, 12,345: all digits of what is large, and no exponent."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _table(plan: Plan, num_shown: int) -> list[str]:
@@ -179,13 +184,14 @@ def _costs(plan: Plan) -> list[str]:
     own_tokens = TOKENS_PER_PARAMETER * plan.num_parameters
     batches = cost.save_every_seconds / plan.candidates[0].time.seconds
     return [
-        f"run       {cost.days:.3g} days, {cost.device_hours:,.0f} device-hours, at most {cost.energy_kwh:,.0f} kWh"
-        f"{dollars}",
-        f"failures  one in {cost.hours_between_failures:.3g} h; saves every {cost.save_every_seconds / 60:.3g} minutes "
-        f"({batches:.0f} batches) lose least: {cost.lost_share:.1%} of the time with restarts",
-        f"budget    its {flops:.2e} FLOPs are best spent on {num_parameters / 1e9:.3g} billion parameters and "
-        f"{num_tokens / 1e9:.3g} billion tokens; this model is best trained on {own_tokens / 1e9:.3g} "
-        f"billion ({TOKENS_PER_PARAMETER} a parameter)",
+        f"run       {three_digits(cost.days)} days, {cost.device_hours:,.0f} device-hours, "
+        f"at most {cost.energy_kwh:,.0f} kWh{dollars}",
+        f"failures  one in {three_digits(cost.hours_between_failures)} h; saves every "
+        f"{three_digits(cost.save_every_seconds / 60)} minutes ({batches:,.0f} batches) lose least: "
+        f"{cost.lost_share:.1%} of the time with restarts",
+        f"budget    its {flops:.2e} FLOPs are best spent on {three_digits(num_parameters / 1e9)} billion parameters "
+        f"and {three_digits(num_tokens / 1e9)} billion tokens; this model is best trained on "
+        f"{three_digits(own_tokens / 1e9)} billion ({TOKENS_PER_PARAMETER} a parameter)",
     ]
 
 
@@ -197,7 +203,9 @@ def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: fl
         f"exchanged {exchange}: {joined.tokens_per_second:,.0f} tokens/s, {joined.gain:.2f} times the faster alone; "
     )
     return (
-        text + ("the second cluster does not pay, " if joined.gain <= 1 else "") + f"it pays from {least:.3g} Gbit/s on"
+        text
+        + ("the second cluster does not pay, " if joined.gain <= 1 else "")
+        + f"it pays from {three_digits(least)} Gbit/s on"
     )
 
 

@@ -44,32 +44,37 @@ def build_library() -> Path:
         )
     headers = find_headers(torch_folder)
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = compile_library(compiler, torch_folder, headers, Path(place))
+            os.replace(made, folder / NAME)
     except OSError as error:
-        raise ConfigError(f"rehearse: {cache_folder()} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as place:
-        write_stubs(torch_folder, Path(place) / "stubs.inc")
-        made = Path(place) / NAME
-        command = [compiler, "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{NAME}"]
-        # Torch's own headers leave out `crt`, which Triton brings.
-        command += [
-            f"-I{headers}",
-            f"-I{torch_folder.parent}/triton/backends/nvidia/include",
-            f"-I{place}",
-            str(SOURCE),
-        ]
-        command += ["-o", str(made), "-ldl", "-lpthread"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise ConfigError(f"rehearse: {compiler} cannot build the library that stands in for CUDA: {first}")
-        folder.mkdir(exist_ok=True)
-        os.replace(made, folder / NAME)
+        raise ConfigError(f"rehearse: {folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from None
     return folder
 
 
+def compile_library(compiler: str, torch_folder: Path, headers: Path, place: Path) -> Path:
+    """In `place`, which other builds do not use."""
+    write_stubs(torch_folder, place / "stubs.inc")
+    made = place / NAME
+    # Torch's own headers leave out `crt`, which Triton brings.
+    includes = [headers, torch_folder.parent / "triton/backends/nvidia/include", place]
+    options = ["-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{NAME}", *(f"-I{folder}" for folder in includes)]
+    command = [compiler, *options, str(SOURCE), "-o", str(made), "-ldl", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise ConfigError(f"rehearse: {compiler} cannot build the library that stands in for CUDA: {first}")
+    return made
+
+
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ConfigError(
+            "rehearse: this user has no home; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
     return Path(base) / "llmfoundry_lite" / "rehearse"
 
 

@@ -7,6 +7,7 @@ mode belongs to the batch after those.
 
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -175,6 +177,9 @@ def categorise_sharded(names: set[str]) -> str:
 class Watch(TorchDispatchMode):
     """Sees every operation of one batch, in the backward pass too."""
 
+    supports_higher_order_operators = True
+    """FlexAttention's compiled code comes as one."""
+
     def __init__(self, devices_per_node: int):
         super().__init__()
         self.devices_per_node = devices_per_node
@@ -204,6 +209,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return result
         packet = func._overloadpacket
         name = packet.__name__
         if packet in flop_registry:
@@ -222,10 +229,8 @@ class Watch(TorchDispatchMode):
         largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
         if largest is None:
             return
-        kind = (
-            name.strip("_").replace("_base", "").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-        )
-        kind = kind.replace("_into_tensor", "").replace("_tensor", "").replace("_coalesced", "")
+        kind = re.sub("_(base|into_tensor|tensor|coalesced|single)", "", name.strip("_"))
+        kind = re.sub("^all(?=gather|reduce|to)", "all_", kind).replace("toall", "to_all")
         found = self.collectives[kind, describe_group(group, self.devices_per_node), str(largest.dtype)[6:]]
         found[0] += 1
         found[1] += largest.nbytes

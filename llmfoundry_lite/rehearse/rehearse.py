@@ -57,6 +57,7 @@ def rehearse(
     check_count(config, num_devices, per_node)
     if rank is not None and not 0 <= rank < num_devices:
         raise ConfigError(f"--rank: {rank} given, expected 0 to {num_devices - 1}")
+    preflight.check_installed("composer", "streaming")
     layout = layout_of(config, num_devices, per_node)
     if rank is not None:
         ranks = [rank]

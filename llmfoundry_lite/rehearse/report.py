@@ -68,7 +68,7 @@ def describe(rehearsal: Rehearsal) -> str:
         f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {device.free_bytes / GIB:.2f} GiB "
         f"({FREE_SHARE:.0%} of what is sold)",
         f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}); "
-        f"{rehearsal.workspaces_bytes / GIB:.2f} of the first for cuBLAS' workspaces",
+        f"cuBLAS' workspaces are {rehearsal.workspaces_bytes / GIB:.2f} of the allocated",
         f"               the peak is at {rehearsal.peak_at}",
         "               GiB at the peak   rehearsed  estimate",
     ]
@@ -91,7 +91,8 @@ def describe(rehearsal: Rehearsal) -> str:
     )
     lines += describe_kernels(rehearsal)
     for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
-        lines.append(f"collective     {kind} {dtype}, {group}: {calls} calls, {in_bytes(num_bytes)} in a batch")
+        times = "1 call" if calls == 1 else f"{calls:,} calls"
+        lines.append(f"collective     {kind} {dtype}, {group}: {times}, {in_bytes(num_bytes)} in a batch")
     for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
         lines.append(f"host waits     {place}: {count} in a batch")
     lines.append(CANNOT_PROMISE)

@@ -56,7 +56,6 @@ def search(
             num_devices=num_devices,
             per_node=per_node,
             rank=rank,
-            num_batches=1 if size == device_batch_size else 2,
             counts_operations=False,
             spare_bytes=UNREHEARSED_BYTES,
         )

@@ -119,7 +119,8 @@ class Stage:
             code = int(answer)
         else:  # the stage itself is gone, with its reason on our standard error
             code = self._process.wait() or EXIT_BUG
-        return read_outcome(folder, code, text, time.monotonic() - began)
+        last = "collectives" if counts_operations else "allocated_bytes"
+        return read_outcome(folder, code, text, time.monotonic() - began, last)
 
 
 def run_for_real(arguments: list[str]) -> Outcome:
@@ -164,13 +165,14 @@ def write_request(folder: Path, arguments: list[str], environment: dict[str, str
     (folder / "request.json").write_text(json.dumps(request))
 
 
-def read_outcome(folder: Path, code: int, said: str, seconds: float) -> Outcome:
+def read_outcome(folder: Path, code: int, said: str, seconds: float, last: str = "allocated_bytes") -> Outcome:
+    """`last`: what a run that is long enough has found."""
     if code < 0:
         said += describe_killed(-code)
         code = EXIT_BUG
     result = folder / "result.json"
     found = json.loads(result.read_text()) if result.is_file() else {}
-    if code == EXIT_DONE and "allocated_bytes" not in found:
+    if code == EXIT_DONE and last not in found:
         code, said = EXIT_USER, said + TOO_SHORT
     return Outcome(code, said, found, seconds)
 

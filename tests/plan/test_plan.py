@@ -29,7 +29,7 @@ def facts_of(capsys, *arguments: str) -> dict:
 def test_a_run_is_planned_and_the_plan_explained(capsys):
     assert plan("mpt-7b", "--hardware", "mi250", "--devices", "256", "--price", "1.5") == 0
     out = capsys.readouterr().out
-    assert "mpt-7b: 6.66 billion parameters, 1.34e+11 tokens, 1024 x 2048 a batch, amp_bf16" in out
+    assert "mpt-7b: 6.66 billion parameters, 134 billion tokens, 1024 x 2048 a batch, amp_bf16" in out
     assert "256 x MI250 (half a card each), 8 in a node" in out
     assert "state     0.12 TB at 18 bytes a parameter (0.0932 TB at the 14 that papers count)" in out
     assert "rejected  128 copies x 2 parts, ZERO_1: needs " in out

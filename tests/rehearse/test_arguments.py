@@ -1,5 +1,7 @@
 """`llmfoundry-lite rehearse`: what is refused before a compiler or a process starts."""
 
+import importlib.util
+import os
 import re
 
 import pytest
@@ -50,10 +52,11 @@ def test_a_rank_that_is_not_there_is_refused(capfd):
     [
         (["--search", "--all-kinds", "--batches", "3"], "--search: it rehearses one rank, for two batches; leave out "),
         (["--rank", "1", "--all-kinds"], "--rank: it is the only one that is rehearsed; leave out --all-kinds"),
+        (["--batches", "1"], "Invalid value for '--batches'"),  # without the optimizer's state
     ],
-    ids=["search", "rank"],
+    ids=["search", "rank", "batches"],
 )
-def test_an_option_that_would_be_ignored_is_refused(capfd, options, words):
+def test_an_option_that_would_mislead_is_refused(capfd, options, words):
     assert words in refusal(capfd, *RUN, "--devices", "8", *options)
 
 
@@ -65,17 +68,34 @@ def test_without_a_c_compiler_one_line_says_so(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("libcuda*"))
 
 
-def test_a_home_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"file/llmfoundry_lite/rehearse cannot be made .*; set XDG_CACHE_HOME"):
+    words = r"file/llmfoundry_lite/rehearse/torch-\S+ cannot be written \(.*\); set XDG_CACHE_HOME"
+    with pytest.raises(ConfigError, match=words):
         build.build_library()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    with pytest.raises(ConfigError, match="this user has no home; set XDG_CACHE_HOME"):
+        build.cache_folder()
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: type("", (), {"origin": f"{tmp_path}/x.py"}))
     with pytest.raises(ConfigError, match="was built without CUDA"):
         build.find_torch()
+
+
+def test_an_environment_without_composer_is_told_how_to_get_it(capfd, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "composer" else find(name, *more)
+    )
+    assert "composer not installed, which training needs" in refusal(capfd, *RUN, "--devices", "8")
 
 
 @pytest.mark.parametrize("row", ACCELERATORS.values(), ids=lambda row: row.name)

@@ -17,7 +17,7 @@ from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
-from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.rehearse.rehearse import Job, as_rehearsal
 from llmfoundry_lite.rehearse.report import describe
@@ -78,15 +78,21 @@ def test_out_of_memory_is_the_allocators_own_and_one_line(stage):
     assert "; what helps most: fsdp_config.activation_checkpointing: true" in outcome.said
 
 
-def test_a_run_too_short_to_be_measured_says_so(stage):
-    outcome = rehearse(stage, "model.n_layers=1", "max_duration=1ba")
+@pytest.mark.parametrize(("duration", "counts_operations"), [("1ba", False), ("2ba", True)])
+def test_a_run_too_short_to_be_measured_says_so(stage, duration, counts_operations):
+    overrides = ("model.n_layers=1", f"max_duration={duration}")
+    outcome = rehearse(stage, *overrides, counts_operations=counts_operations)
     assert outcome.exit_code == EXIT_USER
     assert outcome.said.endswith("give it a longer one: max_duration=100ba\n")
 
 
 def test_documents_are_rehearsed_without_the_tokenizer(stage):
-    outcome = rehearse(stage, "model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
+    overrides = ("model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
+    outcome = rehearse(stage, *overrides, counts_operations=True)
     assert outcome.exit_code == EXIT_DONE, outcome.said
+    compiled = outcome.found["compiled"]
+    assert compiled["attention"] == ["FlexAttention"] and compiled["kernels"]["sm_90"] > 1
+    assert outcome.found["collectives"] and outcome.found["flops"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,23 @@ def test_the_search_finds_the_largest_microbatch_that_fits(stage, capfd):
     text = capfd.readouterr().out
     assert re.search(r"\n +16 +\d+\.\d\d +\d+\.\d\d", text) and re.search(r"\n +32 +out of +memory", text)
     assert text.endswith("device_train_microbatch_size=16\n")
+
+
+def test_a_search_measures_the_optimizer_too_where_the_batch_is_not_cut(stage, capfd):
+    arguments = [*RUN, "model.n_layers=1"]
+    config = load_train_config(arguments).config
+    assert search(stage, arguments, config, H100, 8, 8) == EXIT_DONE
+    found = re.search(r"\n +16 +([\d.]+) ", capfd.readouterr().out)
+    whole = rehearse(stage, "model.n_layers=1", "device_train_microbatch_size=16").found
+    assert whole["at_peak_bytes"]["optimizer"] > 0.04 * GIB
+    assert found and float(found[1]) == round(whole["allocated_bytes"] / GIB, 2)
+
+
+def test_an_island_is_rehearsed_without_its_coordinator(stage):
+    outcome = rehearse(
+        stage, "model.n_layers=1", "islands.coordinator=127.0.0.1:1", "islands.name=a", "save_folder=nowhere"
+    )
+    assert outcome.exit_code == EXIT_DONE, outcome.said
 
 
 @pytest.mark.parametrize(("device", "target"), [("H100-80GB", "sm_90"), ("A100-80GB", "sm_80")])
