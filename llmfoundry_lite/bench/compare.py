@@ -56,21 +56,21 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError:
         raise DataError(f"{path}: is not JSON; give the JSON that a bench wrote with --out") from None
-    name = report.get("bench", path.stem) if isinstance(report, dict) else path.stem
+    name = str(report.get("bench", path.stem)) if isinstance(report, dict) else path.stem
     again = f"measure again: llmfoundry-lite bench {name.removeprefix('compare-')} --out FOLDER"
     if not isinstance(report, dict):
         raise DataError(f"{path}: is no report of a bench; {again}")
     missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
     if missing:
         raise DataError(f"{path}: an older release's report, or none: it has no {either(missing)}; {again}")
+    if report["schema"] != SCHEMA:
+        raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; {again}")
     tables = report["tables"]
     are_tables = isinstance(tables, list) and all(
         isinstance(one, dict) and {*Table._fields} <= {*one} for one in tables
     )
     if not are_tables or not isinstance(report["asked"], dict):
         raise DataError(f"{path}: is no report of a bench; {again}")
-    if report["schema"] != SCHEMA:
-        raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; {again}")
     return report
 
 

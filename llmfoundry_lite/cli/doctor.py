@@ -5,8 +5,13 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite.cli.options import refuse_beside
+
+IN_A_LAUNCH = "it compares the launch's ranks, --alone examines this machine"
+
 
 def doctor_command(
+    context: typer.Context,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
     folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
     num_ranks: Annotated[int | None, typer.Option(min=1, help="Of the collectives [one per device; CPU: 2].")] = None,
@@ -27,6 +32,7 @@ def doctor_command(
         if this_rank().world_size > 1:
             from llmfoundry_lite.doctor.nodes import examine_nodes
 
+            refuse_beside(context, "doctor in a launch", IN_A_LAUNCH, only=("folder", "num_ranks"))
             raise typer.Exit(examine_nodes(machine, json_file))
     code = doctor(machine, json_file)
     leave_without_waiting(code)

@@ -141,10 +141,11 @@ def check_run(run: str) -> str:
     for segment in found.segments:
         here = found.log.within(segment.first_batch, segment.last_batch)
         row, facts = accelerator_of(found.log, here, segment), measure(found.log, segment, {})
-        if row is None or not facts.tokens_per_second_per_device or not segment.num_devices:
-            left_out.append(
-                f"{segment.span}: {segment.device or 'an unknown device'} is not in the table, no prediction"
-            )
+        if row is None:
+            left_out.append(f"{segment.span}: {describe_unknown(segment.device)}, no prediction")
+            continue
+        if not facts.tokens_per_second_per_device or not segment.num_devices:
+            left_out.append(f"{segment.span}: the log does not tell how fast it was, nothing to compare")
             continue
         spans.append(
             Measured(
@@ -164,6 +165,15 @@ def check_run(run: str) -> str:
     if not found.segments:
         left_out.append("no checkpoint of this run says where it ran: nothing to compare")
     return describe_check(config, spans, left_out)
+
+
+def describe_unknown(device: str | None) -> str:
+    """Why nobody knows the row of a device: a run's own MFU says by which peak it was reckoned."""
+    from llmfoundry_lite.hardware import find_accelerator
+
+    if device is None:
+        return "the checkpoint does not name the device"
+    return f"{device} {'has no MFU in the log' if find_accelerator(device) else 'is not in the table'}"
 
 
 def fabric_command(

@@ -41,14 +41,21 @@ def doctor(machine: Machine, json_file: Path | None = None) -> int:
     """
     if ":/" in str(machine.folder):  # s3://…, of which Path keeps one slash
         raise UserError(f"--folder: {machine.folder} is not a folder of this machine; name one that it has mounted")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise UserError(f"--json: {json_file.parent} is not a folder; make it first")
+    check_json_file(json_file)
     forkserver.set_forkserver_preload(PRELOAD)
     findings = examine(machine, tell=_progress())
     print_table(findings, Console())
     if json_file is not None:
         json_file.write_text(json.dumps(as_dict(findings), indent=1) + "\n")
     return exit_code(findings)
+
+
+def check_json_file(path: Path | None) -> None:
+    """Before minutes are spent on what would be written there. Raises UserError."""
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--json: {path.parent} is not a folder; make it first")
+    if path is not None and path.is_dir():
+        raise UserError(f"--json: {path} is a folder; name a file in it")
 
 
 def examine(

@@ -25,7 +25,7 @@ from rich.console import Console
 from llmfoundry_lite.devices import device_name, device_type, vendor
 from llmfoundry_lite.doctor.bandwidth import THROTTLED, measure_flops
 from llmfoundry_lite.doctor.collectives import OTHER_FIX, Report, judge_clocks
-from llmfoundry_lite.doctor.examine import as_dict, exit_code, print_table
+from llmfoundry_lite.doctor.examine import as_dict, check_json_file, exit_code, print_table
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.gemm import BROKEN, LENGTH, Product, first_wrong
 from llmfoundry_lite.errors import UserError
@@ -73,9 +73,11 @@ class Pair(NamedTuple):
 def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sabotage | None = None) -> int:
     """On every rank of a launch. Rank 0 prints the table and writes the JSON. Returns 0 when nothing failed, else 2.
 
-    Raises UserError where the ranks do not find each other.
+    Raises UserError where the ranks do not find each other, and for a JSON file that cannot be.
     """
     here, kind = this_rank(), device_type()
+    if here.rank == 0:
+        check_json_file(json_file)
     device = choose_device(kind)
     try:
         start_process_group(kind, machine.ranks_limit_seconds)

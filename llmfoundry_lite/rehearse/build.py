@@ -63,7 +63,8 @@ def compile_library(compiler: str, torch_folder: Path, headers: Path, place: Pat
     command = [compiler, *options, str(SOURCE), "-o", str(made), "-ldl", "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        telling = (line for line in done.stderr.splitlines() if "error" in line or "failed" in line)
+        first = next(telling, done.stderr.strip()[:200])
         raise ConfigError(f"rehearse: {compiler} cannot build the library that stands in for CUDA: {first}")
     return made
 

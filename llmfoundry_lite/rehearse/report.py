@@ -1,6 +1,7 @@
 """A rehearsal as lines for people. No torch."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +71,8 @@ def describe(rehearsal: Rehearsal) -> str:
         f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}); "
         f"cuBLAS' workspaces are {rehearsal.workspaces_bytes / GIB:.2f} of the allocated",
         f"               the peak is at {rehearsal.peak_at}",
-        "               GiB at the peak   rehearsed  estimate",
     ]
-    other = {kind: size for kind, size in rehearsal.at_peak_bytes.items() if kind not in NAMES}
-    for name in NAMES:
-        estimated = getattr(estimate, f"{name}_bytes")
-        lines.append(
-            f"               {name:<17}{rehearsal.at_peak_bytes.get(name, 0) / GIB:9.2f} {estimated / GIB:9.2f}"
-        )
-    for name, size in sorted(other.items()):
-        lines.append(f"               {name:<17}{size / GIB:9.2f}         -")
+    lines += describe_peak(rehearsal.at_peak_bytes, estimate, is_stage=layout.pipeline > 1)
     for place, size in rehearsal.largest_bytes.items():
         lines.append(f"               held by {place}: {in_bytes(size)}")
     tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
@@ -99,6 +92,18 @@ def describe(rehearsal: Rehearsal) -> str:
     if device.vendor == "amd":
         lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
     return "\n".join(lines)
+
+
+def describe_peak(at_peak_bytes: dict[str, int], estimate: MemoryEstimate, *, is_stage: bool) -> list[str]:
+    """Category by category. For a stage of a pipeline the estimate counts logits among the activations."""
+    found, expected = Counter(at_peak_bytes), {name: getattr(estimate, f"{name}_bytes") for name in NAMES}
+    if is_stage:
+        found["activations"] += found.pop("logits", 0)
+        del expected["logits"]
+    lines = ["GiB at the peak   rehearsed  estimate"]
+    lines += [f"{name:<17}{found[name] / GIB:9.2f} {size / GIB:9.2f}" for name, size in expected.items()]
+    lines += [f"{name:<17}{found[name] / GIB:9.2f}         -" for name in sorted({*found} - {*expected})]
+    return [" " * 15 + line for line in lines]
 
 
 def stages_of_rank(config: TrainConfig, layout: Layout, rank: int) -> list[Stage]:

@@ -109,7 +109,7 @@ def read_run(where: str) -> Run:
     try:
         names = folder.names()
         content = folder.read(METRICS, MAX_BYTES) if METRICS in names else b""
-        launches = [record for _, record in read_lines(folder.read(LAUNCHES, MAX_BYTES))] if LAUNCHES in names else []
+        launches = read_launches(folder.read(LAUNCHES, MAX_BYTES)) if LAUNCHES in names else []
         config = read_config(folder, notes) if CONFIG in names else None
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from None
@@ -151,6 +151,11 @@ def runs_within(where: Path) -> str:
         return ""
     names = ", ".join(sorted(path.parent.name for path in found))
     return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
+
+
+def read_launches(content: bytes) -> list[Record]:
+    """Lines that tell how a launch stands; what something else has written is passed over."""
+    return [record for _, record in read_lines(content) if isinstance(record.get("status"), str)]
 
 
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:

@@ -235,10 +235,29 @@ def test_the_table_keeps_every_word_at_any_width(width):
     [
         (["--folder", "s3://bucket/run"], "is not a folder of this machine"),
         (["--json", "none/doctor.json"], "--json: none is not a folder"),
+        (["--json", "."], "--json: . is a folder; name a file in it"),
     ],
 )
 def test_options_that_cannot_be_end_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    assert main.run(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--folder", "."],
+            "doctor in a launch: it compares the launch's ranks, --alone examines this machine; leave out",
+        ),
+        (["--json", "none/doctor.json"], "--json: none is not a folder"),
+    ],
+)
+def test_so_they_do_in_a_launch(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert main.run(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
 
