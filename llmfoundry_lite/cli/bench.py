@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from llmfoundry_lite.cli.options import refuse_beside
+from llmfoundry_lite.cli.options import out_folder, refuse_beside
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, UserError
 
 bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -38,9 +38,7 @@ def bench_train(
         bool, typer.Option("--growth", help="Instead: how a step grows with parameters, sequence and batch.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="Of --growth: fp32 or bf16.")] = "bf16",
-    out: Annotated[
-        Path | None, typer.Option(help="Also write the result to this folder, as JSON and Markdown.")
-    ] = None,
+    out: Annotated[Path | None, out_folder("Also write the result to this folder, as JSON and Markdown.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer's side.")] = None,
 ) -> None:
     """A training step beside LLM Foundry's.
@@ -65,7 +63,7 @@ def bench_mfu(
     batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
     num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
     minutes: Minutes = 60,
-    out: Annotated[Path | None, typer.Option(help="Also write mfu.json and mfu.md to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Also write mfu.json and mfu.md to this folder.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
 ) -> None:
     """Model FLOPs utilisation of one device in bf16.
@@ -88,7 +86,7 @@ def bench_scaling(
     dtype: Dtype = "bf16",
     num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each launch.")] = 5,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the launches take turns.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="Also write scaling.json, .md and .png to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Also write scaling.json, .md and .png to this folder.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Speed-up, efficiency and MFU over counts of devices.
@@ -110,7 +108,7 @@ def bench_scaling(
 def bench_compare(
     first: Annotated[Path, typer.Argument(help="The JSON that a bench wrote with --out.")],
     second: Annotated[Path, typer.Argument(help="The same bench's of another machine, or another torch.")],
-    out: Annotated[Path | None, typer.Option(help="Also write compare-BENCH.json and .md to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Also write compare-BENCH.json and .md to this folder.")] = None,
 ) -> None:
     """Two machines or two software stacks side by side. Refuses what cannot be compared, and says why."""
     from llmfoundry_lite.bench.compare import run
@@ -125,7 +123,7 @@ def bench_profile(
     ],
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Of a run.")] = 1,
     active: Annotated[int, typer.Option(min=1, help="Batches of a run that are traced.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Also write profile.json, .md and a run's traces here.")] = None,
+    out: Annotated[Path | None, out_folder("Also write profile.json, .md and a run's traces here.")] = None,
 ) -> None:
     """Where a step's time goes, from a trace.
 
@@ -146,7 +144,7 @@ def bench_block(
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
     minutes: Minutes = 60,
-    out: Annotated[Path | None, typer.Option(help="Also write block.json, .md and .png to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Also write block.json, .md and .png to this folder.")] = None,
 ) -> None:
     """One transformer layer, forward and backward.
 
@@ -181,7 +179,7 @@ def bench_seqlen(
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
     minutes: Minutes = 60,
-    out: Annotated[Path | None, typer.Option(help="Also write seqlen.json, .md and .png to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Also write seqlen.json, .md and .png to this folder.")] = None,
 ) -> None:
     """The same layer over lengths of a sample.
 
@@ -213,7 +211,7 @@ def bench_accumulation(
     dtype: Dtype = "bf16",
     num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the processes take turns.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Also write accumulation.json, .md and .png here.")] = None,
+    out: Annotated[Path | None, out_folder("Also write accumulation.json, .md and .png here.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """One batch in 1 to 64 microbatches.
@@ -234,7 +232,7 @@ def bench_pipeline(
     schedules: Annotated[str, typer.Option(help="With commas.")] = "gpipe,1f1b,interleaved,zero_bubble,zbv",
     milliseconds: Annotated[float, typer.Option(min=1, help="Of a pass through a device's blocks.")] = 100,
     num_repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each, after one that is not.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="Also write pipeline.json, .md and .png to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Also write pipeline.json, .md and .png to this folder.")] = None,
 ) -> None:
     """How long stages of a pipeline wait.
 
@@ -255,7 +253,7 @@ def bench_memory(
     here: Annotated[bool, typer.Option("--here", help="Instead: the real run on this machine's GPU.")] = False,
     minutes: Minutes = 600,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for memory.json and .md; what it has is not rehearsed again.")
+        Path | None, out_folder("A folder for memory.json and .md; what it has is not rehearsed again.")
     ] = None,
 ) -> None:
     """Memory of all that ships: the estimate beside the rehearsal. Exit code 2 where it is not 0 to 5 % above."""
@@ -276,7 +274,7 @@ def bench_prepare(
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
     num_cores: Annotated[int, typer.Option(min=1, help="Given to each side.")] = 2,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the two take turns.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="A folder for prepare.json and .md.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for prepare.json and .md.")] = None,
 ) -> None:
     """`data prepare` beside LLM Foundry's converter.
 
@@ -298,7 +296,7 @@ def bench_prepare(
 def bench_order(
     num_shards: Annotated[int, typer.Option(min=1, help="Of the data set to open.")] = 1_560_000,
     num_workers: Annotated[int, typer.Option(min=0, help="Of its loader.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="A folder for shuffle.json and .md.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for shuffle.json and .md.")] = None,
 ) -> None:
     """How well batches are mixed.
 
@@ -315,7 +313,7 @@ def bench_checkpoint(
     sizes: Annotated[str, typer.Option(help="Parameters, for how ours grows.")] = "10m,40m,125m,350m",
     folder: Annotated[Path, typer.Option(help="On the disk to test; left as it was.")] = Path("."),
     out: Annotated[
-        Path | None, typer.Option(help="A folder for checkpoint.json and .md, or checkpoint-plan.json and .md.")
+        Path | None, out_folder("A folder for checkpoint.json and .md, or checkpoint-plan.json and .md.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model: shows that it runs, not how fast.")] = False,
     plan: Annotated[
@@ -343,7 +341,7 @@ def bench_start(
     shape: Shape = "10m",
     seq_len: SampleTokens = 128,
     num_rounds: Annotated[int, typer.Option(min=1, help="How often the launchers take turns.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="A folder for start.json and .md.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for start.json and .md.")] = None,
 ) -> None:
     """Seconds from the command to the first batch.
 
@@ -362,7 +360,7 @@ def bench_recover(
     num_faults: Annotated[int, typer.Option(min=0, help="Of ranks and of our launcher.")] = 50,
     peer_faults: Annotated[int, typer.Option(min=0, help="Of ranks under torchrun.")] = 6,
     seed: Annotated[int, typer.Option(help="Of what is done when.")] = 17,
-    out: Annotated[Path | None, typer.Option(help="A folder for recover.json and .md.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for recover.json and .md.")] = None,
 ) -> None:
     """What a fault costs.
 
@@ -386,9 +384,7 @@ def bench_eval(
     parity: Annotated[
         Path | None, typer.Option(help="Do not time: compare the answers to the public tasks in this folder.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A folder for eval.json and .md, or eval-parity.json and .md.")
-    ] = None,
+    out: Annotated[Path | None, out_folder("A folder for eval.json and .md, or eval-parity.json and .md.")] = None,
 ) -> None:
     """Evaluation in context beside lm-evaluation-harness.
 
@@ -418,7 +414,7 @@ def bench_eval(
 @bench.command("intervals")
 def bench_intervals(
     num_draws: Annotated[int, typer.Option(min=20, help="Simulated comparisons of each case.")] = 20_000,
-    out: Annotated[Path | None, typer.Option(help="A folder for intervals.json and .md.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for intervals.json and .md.")] = None,
 ) -> None:
     """How often `compare`'s intervals cover, by simulation.
 
@@ -435,7 +431,7 @@ def bench_sequential(
         list[Path] | None, typer.Argument(metavar="[RESULT.json...]", help="Every two of them, besides.")
     ] = None,
     num_draws: Annotated[int, typer.Option(min=200, help="Simulated comparisons of each case.")] = 20_000,
-    out: Annotated[Path | None, typer.Option(help="A folder for sequential.json and .md.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for sequential.json and .md.")] = None,
 ) -> None:
     """Errors of comparisons that stop when decided.
 
@@ -462,9 +458,7 @@ def bench_switch(
         bool, typer.Option("--layouts", help="Instead: ways to divide it between devices, and nothing else.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; those that are timed run alone.")] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="A folder for switch.json (or switch-layouts.json), .md, .png.")
-    ] = None,
+    out: Annotated[Path | None, out_folder("A folder for switch.json (or switch-layouts.json), .md, .png.")] = None,
     keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
 ) -> None:
     """Is a run that switches between clusters the same run?
@@ -506,7 +500,7 @@ def bench_islands(
         int, typer.Option(min=0, help="Instead: so many random faults of ranks, islands, links and the coordinator.")
     ] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for islands.json, .md and .png; islands-speed.* or islands-faults.*.")
+        Path | None, out_folder("A folder for islands.json, .md and .png; islands-speed.* or islands-faults.*.")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="An empty folder for the runs themselves.")] = None,
 ) -> None:

@@ -28,6 +28,8 @@ def doctor_command(
 
     machine = Machine(folder=folder, num_ranks=num_ranks, quick=quick)
     if not alone:
+        import llmfoundry_lite.ranks.ending  # noqa: F401 - before torch, of whose words in C++ it leaves the errors
+
         adopt_srun()
         if this_rank().world_size > 1:
             from llmfoundry_lite.doctor.nodes import examine_nodes

@@ -1,6 +1,8 @@
-"""Options that mean nothing beside another one are refused, instead of ignored."""
+"""Options that mean nothing beside another one, and folders that cannot be written: refused before any work."""
 
+import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -22,6 +24,23 @@ def refuse_beside(
     ]
     if given:
         raise ConfigError(f"{option}: {why}; leave out {', '.join(given)}")
+
+
+def out_folder(help: str) -> Any:
+    """An option for a folder that is written when all is done."""
+    return typer.Option(help=help, callback=_check_folder)
+
+
+def _check_folder(path: Path | None) -> Path | None:
+    """Raises ConfigError for one that cannot be made or written."""
+    if path is None:
+        return None
+    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not place.is_dir():
+        raise ConfigError(f"--out: {place} is a file, expected a folder")
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"--out: {place} cannot be written; name another folder")
+    return path
 
 
 def _is_given(context: typer.Context, parameter: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError
 
 
@@ -43,9 +44,7 @@ def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run dir
 
 def report_runs(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or URLs of such.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The folder for figure, report.md and report.json [the run].")
-    ] = None,
+    out: Annotated[Path | None, out_folder("The folder for figure, report.md and report.json [the run].")] = None,
     price: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
     ] = None,
@@ -75,7 +74,7 @@ def compare_results(
     results: Annotated[
         list[Path], typer.Argument(metavar="RESULT.json...", help="The first is what others are against.")
     ],
-    out: Annotated[Path | None, typer.Option(help="A folder for compare.md, .json and .png.")] = None,
+    out: Annotated[Path | None, out_folder("A folder for compare.md, .json and .png.")] = None,
     all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
     skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,

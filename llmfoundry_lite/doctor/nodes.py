@@ -15,6 +15,8 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +45,15 @@ SLOW_LINK = 0.6
 """Of the median pair's bandwidth."""
 SLOW_ANSWER = 3.0
 """Times the median pair's latency."""
+PATIENCE = timedelta(seconds=5)
+"""For other ranks to time out too."""
 PINGS = 20
 MOST_SHOWN = 10
 """Pairs in the table, the slowest; the JSON has all."""
+APART_FIX = (
+    "a rank that is missing or has died says why in its own output; if none does, name the network between the nodes "
+    "with GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs), as `ip address` lists it"
+)
 SAME = "install the same versions on every node, from one image or one lock file"
 
 
@@ -86,7 +94,9 @@ def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sab
         findings = list(examine_ranks(machine, device))
     except (RuntimeError, ValueError) as error:  # torch's DistError is one of the first
         words = " ".join(str(error).split())[:300]
-        raise UserError(f"doctor: rank {here.rank} on {node_name()}: {words}; {OTHER_FIX[vendor()]}") from None
+        if "Timed out" in words and (silent := find_silent_ranks()):
+            words += f"; nothing was heard of rank {', '.join(map(str, silent))}"
+        raise UserError(f"doctor: rank {here.rank} on {node_name()}: {words}; {APART_FIX}") from None
     if here.rank == 0:
         shown = [finding for finding in findings if finding.check != "link" or finding.status is not Status.PASS]
         links = [finding for finding in findings if finding.check == "link" and finding.status is Status.PASS]
@@ -107,6 +117,19 @@ def examine_ranks(machine: Machine, device: torch.device) -> Iterator[Finding]:
     speakers = speakers_of(members)
     pairs = measure_pairs(speakers, (4 if machine.quick else 32) * MIB, device)
     yield from judge_pairs(pairs, members)
+
+
+def find_silent_ranks() -> list[int]:
+    """After a collective has timed out, on every rank: those that do not come here too have frozen. Rank 0 hears of
+    them; the others hear nothing, and stay until rank 0 has left, lest a launcher end it before."""
+    if not dist.is_initialized():  # they have not even met
+        return []
+    here, store = this_rank(), dist.distributed_c10d._get_default_store()
+    keys = [f"doctor/timed out/{rank}" for rank in range(here.world_size)]
+    store.set(keys[here.rank], "")
+    with suppress(RuntimeError):
+        store.wait(keys if here.rank == 0 else ["doctor/never"], PATIENCE)
+    return [rank for rank, key in enumerate(keys) if not store.check([key])] if here.rank == 0 else []
 
 
 def node_name() -> str:
@@ -295,12 +318,14 @@ def judge_pairs(pairs: Sequence[Pair], members: Sequence[Member]) -> Iterator[Fi
     if bad and not problems:
         problems = [f"{len(bad)} of {len(pairs)} links are slower than the others"]
     status = Status.FAIL if wrong else Status.WARN if problems else Status.PASS
+    latency = f"{answer * 1e6:,.0f} us"
+    sound = f"the median of {len(pairs)} pairs, {latency}; none is far from it"
     yield Finding(
         check="links",
         status=status,
         value=median / 1e9,
         unit="GB/s",
-        detail=shorten(problems) or f"the median of {len(pairs)} pairs, {answer * 1e6:,.0f} us; none is far from it",
+        detail=shorten(problems) or (sound if len(pairs) > 1 else f"the only pair, {latency}"),
         fix=OTHER_FIX[vendor()] if problems else "",
     )
     for pair in sorted(pairs, key=lambda pair: pair.bytes_per_second):

@@ -42,11 +42,12 @@ def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
     if name is not None:
         return accelerator_named(name)
     # Overlays are files, or names of those that ship.
-    stems = [Path(text).stem for text in arguments if "=" not in text]
+    files = (text.removeprefix("hardware=") for text in arguments)
+    stems = [Path(text).stem for text in files if "=" not in text]
     named = next((stem for stem in reversed(stems) if is_named(stem)), None)
     if named is None:
         raise ConfigError(
-            "rehearse: no YAML file is named after a device; name it with --hardware, expected one of "
+            "rehearse: no overlay is named after a device; add one such as h100-8, or name it with --hardware, one of "
             f"{', '.join(ACCELERATORS)}"
         )
     return accelerator_named(named)

@@ -36,6 +36,13 @@ def test_output_that_nobody_reads_on_is_no_bug(unbuffered):
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("command", ["bench mfu", "bench block", "report run", "compare a.json b.json"])
+def test_a_folder_that_cannot_be_is_refused_before_the_work(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main.run([*command.split(), "--out", str(tmp_path / "file/here")]) == 2
+    assert capsys.readouterr().err == f"error: --out: {tmp_path}/file is a file, expected a folder\n"
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_bench_prepare_prints_our_rate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

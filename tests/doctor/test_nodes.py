@@ -2,6 +2,8 @@
 
 import json
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from llmfoundry_lite.doctor import nodes
 from llmfoundry_lite.doctor.finding import Machine, Status
 from llmfoundry_lite.doctor.nodes import Member, Pair
+from llmfoundry_lite.errors import UserError
 from tests.helpers.findings import by_name
 from tests.helpers.launch import launch
 
@@ -120,3 +123,25 @@ def test_three_nodes_are_examined_and_a_fault_in_one_is_found(fault, check, stat
     if fault != "none":
         assert found[check]["status"] == status
     assert {f"exit code {2 if status is Status.FAIL else 0}" in output for output in done.outputs} == {True}
+
+
+def wait_for_one_that_has_frozen() -> None:
+    """Rank 2 of three, as long as rank 0 is there."""
+
+    def freeze(rank: int) -> None:
+        if rank == 2:
+            with suppress(RuntimeError):
+                dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=60))
+
+    try:
+        nodes.examine_nodes(Machine(quick=True, ranks_limit_seconds=3), None, freeze)
+    except UserError as error:
+        print(f"error: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_rank_that_has_frozen_is_named(tmp_path):
+    done = launch(wait_for_one_that_has_frozen, (), tmp_path, num_ranks=3, local_world_size=1)
+    assert "; nothing was heard of rank 2; a rank that is missing" in done.output, done.output
+    assert "error: doctor: rank 1" in done.outputs[1] and "nothing was heard" not in done.outputs[1]

@@ -112,6 +112,7 @@ def test_each_device_of_the_table_can_be_played(row):
 def test_an_overlay_is_named_after_its_device(overlay, name):
     assert find_device([RUN[0], f"yamls/hardware/{overlay}.yaml"], None).name == name
     assert find_device(["mpt-125m", overlay, "seed=1"], None).name == name
+    assert find_device(["mpt-125m", f"hardware={overlay}"], None).name == name
 
 
 def test_a_name_that_several_devices_have_is_refused():
