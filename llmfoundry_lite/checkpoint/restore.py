@@ -252,10 +252,10 @@ def find_targets(
     manifest, where = checkpoint.manifest, checkpoint.where
     everything = state.model_tensors(model)[0]
     for pattern in ignore:
-        if not any(is_ignored(key, [pattern]) for key in (*everything, *manifest.tensors)):
+        if not any(is_ignored(key, [pattern]) for key in (*held.keys, *manifest.tensors)):
             raise CheckpointError(
                 f"{where}: load_ignore_keys: {pattern} is no tensor, neither there nor in this run; names are such as "
-                f"{min(everything, default='model/…')} and may have * in them"
+                f"{min(held.keys, default='model/…')} and may have * in them"
             )
     tensors = {key: t for key, t in everything.items() if not is_ignored(key, ignore)}
     there = {key for key in manifest.tensors if key.startswith("model/") and not is_ignored(key, ignore)}

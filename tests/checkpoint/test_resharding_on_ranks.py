@@ -15,6 +15,7 @@ from tests.checkpoint.ranks import (
     build_stages,
     load_all,
     load_and_continue,
+    load_another_stage,
     save_and_load_stages,
     save_at_odd_moments,
     train_and_save,
@@ -93,6 +94,7 @@ def test_ranks_may_hold_different_tensors_of_one_model(tmp_path):
     load(folder / "ba1", *found)
     expected, found = whole_state(*expected), whole_state(*found)
     assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    launch(load_another_stage, (str(folder / "ba1"),), tmp_path, 2).check()
     half, half_optimizer = build_stages([0])
     with pytest.raises(CheckpointError, match=r"the checkpoint has model/layers.1.bias"):
         load(folder / "ba1", half, half_optimizer)

@@ -20,3 +20,21 @@ def test_what_helps_most_is_named_first():
     assert best > others[0] > others[1] > 0
     config = load_train_config(files, {}).config
     assert "FULL_SHARD" not in advise_less_memory(config, layout_of(config, 8), "cpu")
+
+
+def advise(microbatch_size: int, *options: str) -> str:
+    options = ("fsdp_config.activation_checkpointing=false", "precision=fp32", *options)
+    config = load_train_config([str(ROOT / "yamls/pretrain/mpt-1b.yaml"), *options], {}).config
+    return advise_less_memory(config, layout_of(config, 4), "cuda", microbatch_size)
+
+
+def test_what_would_be_refused_is_not_advised():
+    stages = "pp_config.pipeline_parallel_degree=4"
+    assert "device_train_microbatch_size: 2 (" in advise(4, stages, "global_train_batch_size=20")
+    rounds = "pp_config.schedule=interleaved"
+    assert "microbatch" not in advise(4, stages, "global_train_batch_size=18", rounds)
+    counted = (stages, "global_train_batch_size=32", "pp_config.num_microbatches=8")
+    assert "pp_config.num_microbatches: 16 (" in advise(4, *counted, "device_train_microbatch_size=null")
+    assert "offload_optimizer" in advise(1, "model.n_layers=2", "fsdp_config.mixed_precision=PURE")
+    for refusing in ("optimizer.name=muon", "fsdp_config.sharding_strategy=ZERO_1", stages):
+        assert "offload_optimizer" not in advise(1, refusing, "global_train_batch_size=32")
