@@ -305,7 +305,8 @@ def table_of(report: dict[str, Any], name: str) -> Table:
                 f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}",
             ]
         )
-    threads = f", {report['num_threads']} threads" if device_type() == "cpu" else ""
+    number = report["num_threads"]
+    threads = f", {number} thread{'s' if number > 1 else ''}" if device_type() == "cpu" else ""
     title = f"{title_of(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
     return Table(title, HEADINGS, rows, num_keys=NUM_KEYS)
 
