@@ -4,6 +4,7 @@ Our own rather than OmegaConf's structured merge, so that an error can name the 
 was expected and the nearest valid key.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -119,7 +120,8 @@ def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
             raise _wrong_type(key, value, _describe(hint), layers)
         return origin(_convert(parameters[0], item, f"{key}[{i}]", layers) for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is str and isinstance(value, int) and not isinstance(value, bool):

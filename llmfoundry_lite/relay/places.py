@@ -11,6 +11,7 @@ places:
 """
 
 import difflib
+import os
 import re
 import shlex
 import subprocess
@@ -152,8 +153,7 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
                 f"places.{name}.launch",
                 f"{ARGUMENTS} is missing; write it where those of the run stand: the relay adds its own there",
             )
-    if "\0" in relay.run:
-        yield "run", f"{relay.run!r} given, expected a folder"
+    yield from _problems_of_folders(relay)
     for name in relay.policy.order:
         if name not in relay.places:
             near = difflib.get_close_matches(name, relay.places, n=1, cutoff=0.6)
@@ -166,6 +166,15 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             parse_seconds(getattr(relay, key))
         except ValueError as error:
             yield key, f"{getattr(relay, key)!r} given, expected {error}"
+
+
+def _problems_of_folders(relay: Relay) -> Iterator[tuple[str, str]]:
+    if not relay.run or "\0" in relay.run or "://" in relay.run:
+        yield "run", f"{relay.run!r} given, expected a folder"
+    if relay.run.startswith("~") and os.path.expanduser(relay.run) == relay.run:
+        yield "run", f"{relay.run!r} given; there is no such user here"
+    if "\0" in relay.store or os.path.isfile(os.path.expanduser(relay.store)):
+        yield "checkpoints", f"{relay.store!r} given, expected the run's save_folder: a folder or a URL"
 
 
 def _problem_of_command(command: str) -> str | None:
