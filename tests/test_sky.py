@@ -144,17 +144,20 @@ def test_codes_that_are_not_75_stay_unless_the_run_says_that_it_was_preempted(no
 def test_before_a_machine_goes_its_runs_are_asked_to_leave_and_waited_for(tmp_path):
     (tmp_path / "scripts/sky").mkdir(parents=True)
     shutil.copy(SKY / "leave.sh", tmp_path / "scripts/sky")
-    for name, status in (("a", "running"), ("b", "done")):
+    for name, status in (("a", "running"), ("b", "done"), ("c/island", "running")):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "status.json").write_text(json.dumps({"status": status, "batch": 3}))
     process = subprocess.Popen(["bash", tmp_path / "scripts/sky/leave.sh"])
     deadline = time.monotonic() + 60
-    while not (tmp_path / "runs/a/STOP").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert process.poll() is None
-    (tmp_path / "runs/a/status.json").write_text(json.dumps({"status": "preempted", "batch": 3}))
+    for name in ("a", "c/island"):
+        while not (tmp_path / "runs" / name / "STOP").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert process.poll() is None
+    for name in ("a", "c/island"):
+        (tmp_path / "runs" / name / "status.json").write_text(json.dumps({"status": "preempted", "batch": 3}))
     assert process.wait(60) == 0
+    assert not (tmp_path / "runs/b/STOP").exists(), "it would stop the next launch there"
 
 
 VALIDATE = """
