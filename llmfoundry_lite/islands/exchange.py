@@ -107,7 +107,8 @@ class Exchange:
         self.on_transfer: Callable[[bool], None] = lambda is_transferring: None
         """Called before sockets may wait for other islands, and after. Tensors are gathered outside, for as long as
         that takes this host."""
-        self._listener = socket.create_server((host, 0), backlog=256)
+        family, *_, where = min(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM))  # IPv4, of a name with both
+        self._listener = socket.create_server(where[:2], family=family, backlog=256)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._arrived: dict[tuple[int, str, int], socket.socket] = {}
         self._connections: dict[Peer, socket.socket] = {}

@@ -20,6 +20,8 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
+PROTOCOL = "islands/2"
+"""What messages say; another number for others."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
 SHORTEST_TOKEN = 16
 HEADER = struct.Struct("!I")
@@ -37,15 +39,15 @@ class BadMessageError(ConnectionError):
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Raises ConfigError."""
-    token = environ.get(TOKEN, "")
+    """Without white space at its ends, which a file or a secret store adds. Raises ConfigError."""
+    token = environ.get(TOKEN, "").strip()
     if len(token) < SHORTEST_TOKEN:
         given = f"{len(token)} characters given" if token else "not set"
         raise ConfigError(
             f"{TOKEN}: {given}, expected a secret of {SHORTEST_TOKEN} characters or more, the same for the coordinator "
             f"and all islands; export {TOKEN}=$(openssl rand -hex 32)"
         )
-    return token.encode()
+    return os.fsencode(token)
 
 
 def parse_address(text: str, key: str) -> tuple[str, int]:
@@ -54,6 +56,12 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{key}: {text!r} given, expected host:port, such as 127.0.0.1:7070")
     return host.strip("[]"), int(port)
+
+
+def format_address(address: tuple[str, int]) -> str:
+    """`host:port`, as `parse_address` reads it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # ------------------------------------------------------------------------------------------------------------ framing
@@ -113,8 +121,9 @@ def challenge() -> str:
 
 
 def prove(token: bytes, role: str, first: str, second: str) -> str:
-    """`role`: client or server, so that neither can be made to answer its own question."""
-    return hmac.new(token, f"islands/1/{role}/{first}/{second}".encode(), hashlib.sha256).hexdigest()
+    """`role`: client or server, so that neither can be made to answer its own question. Who speaks another protocol
+    proves nothing either."""
+    return hmac.new(token, f"{PROTOCOL}/{role}/{first}/{second}".encode(), hashlib.sha256).hexdigest()
 
 
 def check_proof(token: bytes, role: str, first: str, second: str, message: Message) -> None:
@@ -161,7 +170,7 @@ def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE_SECO
         greet(connection, token)
     except ConnectionError as error:
         connection.close()
-        raise BadMessageError(f"{error}; does the other end have the same {TOKEN}?") from error
+        raise BadMessageError(f"{error}; does the other end have the same {TOKEN}, and release?") from error
     except BaseException:
         connection.close()
         raise

@@ -23,9 +23,9 @@ BOXES = {"a": SHARDED, "b": [WHOLE], "c": [WHOLE, WHOLE]}
 
 
 class Rank:
-    def __init__(self, island, rank):
+    def __init__(self, island, rank, host="127.0.0.1"):
         self.island, self.rank = island, rank
-        self.exchange = Exchange(island, rank, "127.0.0.1", SECRET)
+        self.exchange = Exchange(island, rank, host, SECRET)
         self.pieces = share_out(BOXES[island])[rank]
 
     def meet(self, epoch, ranks):
@@ -55,6 +55,25 @@ def at_once(function, ranks):
 def gradients(seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(box.lengths, generator=generator) for name, box in WHOLE.items()}
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_ranks_may_have_addresses_of_ipv6(monkeypatch):
+    pair = [Rank("a", 0, "::1"), Rank("b", 0, "::1")]
+    shapes = {name: box.lengths for name, box in WHOLE.items()}
+    with monkeypatch.context() as patch:
+        patch.setitem(BOXES, "a", [WHOLE])
+
+        def work(rank):
+            rank.pieces = WHOLE
+            rank.meet(1, pair)
+            sent = {name: torch.full(shape, 1.0 + (rank.island == "b")) for name, shape in shapes.items()}
+            return rank.exchange.swap(sent, rank.pieces, 64, 1.0).tensors
+
+        first, second = at_once(work, pair)
+    assert first["b"]["w"].unique().tolist() == [2.0] and second["a"]["w"].unique().tolist() == [1.0]
+    for rank in pair:
+        rank.exchange.close()
 
 
 def test_copies_divide_a_box_and_shards_keep_theirs():

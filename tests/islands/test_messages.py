@@ -1,5 +1,6 @@
 """What strangers can do to a coordinator: nothing."""
 
+import os
 import random
 import socket
 import struct
@@ -9,12 +10,14 @@ from contextlib import suppress
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.islands import messages
 from llmfoundry_lite.islands.messages import (
     MAX_STRANGER_BYTES,
     TOKEN,
     BadMessageError,
     dial,
     find_token,
+    format_address,
     pack,
     parse_address,
     receive,
@@ -74,6 +77,17 @@ def test_another_token_is_refused_and_never_sent(listening):
     assert "does not know the token" in str(until(found, 1)[0])
 
 
+def test_an_end_of_another_protocol_is_refused(listening, monkeypatch):
+    address, found = listening
+    monkeypatch.setattr(messages, "PROTOCOL", "islands/1")
+    with socket.create_connection(address) as connection:
+        theirs, mine = receive(connection)["challenge"], messages.challenge()
+        proof = messages.prove(SECRET, "client", theirs, mine)
+        monkeypatch.undo()
+        connection.sendall(pack({"kind": "answer", "challenge": mine, "proof": proof}))
+        assert isinstance(until(found, 1)[0], BadMessageError)
+
+
 def test_an_end_that_only_echoes_proves_nothing(listening):
     """Our own challenge, sent back as if it were the other's, does not make us answer it."""
     address, found = listening
@@ -121,6 +135,22 @@ def test_a_missing_or_short_token_is_said():
         find_token({})
     with pytest.raises(ConfigError, match="5 characters given"):
         find_token({TOKEN: "short"})
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " "])
+def test_the_white_space_that_a_file_or_a_secret_store_adds_is_not_the_token_s(end):
+    assert find_token({TOKEN: SECRET.decode() + end}) == SECRET
+    with pytest.raises(ConfigError, match="not set"):
+        find_token({TOKEN: end})
+
+
+def test_a_token_may_be_any_bytes():
+    assert find_token({TOKEN: os.fsdecode(b"\xff" * 16)}) == b"\xff" * 16
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:7070", "[::1]:7070", "host:0"])
+def test_an_address_reads_as_it_is_written(text):
+    assert format_address(parse_address(text, "--listen")) == text
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":7070", "host:x", "host:70000"])
