@@ -123,7 +123,7 @@ def _check_islands(config: TrainConfig, refuse: Refuse) -> None:
         refuse("islands.name", f"{islands.name!r} given, expected letters and digits, and . _ - after the first")
     if not re.fullmatch(r".+:\d{1,5}", islands.coordinator):
         refuse("islands.coordinator", f"{islands.coordinator!r} given, expected host:port, such as 127.0.0.1:7070")
-    if not 1e-6 <= islands.weight <= 1e6:  # as `islands.coordinator` has it
+    if not 1e-6 <= islands.weight <= 1e6:  # as `islands.checks` has it
         refuse("islands.weight", f"{islands.weight} given, expected a number from 1e-6 to 1e6")
     if islands.address in ("0.0.0.0", "::"):
         refuse(

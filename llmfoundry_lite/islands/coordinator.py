@@ -9,14 +9,15 @@ is a next epoch: rows are divided again, gradients are dropped, and the batch is
 """
 
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.islands.checks import REPORT, check_fields, check_hello
 from llmfoundry_lite.islands.division import Pace, divide, latest_seconds
 from llmfoundry_lite.islands.member import View
 from llmfoundry_lite.islands.messages import BadMessageError, Message
@@ -40,84 +41,6 @@ LONGEST_TICK_SECONDS = 1.0
 """Between two ticks. After a longer one this process was stopped, and does not know who was silent meanwhile."""
 LEAST_SECONDS = 1e-6
 """Of a batch: no rank computes rows in less."""
-LARGEST = 1 << 70
-"""Above any number that a rank can mean, digests included."""
-WEIGHTS = (1e-6, 1e6)
-"""As `config.check` allows them."""
-
-FACTS: dict[str, type | tuple[type, ...]] = {
-    "island": str,
-    "launch": str,
-    "address": list,
-    "boxes": dict,
-    "fingerprints": dict,
-    "machine": dict,
-    "rank": int,
-    "size": int,
-    "batch": int,
-    "rows": int,
-    "microbatch": int,
-    "weight": (int, float),
-}
-"""What a rank says of itself and its island when it comes."""
-REPORT: dict[str, type | tuple[type, ...]] = {
-    "epoch": int,
-    "batch": int,
-    "ok": bool,
-    "leaving": bool,
-    "bad": int,
-    "seconds": (int, float),
-    "weight": int,
-    "samples": int,
-    "tokens": int,
-    "losses": int,
-    "digest": int,
-    "loss": (int, float),
-    "norm": (int, float),
-    "weights": str,
-}
-"""What an island says when it has, or has not, a batch's whole gradient."""
-
-
-def check_fields(message: Message, fields: dict[str, type | tuple[type, ...]]) -> None:
-    """Raises BadMessageError."""
-    for key, kind in fields.items():
-        value = message.get(key)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise BadMessageError(f"{message['kind']}: {key} is {str(value)[:40]!r}")
-        if isinstance(value, int) and abs(value) >= LARGEST:
-            raise BadMessageError(f"{message['kind']}: {key} has {value.bit_length()} bits")
-
-
-def check_hello(message: Message) -> None:
-    """Raises BadMessageError: what one rank says reaches all islands, and must not stop them."""
-    check_fields(message, FACTS)
-    rank, size, address = message["rank"], message["size"], message["address"]
-    is_sound = {
-        "island": re.fullmatch(r"\w[\w.\-]{0,63}", message["island"]),
-        "launch": re.fullmatch(r"\w{1,64}", message["launch"]),
-        "rank": 0 <= rank < size,
-        "rows": message["rows"] >= 1,
-        "microbatch": message["microbatch"] >= 1,
-        "batch": message["batch"] >= 0,
-        "weight": WEIGHTS[0] <= message["weight"] <= WEIGHTS[1],
-        "address": len(address) == 2 and isinstance(address[0], str) and _is_count(address[1]),
-        "boxes": all(_is_box(box) for box in message["boxes"].values()),
-    }
-    for key, holds in is_sound.items():
-        if not holds:
-            raise BadMessageError(f"hello of rank {rank} of {size}: {key} is {str(message[key])[:40]!r}")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < LARGEST
-
-
-def _is_box(value: Any) -> bool:
-    """Offset and lengths of a part of a tensor."""
-    if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, (list, tuple)) for v in value)):
-        return False
-    return len(value[0]) == len(value[1]) and all(_is_count(number) for part in value for number in part)
 
 
 @dataclass(kw_only=True)
@@ -153,16 +76,13 @@ class Island:
         """Of its checkpoint, as the first rank that has come says."""
         return next(iter(self.hellos.values()))["batch"]
 
-    def describe(self) -> Message:
-        ranks = [self.hellos[rank] for rank in range(self.size)]
-        return {
-            "kind": "member",
-            "name": self.name,
-            "launch": self.launch,
-            "addresses": [hello["address"] for hello in ranks],
-            "boxes": [hello["boxes"] for hello in ranks],
-            "machine": self.facts["machine"],
-        }
+    def describe(self) -> list[Message]:
+        """A message for each rank: all boxes together may be more than one message holds."""
+        common = {"kind": "member", "name": self.name, "launch": self.launch, "size": self.size}
+        common["machine"] = self.facts["machine"]
+        return [
+            {**common, **{key: hello[key] for key in ("rank", "address", "boxes")}} for hello in self.hellos.values()
+        ]
 
 
 class Coordinator:
@@ -172,6 +92,8 @@ class Coordinator:
         self.log = log
         self.islands: dict[str, Island] = {}
         """All that are here, whole or not."""
+        self.speakers: dict[int, tuple[Island, int]] = {}
+        """By connection: an island that is here, and its rank."""
         self.members: list[str] = []
         """Those of the view, in order of names."""
         self.epoch = 0
@@ -232,6 +154,7 @@ class Coordinator:
             raise BadMessageError(f"hello of rank {rank} of {name}, which is here")
         self.islands[name] = island
         island.hellos[rank], island.connections[rank], island.heard_at[rank] = message, connection, now
+        self.speakers[connection] = (island, rank)
         if island.is_whole:
             refusal = self._refusal(island)
             if refusal:
@@ -243,7 +166,7 @@ class Coordinator:
 
     def receive(self, connection: int, message: Message, now: float) -> None:
         """From a rank that has said hello. Raises BadMessageError."""
-        found = self._find(connection)
+        found = self.speakers.get(connection)
         if found is None:
             return  # evicted in the meantime
         island, rank = found
@@ -268,7 +191,7 @@ class Coordinator:
 
     def lose(self, connection: int, now: float) -> None:
         """A connection has ended."""
-        found = self._find(connection)
+        found = self.speakers.get(connection)
         if found is not None:
             self._evict(found[0].name, f"rank {found[1]} of {found[0].name} is gone", now)
 
@@ -397,10 +320,10 @@ class Coordinator:
         self.members, self.joiners = sorted([*members, *joiners]), joiners
         for name in strangers:
             for other in self.members:
-                self._tell(self.islands[name], self.islands[other].describe())
+                self._introduce(other, to=name)
             for other in self.members:
                 if other not in strangers:
-                    self._tell(self.islands[other], self.islands[name].describe())
+                    self._introduce(name, to=other)
         if self.scribe not in self.members:
             self.scribe = min(self.members, key=lambda name: (not self.islands[name].has_state, name))
         self.epoch += 1
@@ -438,7 +361,7 @@ class Coordinator:
         for name in first:
             self.islands[name].has_state = True
             for other in first:
-                self._tell(self.islands[name], self.islands[other].describe())
+                self._introduce(other, to=name)
         view = self._view(first, [name for name in whole if name not in first])
         for name in first:
             self._tell(self.islands[name], view)
@@ -465,6 +388,8 @@ class Coordinator:
                 return f"{island.name} and {name} differ in {what}; islands train one run"
             if _tensors_of(other.facts) != tensors:
                 return f"{island.name} and {name} differ in their parameters; islands train one run"
+            if problem := _out_of_reach(island, other) or _out_of_reach(other, island):
+                return problem
         return ""
 
     def _that_fit(self, members: list[str], waiting: list[str]) -> list[str]:
@@ -546,16 +471,13 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------- its means
 
-    def _find(self, connection: int) -> tuple[Island, int] | None:
-        for island in self.islands.values():
-            for rank, number in island.connections.items():
-                if number == connection:
-                    return island, rank
-        return None
-
     def _tell(self, island: Island, message: Message, *, speaker_only: bool = False) -> None:
         ranks = [0] if speaker_only else sorted(island.connections)
         self.outbox.extend((island.connections[rank], message) for rank in ranks)
+
+    def _introduce(self, name: str, *, to: str) -> None:
+        for message in self.islands[name].describe():
+            self._tell(self.islands[to], message, speaker_only=True)
 
     def _refuse(self, island: Island, reason: str) -> None:
         self._tell(island, {"kind": "refused", "reason": reason})
@@ -580,7 +502,9 @@ class Coordinator:
     def _forget(self, island: Island) -> None:
         del self.islands[island.name]
         self.past.append((island.name, island.launch))
-        self.dropped.extend(connection for connection in island.connections.values() if connection not in self.dropped)
+        for connection in island.connections.values():
+            del self.speakers[connection]
+            self.dropped.append(connection)
 
     def _evict(self, name: str, reason: str, now: float) -> None:
         island = self.islands[name]
@@ -609,6 +533,19 @@ class Coordinator:
         self._let_go(behind, reason)
         self.is_over = False
         self._begin_if_all_here()
+
+
+def _out_of_reach(island: Island, other: Island) -> str:
+    """Why ranks of the other one cannot dial this one's, where that is known."""
+    hosts = {hello.get("host") for hello in other.hellos.values()}
+    for hello in island.hellos.values():
+        address = hello["address"][0]
+        if ip_address(address).is_loopback and hosts - {hello.get("host")}:
+            return (
+                f"{island.name} listens at {address}, where {other.name} on another host does not reach it; give "
+                "islands.address an address of its host"
+            )
+    return ""
 
 
 def _tensors_of(hello: Message) -> dict[str, int]:

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError
-from llmfoundry_lite.islands.messages import HANDSHAKE_SECONDS, BadMessageError, Message, dial, pack, receive
+from llmfoundry_lite.islands.messages import (
+    HANDSHAKE_SECONDS,
+    BadMessageError,
+    Message,
+    dial,
+    format_address,
+    pack,
+    receive,
+)
 
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.1
@@ -68,9 +76,10 @@ def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) 
 
     Raises ConfigError.
     """
-    host, port = address
+    where = format_address(address)
     command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
-    command += ["--listen", f"{host}:{port}", "--islands", str(num_islands)]
+    command += ["--listen", where, "--islands", str(num_islands)]
+    detached = ["sh", "-c", '"$@" &', "sh", *command]  # no child of this rank: launchers kill those of one that hangs
     started_at = None
     while not _answers(address):
         if started_at is None:
@@ -78,13 +87,7 @@ def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) 
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.open("wb") as file:
                 subprocess.run(
-                    [
-                        "sh",
-                        "-c",
-                        '"$@" &',
-                        "sh",
-                        *command,
-                    ],  # no child of this rank: launchers kill those of one that hangs
+                    detached,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
@@ -95,16 +98,37 @@ def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) 
         has_failed = last.startswith("error: ") or time.monotonic() - started_at > SECONDS_TO_START
         if has_failed and not _answers(address):  # else another island's was faster
             raise ConfigError(
-                f"islands.begin_with: no coordinator starts at {host}:{port}: {last}; start it there with "
+                f"islands.begin_with: no coordinator starts at {where}: {last}; start it there with "
                 "`llmfoundry-lite islands coordinate`, or give islands.coordinator an address of this host"
             )
         time.sleep(LOOK_SECONDS)
 
 
+def reach(address: tuple[str, int], token: bytes, on_waiting: Callable[[str], None]) -> socket.socket:
+    """Dial the coordinator, which may be about to be started, or started again. Raises ConfigError."""
+    where, give_up_at = format_address(address), time.monotonic() + SECONDS_TO_START
+    is_told = False
+    while True:
+        try:
+            return dial(address, token)
+        except (BadMessageError, UnicodeError) as error:
+            raise ConfigError(f"islands.coordinator: {where}: {error}") from None
+        except OSError as error:
+            if time.monotonic() > give_up_at:
+                raise ConfigError(
+                    f"islands.coordinator: {where} does not answer ({error.strerror or error}); start it with "
+                    "`llmfoundry-lite islands coordinate`"
+                ) from None
+            if not is_told:
+                on_waiting(f"{where} does not answer ({error.strerror or error}); for {SECONDS_TO_START:.0f} s at most")
+            is_told = True
+            time.sleep(LOOK_SECONDS)
+
+
 def _answers(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=HANDSHAKE_SECONDS).close()
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no name of a host
         return False
     return True
 
@@ -112,31 +136,31 @@ def _answers(address: tuple[str, int]) -> bool:
 class Member:
     """`on_newer_view(epoch)` and `on_lost()` are called in the thread that reads."""
 
-    def __init__(self, address: tuple[str, int], token: bytes, name: str):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        name: str,
+        on_waiting: Callable[[str], None] = lambda reason: None,
+    ):
         self.name = name
         self.on_newer_view: Callable[[int], None] = lambda epoch: None
         self.on_lost: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[str], None] = lambda reason: None
         """Called just before the process is ended because its main thread hangs."""
-        self.on_waiting: Callable[[str], None] = lambda reason: None
-        """Why this island does not come in yet, on rank 0."""
+        self.on_waiting = on_waiting
+        """Called with the reason why this island does not come in yet: the coordinator's, on rank 0; or that none
+        answers."""
         self.lost: Lost | None = None
         self.phase = "compute"
         self.count_bytes: Callable[[], int] = lambda: 0
         self._inbox: queue.Queue[Message | Lost] = queue.Queue()
-        self._described: dict[tuple[str, str], Message] = {}
+        self._described: dict[tuple[str, str], dict[int, Message]] = {}
+        """By name and launch of an island, in the order in which they have come: what is known of each rank."""
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._is_closed = self._has_heard = False
-        try:
-            self._connection = dial(address, token)
-        except BadMessageError as error:
-            raise ConfigError(f"islands.coordinator: {address[0]}:{address[1]}: {error}") from None
-        except OSError as error:
-            raise ConfigError(
-                f"islands.coordinator: {address[0]}:{address[1]} does not answer ({error.strerror or error}); start it "
-                "with `llmfoundry-lite islands coordinate`"
-            ) from None
+        self._connection = reach(address, token, on_waiting)
         self._connection.settimeout(SILENCE_SECONDS)
         for work in (self._read, self._beat):
             threading.Thread(target=work, name="islands", daemon=True).start()
@@ -163,12 +187,21 @@ class Member:
         """The next verdict, on rank 0."""
         return self._inbox.get()
 
-    def describe(self, name: str, launch: str, timeout: float = 30.0) -> Message:
-        """Addresses and boxes of an island's ranks, which the coordinator sends before the first view of it."""
+    def describe(self, name: str, launch: str, timeout: float = 30.0) -> list[Message]:
+        """Addresses and boxes of an island's ranks, on rank 0. The coordinator sends them before the first view of it.
+        Its launches before that one are forgotten. Raises ConnectionError."""
+
+        def is_whole() -> bool:
+            known = self._described.get((name, launch), {})
+            return any(len(known) == message["size"] for message in known.values())
+
         with self._news:
-            if not self._news.wait_for(lambda: (name, launch) in self._described or self.lost, timeout) or self.lost:
+            if not self._news.wait_for(lambda: is_whole() or self.lost, timeout) or self.lost:
                 raise ConnectionError(f"nothing is known of island {name}")
-            return self._described[name, launch]
+            of_name = [key for key in self._described if key[0] == name]
+            for earlier in of_name[: of_name.index((name, launch))]:
+                del self._described[earlier]
+            return [message for _, message in sorted(self._described[name, launch].items())]
 
     def close(self, *, has_finished: bool = False) -> None:
         """`has_finished`: the run has come to its end, and with it all islands."""
@@ -196,7 +229,8 @@ class Member:
                     break
                 if message["kind"] == "member":
                     with self._news:
-                        self._described[message["name"], message["launch"]] = message
+                        known = self._described.setdefault((message["name"], message["launch"]), {})
+                        known[message["rank"]] = message
                         self._news.notify_all()
                     continue
                 if message["kind"] == "view":

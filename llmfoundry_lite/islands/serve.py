@@ -10,8 +10,8 @@ the coordinator ends: all islands then save and leave, where they might wait for
 import asyncio
 import itertools
 import signal
-import sys
 import time
+from contextlib import suppress
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands.coordinator import Coordinator
@@ -24,6 +24,7 @@ from llmfoundry_lite.islands.messages import (
     Message,
     challenge,
     check_proof,
+    format_address,
     pack,
     prove,
     size_of,
@@ -50,12 +51,15 @@ def serve(
     coordinator = Coordinator(num_founders, silence_seconds, say)
     try:
         asyncio.run(Server(token, coordinator, until_alone=until_alone).run(address))
-    except OSError as error:
-        raise ConfigError(f"--listen: {address[0]}:{address[1]}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter: no name of a host
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--listen: {format_address(address)}: {reason}") from error
 
 
 def say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    """Runs go on where nobody reads it any more, or the disk under it is full."""
+    with suppress(OSError):
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 class Server:
@@ -78,8 +82,8 @@ class Server:
 
     async def run(self, address: tuple[str, int]) -> None:
         server = await asyncio.start_server(self.attend, *address)
-        host, port = server.sockets[0].getsockname()[:2]
-        say(f"coordinating at {host}:{port}, beginning with {self.coordinator.num_founders} islands")
+        where = format_address(server.sockets[0].getsockname()[:2])
+        say(f"coordinating at {where}, beginning with {self.coordinator.num_founders} islands")
         for number in (signal.SIGTERM, signal.SIGINT) if self.handles_signals else ():
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
         while not self.stopped.is_set():
@@ -96,7 +100,6 @@ class Server:
         server.close()
         for writer in self.writers.values():
             writer.close()
-        sys.stdout.flush()
         if self.failure is not None:
             raise RuntimeError("the coordinator ends; all islands save and leave") from self.failure
 
@@ -117,6 +120,7 @@ class Server:
                 return
             if hello["kind"] != "hello":
                 raise BadMessageError(f"{hello['kind'][:40]!r} before hello")
+            hello["host"] = host_of(writer)
             self.coordinator.hello(number, await self.introduce(hello), time.monotonic())
             self.deliver()
             while True:
@@ -190,6 +194,12 @@ class Server:
             writer = self.writers.pop(number, None)
             if writer is not None:
                 self.end(writer)
+
+
+def host_of(writer: asyncio.StreamWriter) -> str:
+    """Of the other end: the address that it dials from; empty for this host."""
+    there, here = ((writer.get_extra_info(name) or ("",))[0] for name in ("peername", "sockname"))
+    return "" if there == here else there
 
 
 async def receive(reader: asyncio.StreamReader, limit: int = MAX_BYTES) -> Message:

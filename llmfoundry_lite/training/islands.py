@@ -88,18 +88,22 @@ class Islands:
         agree(error)
         try:
             token = find_token()
-            self.member = Member(coordinator, token, self.name)
+            self.member = Member(coordinator, token, self.name, self._say_waiting)
             self.exchange = Exchange(self.name, self.rank, self.config.address, token)
         except ConfigError as caught:
             error = caught
-        except OSError as caught:
-            error = ConfigError(f"islands.address: {self.config.address}: {caught.strerror or caught}")
+        except (OSError, UnicodeError) as caught:  # the latter: no name of a host
+            reason = getattr(caught, "strerror", None) or caught
+            error = ConfigError(f"islands.address: {self.config.address}: {reason}")
         agree(error)
         self.member.on_newer_view = self.exchange.abort
         self.member.on_lost = lambda: self.exchange.abort(math.inf)
         self.member.count_bytes = lambda: self.exchange.num_bytes
-        self.member.on_waiting = lambda reason: print(f"islands: still waiting: {reason}", flush=True)
         self.exchange.on_transfer = self._note_transfer
+
+    def _say_waiting(self, reason: str) -> None:
+        if self.rank == 0:
+            print(f"islands: still waiting: {reason}", flush=True)
 
     def attach(self, agreement: Agreement, guard: GradientStep) -> None:
         self.agreement = agreement
@@ -181,25 +185,27 @@ class Islands:
 
     def _take_up(self, view: View, state: State) -> None:
         """A new view, between two batches or before one is repeated."""
-        described, error = {}, None
-        try:
-            described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
-        except ConnectionError as caught:  # this rank alone may have lost the coordinator
-            error = caught
-        if sum_of([int(error is not None)])[0]:
-            reason = str(error or "another rank has lost the coordinator")
+        described: dict[str, list[Message]] = {}
+        reason = ""
+        if self.rank == 0:
+            try:
+                described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
+            except ConnectionError as caught:
+                reason = str(caught)
+        described, reason = tell_all([described, reason])
+        if reason:
             raise Preempted(self.save_before_leaving(reason), orderly=True)
         if view.scribe == self.name != self.view.scribe:
             self.checkpointing.note_leases()
         self.view, self.next_view = view, None
-        pieces = {name: share_out([_boxes_of(boxes) for boxes in one["boxes"]]) for name, one in described.items()}
+        pieces = {name: share_out([_boxes_of(one) for one in ranks]) for name, ranks in described.items()}
         self.pieces = pieces[self.name][self.rank]
         others = {
-            name: Ranks([(host, port) for host, port in one["addresses"]], pieces[name])
-            for name, one in described.items()
+            name: Ranks([(host, port) for host, port in (one["address"] for one in ranks)], pieces[name])
+            for name, ranks in described.items()
             if name != self.name
         }
-        self.machines = {name: one["machine"] for name, one in described.items()}
+        self.machines = {name: ranks[0]["machine"] for name, ranks in described.items()}
         self.exchange.meet(view.epoch, self.pieces, others)
         if self.name == view.donor:
             self._give_state(state)
@@ -414,5 +420,5 @@ class Islands:
         return parts
 
 
-def _boxes_of(described: dict[str, Any]) -> Boxes:
-    return {name: Box(tuple(offset), tuple(lengths)) for name, (offset, lengths) in described.items()}
+def _boxes_of(described: Message) -> Boxes:
+    return {name: Box(tuple(offset), tuple(lengths)) for name, (offset, lengths) in described["boxes"].items()}

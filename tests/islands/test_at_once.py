@@ -1,6 +1,7 @@
 """Several islands train one run, in real processes."""
 
 import signal
+import socket
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.islands.messages import format_address
 from tests.helpers.launch import free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 from tests.islands.world import coordination, island, line_to, metrics, metrics_path, together
@@ -31,9 +33,11 @@ def check_is_one_run(records, alone, tolerance=1e-5):
 
 
 def test_two_islands_train_one_run_and_one_saves(tmp_path, data, alone):
+    """Ranks of a have addresses of their own, as on several hosts."""
     with coordination(tmp_path) as running:
         for launch in together(
-            partial(island, tmp_path, data, running, "a", 2), partial(island, tmp_path, data, running, "b", 1)
+            partial(island, tmp_path, data, running, "a", 2, islands={"address": "127.0.0.1${oc.env:RANK}"}),
+            partial(island, tmp_path, data, running, "b", 1),
         ):
             launch.check()
             assert "islands: waiting until as many are here" in launch.output
@@ -100,8 +104,13 @@ def test_where_shares_never_change_links_that_were_cut_leave_every_digit_as_it_w
         assert values(found[0], key) == values(found[1], key), key
 
 
-def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(tmp_path, data):
-    port, changes = free_port(), {"islands": {"begin_with": 2}}
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(tmp_path, data, host):
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    port = free_port()
+    where = format_address((host, port))
+    changes = {"islands": {"begin_with": 2, "coordinator": where, "address": host}}
     nobody: Any = SimpleNamespace(port=port)
     for launch in together(
         partial(island, tmp_path, data, nobody, "a", 2, **changes),
@@ -110,9 +119,7 @@ def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(
         launch.check()
     said = [tmp_path / f"runs/run/{name}/coordinator.txt" for name in ("a", "b")]
     assert sum("epoch 1, batch 1" in path.read_text() for path in said if path.exists()) == 1
-    coordinators = [
-        one for one in psutil.process_iter(["cmdline"]) if f"127.0.0.1:{port}" in (one.info["cmdline"] or [])
-    ]
+    coordinators = [one for one in psutil.process_iter(["cmdline"]) if where in (one.info["cmdline"] or [])]
     assert psutil.wait_procs(coordinators, timeout=60)[1] == []
 
 
@@ -197,6 +204,42 @@ def test_an_island_that_saves_and_alone_loses_the_coordinator_does_not_take_the_
     assert {path.name for path in (tmp_path / "saves").glob("ba*")} == {"ba6", "ba10"}
 
 
+@pytest.mark.parametrize("way", ["give", "take"])
+def test_an_island_dies_with_half_the_state_streamed_and_the_others_carry_on(tmp_path, data, alone, way):
+    """a saves, and so gives its state to b, which joins; c is there all the time."""
+    gate = tmp_path / "b is here"
+    die = {"python:tests.islands.faults:DieInStream": {"way": way}}
+
+    def hold(batch):
+        return {"python:tests.islands.faults:Hold": {"batch": batch, "until": str(gate)}}
+
+    with coordination(tmp_path) as running:
+
+        def join():
+            running.wait_for("epoch 1, batch 1")
+            return island(tmp_path, data, running, "b", 1, callbacks=die if way == "take" else {})
+
+        def open_gate():
+            running.wait_for("b is here")
+            gate.touch()
+
+        giving = {**hold(4), **(die if way == "give" else {})}
+        a, b, c, _ = together(
+            partial(island, tmp_path, data, running, "a", 2, callbacks=giving),
+            join,
+            partial(island, tmp_path, data, running, "c", 1, callbacks=hold(4)),
+            open_gate,
+        )
+    if way == "give":
+        assert -9 in a.exit_codes and b.exit_codes == [75]
+        assert "left the run: a could not give its state; run the same command again" in b.output
+    else:
+        assert b.exit_codes == [-9]
+        a.check()
+    c.check()
+    check_is_one_run(metrics(tmp_path, "c"), alone)
+
+
 def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path, data, alone):
     with coordination(tmp_path) as running:
         asked, last = together(
@@ -278,7 +321,7 @@ def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, da
             ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": ""}}, "LLMFOUNDRY_LITE_ISLANDS_TOKEN: not set"),
             (
                 {"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": "another-secret-16"}},
-                "does the other end have the same LLMFOUNDRY_LITE_ISLANDS_TOKEN?",
+                "does the other end have the same LLMFOUNDRY_LITE_ISLANDS_TOKEN, and release?",
             ),
         ):
             refused = island(tmp_path, data, running, "a", 1, **changes)

@@ -118,8 +118,11 @@ def test_it_begins_when_all_ranks_of_as_many_islands_as_announced_are_here():
     play.come("a", 2, ranks=[1])
     assert play.coordinator.members == ["a", "b"]
     for who in (("a", 0), ("a", 1), ("b", 0)):
-        assert [message["kind"] for message in play.heard[who]] == ["member", "member", "view"]
         assert play.heard[who][-1]["lanes"] == {"a": [0, 4], "b": [4, 8]} and play.heard[who][-1]["scribe"] == "a"
+    for speaker in ("a", "b"):
+        described = [(message.get("name"), message.get("rank")) for message in play.heard[speaker, 0]]
+        assert described == [("a", 0), ("a", 1), ("b", 0), (None, None)]
+    assert [message["kind"] for message in play.heard["a", 1]] == ["view"], "boxes reach it through its speaker"
 
 
 def test_rows_are_divided_by_the_weights_that_islands_bring(play):
@@ -184,8 +187,8 @@ def test_an_island_comes_in_between_two_batches_and_gets_the_scribe_s_state(play
     view = play.last("c")
     assert view["kind"] == "view" and view["batch"] == 2 and view["donor"] == "a" and view["joiners"] == ["c"]
     assert play.last("a")["next"] == view
-    assert [m["name"] for m in play.heard["c", 0] if m["kind"] == "member"] == ["a", "b", "c"]
-    assert [m["name"] for m in play.heard["b", 0] if m["kind"] == "member"] == ["a", "b", "c"]
+    assert [m["name"] for m in play.heard["c", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
+    assert [m["name"] for m in play.heard["b", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
     check_division(play.coordinator)
 
 
@@ -460,6 +463,35 @@ def test_islands_of_unlike_tensors_are_refused(play):
     assert play.last("c")["reason"] == "c and a differ in their parameters; islands train one run"
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_an_island_on_another_host_that_listens_on_loopback_is_refused(order):
+    """The address that an island has when it says none."""
+    play, host_of = Play(), {"a": "10.0.0.1", "b": "10.0.0.2"}
+    address_of = {"a": ["10.0.0.1", 7], "b": ["127.0.0.1", 8]}
+    for name in order:
+        play.come(name, host=host_of[name], address=address_of[name])
+    assert play.last(order[1]) == {
+        "kind": "refused",
+        "reason": "b listens at 127.0.0.1, where a on another host does not reach it; give islands.address an address "
+        "of its host",
+    }
+    play.come("c", host=host_of[order[0]], address=["127.0.0.1" if order == "ba" else "10.0.0.1", 9])
+    assert play.coordinator.members == sorted([order[0], "c"]), "on one host loopback will do"
+
+
+def test_an_island_of_4096_ranks_comes_in_and_goes():
+    """A model of 7B has some 300 tensors: all boxes of all ranks are more than one message holds."""
+    play, size = Play(num_founders=1, rows=8192), 4096
+    play.come("a", batch=1)
+    play.come("b", size)
+    play.batch()
+    assert play.coordinator.members == ["a", "b"] and len(play.coordinator.lanes["b"]) == size
+    assert [m["rank"] for m in play.heard["a", 0] if m.get("name") == "b"] == list(range(size))
+    play.lose("b", 17)
+    assert play.coordinator.members == ["a"] and len(play.coordinator.dropped) == size
+    assert set(play.coordinator.speakers) == {play.number("a")}
+
+
 def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
     play = Play(num_founders=1)
     late = play.dial("a", "1", 1)
@@ -487,6 +519,8 @@ def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
         {"boxes": {"w": 3}},
         {"address": ["h"]},
         {"address": [7070, "h"]},
+        {"address": ["a-name", 7070]},
+        {"address": ["127.0.0.1", 70000]},
         {"batch": -1},
         {"island": "c\nbatch 3 is repeated"},
         {"launch": ""},

@@ -5,6 +5,7 @@ import random
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands import member, serve
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.member import Lost, Member
-from llmfoundry_lite.islands.messages import HEADER, dial, pack, receive
+from llmfoundry_lite.islands.messages import HEADER, dial, greet, pack, receive, welcome
 from tests.islands.world import SECRET, coordination, line_to
 
 in_a_process = pytest.mark.slow
@@ -59,9 +61,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(member, "SILENCE_SECONDS", 1.0)
 
 
-def joined(address, name="a"):
+def joined(address, name="a", **facts):
     one = Member(tuple(address[:2]), SECRET.encode(), name)
-    one.say_hello({**HELLO, "island": name})
+    one.say_hello({**HELLO, "island": name, **facts})
     return one
 
 
@@ -176,6 +178,85 @@ def threaded(coordinator=None):
             loops[0].call_soon_threadsafe(server.stopped.set)
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_rank_knows_an_island_when_all_its_ranks_have_been_described():
+    """And forgets the launches before, of which a long run has many."""
+    with threaded(Coordinator(2, 4.0)) as (port, _):
+        one, *others = joined(("127.0.0.1", port)), joined(("127.0.0.1", port), "b", rank=1, size=2)
+        with pytest.raises(ConnectionError, match="nothing is known of island b"):
+            one.describe("b", "1", timeout=0.0)
+        others.append(joined(("127.0.0.1", port), "b", size=2))
+        hear_view(one)
+        assert [message["rank"] for message in one.describe("b", "1")] == [0, 1]
+        for other in others:
+            other.close()
+        hear_view(one)
+        others.append(joined(("127.0.0.1", port), "b", launch="2"))
+        one.say({**PREPARED, "epoch": 2})
+        assert hear(one)["next"]["members"] == {"a": "1", "b": "2"}
+        assert len(one.describe("b", "2")) == 1
+        with pytest.raises(ConnectionError):
+            one.describe("b", "1", timeout=0.0)
+        for each in (one, *others):
+            each.close()
+
+
+def test_a_coordinator_that_starts_late_is_waited_for_and_one_that_never_does_is_said(monkeypatch):
+    monkeypatch.setattr(member, "SECONDS_TO_START", 20.0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        address = taken.getsockname()
+        said = []
+        with ThreadPoolExecutor() as pool:
+            reached = pool.submit(Member, address, SECRET.encode(), "a", said.append)
+            while not said:
+                assert not reached.done()
+            taken.listen()
+            connection, _ = taken.accept()
+            with connection:
+                welcome(connection, SECRET.encode())
+                reached.result(10).close()
+    assert said == [f"127.0.0.1:{address[1]} does not answer (Connection refused); for 20 s at most"]
+    monkeypatch.setattr(member, "SECONDS_TO_START", 0.2)
+    with pytest.raises(ConfigError, match=r"\.1:\d+ does not answer \(Connection refused\); start it with `llmfoundry"):
+        Member(address, SECRET.encode(), "a")
+
+
+@pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid"])
+def test_a_host_that_cannot_be_is_said(monkeypatch, host):
+    monkeypatch.setattr(member, "SECONDS_TO_START", 0.0)
+    with pytest.raises(ConfigError, match=rf"islands.coordinator: {host}:7070"):
+        Member((host, 7070), SECRET.encode(), "a")
+    with pytest.raises(ConfigError, match=rf"--listen: {host}:7070: "):
+        serve.serve((host, 7070), SECRET.encode(), 1, 4.0)
+
+
+def test_a_full_disk_under_its_log_does_not_end_a_coordinator(monkeypatch):
+    with suppress(OSError), open("/dev/full", "w") as full:
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", full)
+            with threaded() as (port, raised):
+                one = joined(("127.0.0.1", port))
+                hear_view(one)
+                one.say(PREPARED)
+                assert hear(one)["kind"] == "commit"
+                one.close()
+        assert not raised
+
+
+def test_islands_that_dial_from_two_hosts_are_told_apart():
+    """127.0.0.2 stands for another host: there, who listens on loopback is out of reach."""
+    with threaded(Coordinator(2, 4.0)) as (port, _):
+        one = joined(("127.0.0.1", port))
+        with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) as far:
+            greet(far, SECRET.encode())
+            far.sendall(pack({"kind": "hello", **HELLO, "island": "b", "address": ["10.0.0.2", 1], "host": ""}))
+            while (answer := receive(far))["kind"] == "beat":
+                pass
+        assert answer["kind"] == "refused"
+        assert "a listens at 127.0.0.1, where b on another host does not reach it" in answer["reason"]
+        one.close()
 
 
 def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_hear_of_it():
