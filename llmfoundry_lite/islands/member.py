@@ -178,10 +178,10 @@ class Member:
             except TimeoutError:  # half a message may be under way
                 self._hang_up()
 
-    def wait(self) -> None:
-        """Until there is something to hear, on any rank, for as long as it takes."""
+    def wait(self, seconds: float) -> bool:
+        """Whether there is something to hear, on any rank, within that time."""
         with self._news:
-            self._news.wait_for(lambda: self._has_heard)
+            return self._news.wait_for(lambda: self._has_heard, seconds)
 
     def hear(self) -> Message | Lost:
         """The next verdict, on rank 0."""
@@ -242,8 +242,8 @@ class Member:
             pass
         if self._is_closed:
             return
-        self._hang_up()
         self.lost = lost
+        self._hang_up()
         self._put(lost)
         self.on_lost()
         if lost.kind == "evicted":

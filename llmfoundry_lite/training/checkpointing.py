@@ -47,6 +47,9 @@ class OtherIslands(Protocol):
     def this_one_saves(self) -> bool: ...
 
     @property
+    def has_lost_the_others(self) -> bool: ...
+
+    @property
     def trained(self) -> dict[str, dict[str, Any]]:
         """Each island that has trained since this one began: its machine, and its rows since then."""
         ...
@@ -251,8 +254,12 @@ class Checkpointing(Callback):
                 is_followed = known is not None and self.store.leases.highest() > known
         return tell_all(is_followed)
 
+    def _is_left_behind(self, islands: OtherIslands) -> bool:
+        """As `_is_followed`, of an island that has heard of its own loss already."""
+        return tell_all(islands.has_lost_the_others) and self._is_followed()
+
     def _save(self, state: State, logger: Logger) -> None:
-        if not self.saves_here:
+        if not self.saves_here or (self.islands is not None and self._is_left_behind(self.islands)):
             return
         if not self.saver.has_lease:
             self.saver.take_lease(from_running=True)

@@ -43,13 +43,15 @@ from llmfoundry_lite.islands.member import Lost, Member, View, found_coordinator
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.ranks.exchange import agree, sum_of, tell_all
+from llmfoundry_lite.ranks.exchange import agree, max_of, sum_of, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradients import GradientStep, Measured, measure
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
+LOOK_SECONDS = 0.5
+"""Between two looks whether a launch that waits is asked to leave."""
 LABELS = 64
 """Of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
 
@@ -116,6 +118,11 @@ class Islands:
         following = None if self.next_view is None else self.next_view.members
         return self.view.scribe == self.name and (not following or self.name in following)
 
+    @property
+    def has_lost_the_others(self) -> bool:
+        """As far as this rank has heard; it leaves at the next batch."""
+        return self.member.lost is not None
+
     # ------------------------------------------------------------------------------------------- coming and going
 
     def enter(self, state: State, logger: Logger, checkpointing: Checkpointing) -> None:
@@ -151,8 +158,16 @@ class Islands:
         )
         if self.rank == 0:
             print("islands: waiting until as many are here as the run begins with, or its next batch ends", flush=True)
-        self.member.wait()
+        self._wait_for_others()
         self._take_up(self._hear_view(), state)
+
+    def _wait_for_others(self) -> None:
+        """For as long as it takes. Who asks this launch to leave is answered at once: there is nothing to save."""
+        preemption = self.agreement.preemption
+        while not max_of([int(self.member.wait(LOOK_SECONDS))])[0]:
+            if asked_by := preemption.agree():
+                why = preemption.because(asked_by)
+                raise Preempted(f"{why} while waiting for other islands; run the same command again", orderly=True)
 
     def close(self, *, has_finished: bool = False) -> None:
         self.member.close(has_finished=has_finished)

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -52,15 +53,35 @@ class DieInStream(Callback):
         setattr(Exchange, way, half)
 
 
-class Hold(Callback):
-    """Before a batch, wait until there is a file."""
+class SignalWhen(Callback):
+    """One rank is sent a signal as soon as there is a file, whatever it does then."""
 
-    def __init__(self, batch: int, until: str):
+    def __init__(self, until: str, number: int = signal.SIGTERM):
+        def work():
+            while not Path(until).exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+        if int(os.environ["RANK"]) == 1:
+            threading.Thread(target=work, daemon=True).start()
+
+
+class Hold(Callback):
+    """Before a batch, or after it and before its save, wait until there is a file."""
+
+    def __init__(self, batch: int, until: str, after: bool = False):
         self.batch = batch
         self.until = Path(until)
+        self.after = after
 
     def batch_start(self, state, logger):
-        while int(state.timestamp.batch) + 1 == self.batch and not self.until.exists():
+        self.wait_after(self.batch - 1, state, after=False)
+
+    def batch_end(self, state, logger):
+        self.wait_after(self.batch, state, after=True)
+
+    def wait_after(self, batch, state, *, after):
+        while int(state.timestamp.batch) == batch and self.after == after and not self.until.exists():
             time.sleep(0.01)
 
 

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -174,34 +175,42 @@ def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry
     check_is_one_run(metrics(tmp_path, "a"), alone)
 
 
-def test_an_island_that_saves_and_alone_loses_the_coordinator_does_not_take_the_others_lease(tmp_path, data):
-    """It computes for so long that another has saved by the time it hears of its loss."""
+@pytest.mark.parametrize(("after", "saves"), [(False, {"ba6", "ba10"}), (True, {"ba12", "ba14"})])
+def test_an_island_that_saves_and_alone_loses_the_coordinator_does_not_take_the_others_lease(
+    tmp_path, data, after, saves
+):
+    """It computes for so long, or takes so long between a batch and its save, that another has saved by the time it
+    hears of its loss."""
+    last_batch = 6 if after else 4
     gates = {"a": tmp_path / "b has saved", "b": tmp_path / "a has left"}
 
-    def changes(name, batch):
-        hold = {"python:tests.islands.faults:Hold": {"batch": batch, "until": str(gates[name])}}
-        return {"callbacks": hold, "save_interval": "6ba"}
+    def changes(name, batch, **more):
+        hold = {"python:tests.islands.faults:Hold": {"batch": batch, "until": str(gates[name]), **more}}
+        return {"callbacks": hold, "save_interval": "6ba", "max_duration": "14ba" if after else "10ba"}
 
     with coordination(tmp_path, silence=2.0) as running, line_to(running.port) as line:
 
         def leave():
             own = {"coordinator": f"127.0.0.1:{line.address[1]}"}
-            left = island(tmp_path, data, running, "a", 1, islands=own, **changes("a", 5))
+            held = changes("a", 6, after=True) if after else changes("a", 5)
+            left = island(tmp_path, data, running, "a", 1, islands=own, **held)
             gates["b"].touch()
             return left
 
         def cut():
-            running.wait_for_batch(metrics_path(tmp_path, "b"), 4)
+            running.wait_for_batch(metrics_path(tmp_path, "b"), last_batch)
             for is_dead in line.is_dead.values():
                 is_dead.set()
-            running.wait_for_batch(metrics_path(tmp_path, "b"), 7)
+            running.wait_for_batch(metrics_path(tmp_path, "b"), 13 if after else 7)
+            assert line.is_left.wait(60), "a has heard of its loss"
             gates["a"].touch()
 
-        left, last, _ = together(leave, partial(island, tmp_path, data, running, "b", 1, **changes("b", 8)), cut)
+        held = changes("b", 14 if after else 8)
+        left, last, _ = together(leave, partial(island, tmp_path, data, running, "b", 1, **held), cut)
     assert left.exit_codes == [75]
-    assert "the coordinator is silent after batch 4, another island saves" in left.output
+    assert f"the coordinator is silent after batch {last_batch}, another island saves" in left.output
     last.check()
-    assert {path.name for path in (tmp_path / "saves").glob("ba*")} == {"ba6", "ba10"}
+    assert {path.name for path in (tmp_path / "saves").glob("ba*")} == saves
 
 
 @pytest.mark.parametrize("way", ["give", "take"])
@@ -238,6 +247,27 @@ def test_an_island_dies_with_half_the_state_streamed_and_the_others_carry_on(tmp
         a.check()
     c.check()
     check_is_one_run(metrics(tmp_path, "c"), alone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_island_that_waits_for_others_leaves_as_soon_as_it_is_asked_to(tmp_path, data, number):
+    gate = tmp_path / "a waits"
+    asked = {"python:tests.islands.faults:SignalWhen": {"until": str(gate), "number": int(number)}}
+    with coordination(tmp_path) as running:
+
+        def ask():
+            running.wait_for("a is here")
+            gate.touch()
+            return time.monotonic()
+
+        def wait():
+            launch = island(tmp_path, data, running, "a", 2, callbacks=asked, preemption_grace_seconds=60)
+            return launch, time.monotonic()
+
+        asked_at, (launch, left_at) = together(ask, wait)
+    assert launch.exit_codes == [75, 75], launch.output
+    assert "while waiting for other islands; run the same command again" in launch.output
+    assert left_at - asked_at < 30
 
 
 def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path, data, alone):

@@ -107,6 +107,8 @@ class Line:
         self.address = self.listener.getsockname()
         self.port = port
         self.is_dead = {"there": threading.Event(), "back": threading.Event()}
+        self.is_left = threading.Event()
+        """The rank has hung up."""
         threading.Thread(target=self.accept, daemon=True).start()
 
     def accept(self):
@@ -120,6 +122,8 @@ class Line:
             while data := source.recv(1 << 16):
                 if not self.is_dead[way].is_set():
                     target.sendall(data)
+            if way == "there":
+                self.is_left.set()
             if not self.is_dead[way].is_set():
                 target.shutdown(socket.SHUT_WR)
 
