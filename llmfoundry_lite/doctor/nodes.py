@@ -11,6 +11,7 @@ be what was sent. Nothing but rank 0 prints.
 import json
 import os
 import platform
+import re
 import socket
 import statistics
 import time
@@ -46,7 +47,7 @@ SLOW_LINK = 0.6
 SLOW_ANSWER = 3.0
 """Times the median pair's latency."""
 PATIENCE = timedelta(seconds=5)
-"""For other ranks to time out too."""
+"""For other ranks to fail too."""
 PINGS = 20
 MOST_SHOWN = 10
 """Pairs in the table, the slowest; the JSON has all."""
@@ -93,8 +94,9 @@ def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sab
             sabotage(here.rank)
         findings = list(examine_ranks(machine, device))
     except (RuntimeError, ValueError) as error:  # torch's DistError is one of the first
-        words = " ".join(str(error).split())[:300]
-        if "Timed out" in words and (silent := find_silent_ranks()):
+        words = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # gloo's own file and line
+        words = words.partition(". This is typically")[0][:300]
+        if silent := find_silent_ranks(words):
             words += f"; nothing was heard of rank {', '.join(map(str, silent))}"
         raise UserError(f"doctor: rank {here.rank} on {node_name()}: {words}; {APART_FIX}") from None
     if here.rank == 0:
@@ -119,17 +121,25 @@ def examine_ranks(machine: Machine, device: torch.device) -> Iterator[Finding]:
     yield from judge_pairs(pairs, members)
 
 
-def find_silent_ranks() -> list[int]:
-    """After a collective has timed out, on every rank: those that do not come here too have frozen. Rank 0 hears of
-    them; the others hear nothing, and stay until rank 0 has left, lest a launcher end it before."""
+def find_silent_ranks(words: str) -> list[int]:
+    """On every rank that has failed, with its error: those that have not, if one has timed out. They have frozen.
+
+    Rank 0 hears of them. The others stay until it has, lest a launcher end it before; they ask nothing of it, for it
+    may have frozen.
+    """
     if not dist.is_initialized():  # they have not even met
         return []
     here, store = this_rank(), dist.distributed_c10d._get_default_store()
-    keys = [f"doctor/timed out/{rank}" for rank in range(here.world_size)]
-    store.set(keys[here.rank], "")
+    keys = [f"doctor/failed/{rank}" for rank in range(here.world_size)]
+    store.set(keys[here.rank], words)
+    if here.rank != 0:
+        time.sleep(2 * PATIENCE.total_seconds())
+        return []
     with suppress(RuntimeError):
-        store.wait(keys if here.rank == 0 else ["doctor/never"], PATIENCE)
-    return [rank for rank, key in enumerate(keys) if not store.check([key])] if here.rank == 0 else []
+        store.wait(keys, PATIENCE)
+    told = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
+    has_timed_out = any(b"Timed out" in text for text in told.values())
+    return [rank for rank in range(here.world_size) if rank not in told] if has_timed_out else []
 
 
 def node_name() -> str:

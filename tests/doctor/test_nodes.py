@@ -1,9 +1,9 @@
 """Several nodes at once: who is slow, who differs, and what arrives wrong."""
 
 import json
+import os
+import signal
 import time
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from llmfoundry_lite.doctor.finding import Machine, Status
 from llmfoundry_lite.doctor.nodes import Member, Pair
 from llmfoundry_lite.errors import UserError
 from tests.helpers.findings import by_name
-from tests.helpers.launch import launch
+from tests.helpers.launch import launch, start
 
 VERSIONS = {"torch": "2.13.0", "python": "3.12.1"}
 
@@ -125,13 +125,10 @@ def test_three_nodes_are_examined_and_a_fault_in_one_is_found(fault, check, stat
     assert {f"exit code {2 if status is Status.FAIL else 0}" in output for output in done.outputs} == {True}
 
 
-def wait_for_one_that_has_frozen() -> None:
-    """Rank 2 of three, as long as rank 0 is there."""
-
+def examine_with_one_that_freezes(frozen: int) -> None:
     def freeze(rank: int) -> None:
-        if rank == 2:
-            with suppress(RuntimeError):
-                dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=60))
+        if rank == frozen:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     try:
         nodes.examine_nodes(Machine(quick=True, ranks_limit_seconds=3), None, freeze)
@@ -141,7 +138,18 @@ def wait_for_one_that_has_frozen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_rank_that_has_frozen_is_named(tmp_path):
-    done = launch(wait_for_one_that_has_frozen, (), tmp_path, num_ranks=3, local_world_size=1)
-    assert "; nothing was heard of rank 2; a rank that is missing" in done.output, done.output
-    assert "error: doctor: rank 1" in done.outputs[1] and "nothing was heard" not in done.outputs[1]
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_rank_that_has_frozen_is_named_and_holds_up_nobody(frozen, tmp_path):
+    """By rank 0, unless that is the one."""
+    started = start(examine_with_one_that_freezes, (frozen,), tmp_path, 3, 1, None)
+    others = [rank for rank in range(3) if rank != frozen]
+    for rank in others:
+        started.processes[rank].join(60)
+    codes = [started.processes[rank].exitcode for rank in others]
+    for process in started.processes:
+        process.kill()
+        process.join()
+    outputs = [started.outputs[rank].read_text() for rank in others]
+    assert codes == [0, 0], outputs
+    assert all(f"error: doctor: rank {rank}" in text for rank, text in zip(others, outputs, strict=True)), outputs
+    assert ["nothing was heard of rank 2; a rank" in text for text in outputs] == [frozen == 2, False], outputs
