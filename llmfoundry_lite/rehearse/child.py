@@ -201,9 +201,9 @@ def replace_numbers() -> None:
 
     def agree(self: Agreement, counted: Any, reason: int = 0, wants_save: bool = False) -> int:
         """Every data rank has counted as much as this one."""
-        answer, size = real_agree(self, counted, reason, wants_save), self.ranks.size
-        here, samples, tokens, losses, digest = counted
-        self.upcoming = type(counted)(here, samples * size, tokens * size, losses * size, digest)
+        answer = real_agree(self, counted, reason, wants_save)
+        sums = {name: self.ranks.size * getattr(counted, name) for name in counted._fields if name.startswith("num_")}
+        self.upcoming = counted._replace(**sums)
         return answer
 
     def load_tokenizer(name: str) -> Any:
