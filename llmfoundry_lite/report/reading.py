@@ -135,7 +135,7 @@ def read_run(where: str) -> Run:
             f"{span(branch.batch[0], branch.batch[-1])} of launch {branch.launch[0]}: a dead branch; a later launch "
             f"carried on from before it, and its {branch.seconds:,.0f} s count in no rate, energy or cost"
         )
-    name = (config or {}).get("run_name") or folder.url.rstrip("/").rsplit("/", 1)[-1]
+    name = str((config or {}).get("run_name") or folder.url.rstrip("/").rsplit("/", 1)[-1])
     segments = newest.manifest.segments if newest is not None else ()
     segments_from = newest.where if newest is not None else None
     return Run(where, folder, name, log, config, segments, segments_from, launches, notes)
@@ -268,7 +268,7 @@ class Branches:
         self.last: Row | None = None
 
     def add(self, line: bytes, record: Record) -> None:
-        values = tuple(value if isinstance(value := record.get(key), int | float) else None for key in COLUMNS)
+        values = tuple(number_of(record.get(key)) for key in COLUMNS)
         is_not_finite = LOSS in record and record[LOSS] is None
         row = Row(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, line)
         at = len(self.live)
@@ -297,6 +297,14 @@ class Branches:
         ):
             self.num_launches += 1
         return self.num_launches
+
+
+def number_of(value: Any) -> float | None:
+    """None for what is no number, and for an integer that no float holds."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def build_dead_branch(rows: list[Row]) -> DeadBranch:

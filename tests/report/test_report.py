@@ -328,6 +328,15 @@ def test_half_written_lines_and_losses_that_are_not_finite(tmp_path):
     assert "1 half-written line passed over" in facts["notes"]
 
 
+def test_what_no_launch_has_written_is_passed_over(tmp_path):
+    where = write_run(tmp_path / "run", [record(1), record(2, 10**400), record(3)], run_name=["odd"])
+    lines = [{"batch": 0}, {"batch": 1, "status": ["odd"]}, {"batch": 0, "status": "running"}]
+    (tmp_path / "run/launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{half")
+    facts = report([where])["runs"][0]
+    assert (facts["name"], facts["num_batches"], facts["training_loss"]) == ("['odd']", 3, 2.0)
+    assert facts["failures"]["causes"] == {"killed without a word": 1}
+
+
 def test_a_log_of_nothing_but_an_evaluation_before_the_first_batch(tmp_path):
     first = {"batch": 0, "launch": 1, "eval/loss": 4.5, "time/token": 0}
     facts = report([write_run(tmp_path / "run", [first])])["runs"][0]
