@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from composer.core import State
@@ -52,6 +52,8 @@ from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 LOOK_SECONDS = 0.5
 """Between two looks whether a launch that waits is asked to leave."""
+Described = dict[str, list[Message]]
+"""Islands, each by what its ranks have said of themselves."""
 LABELS = 64
 """Of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
 
@@ -189,27 +191,35 @@ class Islands:
             heard = self.member.hear()
             verdict = {"kind": "lost", "lost": list(heard)} if isinstance(heard, Lost) else heard
         verdict = tell_all(verdict)
-        if verdict["kind"] != "lost":
-            return verdict
-        lost = Lost(*verdict["lost"])
+        if verdict["kind"] == "lost":
+            self._leave(Lost(*verdict["lost"]))
+        return verdict
+
+    def _leave(self, lost: Lost) -> NoReturn:
         if lost.kind == "refused":
             raise ConfigError(f"islands: {lost.reason}")
         if lost.kind == "evicted":
             raise Preempted(f"left the run: {lost.reason}; run the same command again", orderly=True)
         raise Preempted(self.save_before_leaving(lost.reason), orderly=True)
 
-    def _take_up(self, view: View, state: State) -> None:
-        """A new view, between two batches or before one is repeated."""
-        described: dict[str, list[Message]] = {}
-        reason = ""
+    def _describe(self, view: View) -> tuple[Described, Lost | None]:
+        """What rank 0 knows of the view's islands, or why it knows nothing."""
+        described: Described = {}
+        lost: Lost | None = None
         if self.rank == 0:
             try:
                 described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
             except ConnectionError as caught:
-                reason = str(caught)
-        described, reason = tell_all([described, reason])
-        if reason:
-            raise Preempted(self.save_before_leaving(reason), orderly=True)
+                lost = self.member.lost or Lost(str(caught), "gone")
+        described, lost = tell_all([described, lost])
+        return described, Lost(*lost) if lost is not None else None
+
+    def _take_up(self, view: View, state: State, described: Described | None = None) -> None:
+        """A new view, between two batches or before one is repeated."""
+        if described is None:
+            described, lost = self._describe(view)
+            if lost is not None:
+                self._leave(lost)
         if view.scribe == self.name != self.view.scribe:
             self.checkpointing.note_leases()
         self.view, self.next_view = view, None
@@ -251,7 +261,10 @@ class Islands:
         """At the end of a batch: batches to go on with instead, if there is a new view with other rows."""
         view, before = self.next_view, self.view
         if view is not None and self.name in view.members:
-            self._take_up(view, state)
+            described, lost = self._describe(view)
+            if lost is not None:  # the next batch hears of it; this one is not recorded yet, and a save would lack it
+                return None
+            self._take_up(view, state, described)
         is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
         self.weights = self._digest_weights() if is_due else ""
         return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry_lite.islands.member import View
+from llmfoundry_lite.islands.member import Lost, View
 from llmfoundry_lite.ranks.codec import encode_value
+from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.training import islands as module
 from llmfoundry_lite.training.agreement import Upcoming
 from llmfoundry_lite.training.islands import Islands
@@ -49,6 +50,28 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     assert not islands.settle(state, torch.zeros(()))
     assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
     assert said[0]["seconds"] >= 0.99 * SECONDS
+
+
+def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_recorded():
+    """A save before would carry a log that lacks it."""
+
+    def describe(name, launch):
+        raise ConnectionError("nothing is known")
+
+    view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [])
+    islands: Any = object.__new__(Islands)
+    islands.__dict__.update(
+        name="a",
+        rank=0,
+        view=view,
+        next_view=view._replace(epoch=2, members={"a": "x", "b": "y"}),
+        member=SimpleNamespace(describe=describe, lost=Lost("the coordinator is gone", "gone")),
+        save_before_leaving=lambda reason: f"{reason}; saved",
+    )
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=1))
+    assert islands.move_on(state) is None and islands.view == view and islands.this_one_saves
+    with pytest.raises(Preempted, match="the coordinator is gone; saved"):
+        islands._take_up(islands.next_view, state)
 
 
 def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody(monkeypatch):
