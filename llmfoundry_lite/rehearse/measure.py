@@ -53,7 +53,7 @@ class Measure(Callback):
         if int(state.timestamp.batch) == 0:  # what `auto` has tried does not count
             torch.cuda.reset_peak_memory_stats()
             self.began_us = time.time_ns() // 1000
-            self.compiled_before = len(torch._dynamo.utils.get_compilation_metrics())
+            self.compiled_before = len(torch._dynamo.utils.get_compilation_metrics()), count_graphs()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.num_batches:
@@ -72,7 +72,7 @@ class Measure(Callback):
         elif batch > self.num_batches:
             self.watch.__exit__(None, None, None)
             self.found.update(self.watch.results())
-            self.found["compiled"] = describe_compiled(self.compiled_before)
+            self.found["compiled"] = describe_compiled(*self.compiled_before)
 
 
 # ------------------------------------------------------------------------------------------------------- memory
@@ -265,7 +265,12 @@ class Compiled(NamedTuple):
     attention: list[str]
 
 
-def describe_compiled(num_before: int) -> dict[str, Any]:
+def count_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def describe_compiled(num_entries_before: int, num_graphs_before: int) -> dict[str, Any]:
+    """A graph has several entries in torch's record: its backward pass is another."""
     utils = torch._dynamo.utils
     made = utils.get_compilation_metrics()
     functions, again = Counter(), Counter()
@@ -274,12 +279,19 @@ def describe_compiled(num_before: int) -> dict[str, Any]:
             continue
         name = f"{one.co_name} ({shorten(one.co_filename or '')}:{one.co_firstlineno})"
         functions[name] += 1
-        if place >= num_before and one.recompile_reason:
+        if place >= num_entries_before and one.recompile_reason:
             again[f"{name}: {one_line(one.recompile_reason)}"] += 1
     kernels, attention = read_compilers_caches()
     breaks = {one_line(reason): count for reason, count in utils.counters["graph_break"].items()}
-    num_graphs = utils.counters["stats"]["unique_graphs"]
-    return Compiled(num_graphs, num_before, list(functions), dict(again), breaks, kernels, attention)._asdict()
+    return Compiled(
+        num_graphs=count_graphs(),
+        num_before=num_graphs_before,
+        functions=list(functions),
+        again=dict(again),
+        breaks=breaks,
+        kernels=kernels,
+        attention=attention,
+    )._asdict()
 
 
 def read_compilers_caches() -> tuple[dict[str, int], list[str]]:

@@ -88,10 +88,12 @@ def test_a_run_too_short_to_be_measured_says_so(stage, duration, counts_operatio
 
 def test_documents_are_rehearsed_without_the_tokenizer(stage):
     overrides = ("model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
+    overrides += ("device_train_microbatch_size=auto", "global_train_batch_size=64")
     outcome = rehearse(stage, *overrides, counts_operations=True)
     assert outcome.exit_code == EXIT_DONE, outcome.said
     compiled = outcome.found["compiled"]
     assert compiled["attention"] == ["FlexAttention"] and compiled["kernels"]["sm_90"] > 1
+    assert 0 <= compiled["num_before"] <= compiled["num_graphs"]
     assert outcome.found["collectives"] and outcome.found["flops"]
 
 
