@@ -25,6 +25,7 @@ from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.lean_imports import HEAVY, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.rehearse.device import choose_kernels
 
 GRADIENT_NORM = 1000.0
 """As the host reads it: more than clipping allows, so that gradients are clipped."""
@@ -67,6 +68,8 @@ def rehearse(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     request = json.loads((folder / "request.json").read_text())
     os.environ.update(request["environment"])
+    if "REHEARSED_NAME" in os.environ:  # no device is there
+        os.environ.update(choose_kernels(torch._C._cuda_getArchFlags() or "", os.environ))
     config = rehearsed(load_train_config(request["arguments"]).config, request, folder)
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)

@@ -237,7 +237,8 @@ int cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *function
   memset(found, 0, sizeof *found);
   found->numRegs = 32;
   found->maxThreadsPerBlock = 1024;
-  found->binaryVersion = found->ptxVersion = 10 * number("REHEARSED_MAJOR", 0) + number("REHEARSED_MINOR", 0);
+  /* CUB has plans for the versions that torch was built for, and for no others. */
+  found->binaryVersion = found->ptxVersion = number("REHEARSED_KERNELS", 10 * number("REHEARSED_MAJOR", 0) + number("REHEARSED_MINOR", 0));
   return 0;
 }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *function, int block, size_t shared, unsigned flags) { *n = 2; return 0; }

@@ -1,7 +1,7 @@
 """Which device is rehearsed, and what the library that stands in for CUDA must say about it. No torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
@@ -73,6 +73,22 @@ def describe_device(device: Accelerator, num_devices: int, cuda_release: int, sp
         "CUDA": cuda_release,
     }
     return {f"REHEARSED_{key}": str(value) for key, value in facts.items()}
+
+
+def choose_kernels(built_for: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Which of torch's kernels (`sm_80 sm_90`, as it says itself) the device of `describe_device` would run.
+
+    A device runs those of its own generation that are not newer. Raises ConfigError where there are none.
+    """
+    version = 10 * int(environment["REHEARSED_MAJOR"]) + int(environment["REHEARSED_MINOR"])
+    versions = map(int, re.findall(r"\bsm_(\d+)", built_for))
+    kernels = [number for number in versions if number <= version and number // 10 == version // 10]
+    if not kernels:
+        raise ConfigError(
+            f"rehearse: this torch has no kernels for {environment['REHEARSED_NAME']} (sm_{version}): it was built for "
+            f"{built_for}; install a torch that has them, or rehearse another device"
+        )
+    return {"REHEARSED_KERNELS": str(max(kernels))}
 
 
 def device_name(device: Accelerator) -> str:

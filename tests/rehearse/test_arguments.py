@@ -11,7 +11,7 @@ from llmfoundry_lite.config.layout import divisors
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.rehearse import build
-from llmfoundry_lite.rehearse.device import describe_device, device_name, find_device
+from llmfoundry_lite.rehearse.device import choose_kernels, describe_device, device_name, find_device
 from llmfoundry_lite.rehearse.search import bisect
 
 RUN = ["yamls/pretrain/mpt-125m.yaml", "yamls/hardware/h100-8.yaml"]
@@ -103,6 +103,18 @@ def test_each_device_of_the_table_can_be_played(row):
     assert re.fullmatch(row.pattern, device_name(row))
     facts = describe_device(row, 8, 13000)
     assert int(facts["REHEARSED_SHARED_PER_BLOCK"]) and int(facts["REHEARSED_UNITS"]) == row.num_compute_units
+
+
+def test_a_device_runs_the_kernels_of_its_generation_or_is_refused():
+    built_for = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+    kernels = {}
+    for name in ("A100-80GB", "L4", "H100-80GB", "B200", "MI250"):
+        facts = describe_device(ACCELERATORS[name], 8, 13000)
+        kernels[name] = choose_kernels(built_for, facts)["REHEARSED_KERNELS"]
+    assert kernels == {"A100-80GB": "80", "L4": "86", "H100-80GB": "90", "B200": "100", "MI250": "90"}
+    words = r"no kernels for .*V100.* \(sm_70\): it was built for sm_75 sm_80"
+    with pytest.raises(ConfigError, match=words):
+        choose_kernels(built_for, describe_device(ACCELERATORS["V100-16GB"], 8, 13000))
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ def test_documents_are_rehearsed_without_the_tokenizer(stage):
     assert outcome.found["collectives"] and outcome.found["flops"]
 
 
+def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(stage):
+    outcome = rehearse(stage, "model.n_layers=1", device=ACCELERATORS["L4"])
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
