@@ -4,6 +4,7 @@ Owns what stages send each other, and the gradient of an embedding that the firs
 a stage has, `config/stages.py` says; the order of passes is torch's (torch.distributed.pipelining).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -33,6 +34,9 @@ SCHEDULES: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
 }
 TAKES_ONE_STAGE = ("gpipe", "1f1b")
+
+# Where a pass fails, torch would print the whole schedule on every rank, a line for each step.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class StageModel(MPT):

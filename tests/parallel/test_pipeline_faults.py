@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -55,9 +56,10 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-def begin(tmp_path, data, kind: type, name: str):
+def begin(tmp_path, data, kind: type, name: str, **stages: Any):
     changes = {"model__n_layers": 4, "max_duration": "8ba", "save_interval": "2ba", "run_name": name}
     config = tiny_config(data, callbacks={f"python:{__name__}:{kind.__name__}": {}}, **changes) | STAGES
+    config["pp_config"] = {**config["pp_config"], **stages}
     path = write_config(tmp_path / f"{name}.yaml", config)
     return path, train([path], tmp_path, 2), tmp_path / "runs" / name
 
@@ -84,11 +86,13 @@ def test_a_stage_that_is_preempted_lets_the_schedule_end_and_all_save_and_leave(
 
 
 @pytest.mark.long
-def test_a_stage_without_memory_says_what_was_needed_and_what_would_help(tmp_path, data):
-    _, result, run = begin(tmp_path, data, Greed, "greedy")
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stage_without_memory_says_what_was_needed_and_what_would_help(tmp_path, data, schedule):
+    _, result, run = begin(tmp_path, data, Greed, "greedy", schedule=schedule)
     assert result.exit_codes == [1, 2]
     line = next(line for line in result.outputs[1].splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: out of memory on rank 1 in batch {BATCH}: 131,072.00 GiB more were asked for")
     assert "what helps most: " in line
-    assert "Traceback" not in result.outputs[1]
+    for output in result.outputs:
+        assert "Traceback" not in output and "Full Schedule" not in output
     assert json.loads((run / "status.json").read_text())["status"] == "failed"
