@@ -62,17 +62,20 @@ def main() -> None:
     """The `llmfoundry-lite` program."""
     try:
         code = run(sys.argv[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # `>&-` closes it
+            sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # typer makes the second of the first
         if is_output_read():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
         code = EXIT_UNREAD
     sys.exit(code)
 
 
 def is_output_read() -> bool:
     """False where standard output is a pipe whose reader has gone."""
+    if sys.stdout is None:
+        return True
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return not output.poll(0)

@@ -36,6 +36,12 @@ def test_output_that_nobody_reads_on_is_no_bug(unbuffered):
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+def test_a_command_without_an_output_ends_as_it_would_with_one():
+    program = f"exec {sys.executable} -m llmfoundry_lite.cli.main --version >&-"
+    result = subprocess.run(["sh", "-c", program], stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("command", ["bench mfu", "bench block", "report run", "compare a.json b.json"])
 def test_a_folder_that_cannot_be_is_refused_before_the_work(command, tmp_path, capsys):
     (tmp_path / "file").touch()
