@@ -139,11 +139,11 @@ def _play(
             moments_of_pass = [(held + chunk.in_forward, gradients)]
         elif is_apart and run and kind == "B":
             held += chunk.apart
-            # Block by block, what the last microbatches gave is summed in fp32 now. Where such passes of a run follow
-            # each other, rehearsals still hold up to as much in 16 bits.
+            # Block by block, the 16-bit gradients of the weights are added to the sum in fp32 now. Where such passes of
+            # a run follow each other, rehearsals still hold as much of them as one pass gives.
             still_there = chunk.loose if summed[run] and not loose[run] else 0
-            waiting = gradients - loose[run] * max(0, chunk.num_blocks - 4) // chunk.num_blocks
-            moments_of_pass = [(held + chunk.early + still_there, waiting)]
+            unsummed = gradients - loose[run] * max(0, chunk.num_blocks - 4) // chunk.num_blocks
+            moments_of_pass = [(held + chunk.early + still_there, unsummed)]
             if loose[run]:
                 summed[run], loose[run] = chunk.gradients, 0
         elif is_apart and run:
