@@ -127,16 +127,21 @@ def test_a_batch_that_microbatches_do_not_divide_is_filled_up(tmp_path, data):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("by_tokens", [True, False])
-def test_rows_that_fill_up_the_last_batch_of_an_epoch_count_on_no_layout(tmp_path, by_tokens):
+def test_rows_that_fill_up_the_last_batch_of_an_epoch_count_on_no_layout(tmp_path):
+    """All samples have as many tokens, so weighed by samples a batch is what it is by tokens."""
     small = write_data(tmp_path / "small", num_train=19)
-    changes = {"train_loader__drop_last": False, "accumulate_train_batch_on_tokens": by_tokens, "max_duration": "2ep"}
-    config = pipelined(small, **changes, scheduler__t_warmup="0ba", eval_interval="2ep")
-    run(tmp_path, config, "whole")
-    run(tmp_path, config, "shards", 4)
-    run(tmp_path, config, "stages", 4, **stages())
+    changes = {"train_loader__drop_last": False, "max_duration": "2ep", "eval_interval": "2ep"}
+    by_tokens, by_samples = (
+        pipelined(small, **changes, accumulate_train_batch_on_tokens=answer, scheduler__t_warmup="0ba")
+        for answer in (True, False)
+    )
+    run(tmp_path, by_tokens, "whole")
+    run(tmp_path, by_samples, "samples")
+    for name, config in (("tokens", by_tokens), ("samples", by_samples)):
+        run(tmp_path, config, f"{name}-in-shards", 4)
+        run(tmp_path, config, f"{name}-in-stages", 4, **stages())
     assert len(losses(tmp_path, "whole")) == 6
-    for name in ("shards", "stages"):
+    for name in ("samples", *(f"{name}-in-{kind}" for name in ("tokens", "samples") for kind in ("shards", "stages"))):
         assert_same_run(tmp_path, name, "whole")
 
 
