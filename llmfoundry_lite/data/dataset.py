@@ -3,7 +3,7 @@
 Owns the data set: reading samples, what can be wrong with them, its place in an epoch, and which shards a cache holds.
 Leaves the order itself to `order.py`, folders and downloads to `streams.py`, `index.json` to `shard_table.py`, batches
 and workers to `loader.py`, left-over shared memory to `shared_memory.py`, making shards to `prepare.py`, and labels and
-loss to the training adapter. Iteration, with its threads, is StreamingDataset's.
+loss to the training adapter. Iteration, with its threads, is StreamingDataset's, but for what they fetch ahead.
 
 Shapes: t = max_seq_len.
 """
@@ -47,6 +47,7 @@ from llmfoundry_lite.data.lazy_arrays import ShardBounds, ShardReaders, WorkerSa
 from llmfoundry_lite.data.order import (
     DEFAULT_WINDOW_SAMPLES,
     MOST_UNITS,
+    NO_SAMPLE,
     ORDER_VERSION,
     EpochOrder,
     SampleOrder,
@@ -699,9 +700,28 @@ class TextDataset(StreamingDataset):
 
     def _prepare_thread(self, it: Any) -> None:
         try:
-            super()._prepare_thread(it)
+            self._prepare_ahead(it)
+            it.on_exit()
         except Exception as error:
             self._end_iteration(it, error)
+
+    def _prepare_ahead(self, it: Any) -> None:
+        """Bring the shards of the next `predownload` samples.
+
+        The ready thread brings what it finds missing, so it may overtake this one on a busy machine. Shards that were
+        read since are not brought again: they would take the place of those that the reader needs.
+        """
+        while not it.should_exit() and not self._event.is_set():
+            it.prepare_index = max(it.prepare_index, it.ready_index)
+            if it.prepare_index == it.total:
+                return
+            if it.prepare_index - it.yield_index > self.predownload:
+                sleep(TICK)
+                continue
+            if (sample_id := it.sample_ids[it.prepare_index]) != NO_SAMPLE:
+                shard_id, _ = self.spanner[sample_id]
+                self.prepare_shard(shard_id, blocking=False)
+            it.prepare_index += 1
 
     def _ready_thread(self, it: Any) -> None:
         try:

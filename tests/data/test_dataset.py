@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,6 +119,7 @@ def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypat
 
 LEAVE_WITH_WORKERS = """
 import sys
+import threading
 from llmfoundry_lite.data.loader import build_text_loader
 from tests.helpers.numbered import open_data
 loader = build_text_loader(open_data(sys.argv[1]), num_workers=1, persistent_workers=sys.argv[2] == "kept")
@@ -350,6 +352,35 @@ def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downl
     assert largest <= limit + 2 * 2_000 < sum(path.stat().st_size for path in remote.iterdir())
     # Two lanes, each reading shards one after another: no shard is fetched over and over.
     assert num_shards <= len(downloads) <= num_shards + 6
+
+
+def test_a_thread_that_falls_behind_the_reader_does_not_bring_again_what_was_read(tmp_path, downloads, monkeypatch):
+    """On a busy machine the thread that fetches ahead may get its turn long after the one that waits for shards."""
+    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
+    num_shards, threads, has_its_turn = len(list(remote.glob("*.mds"))), [], threading.Event()
+    prepare_thread, prepare_shard = TextDataset._prepare_thread, TextDataset.prepare_shard
+
+    def note_thread(self, it):
+        threads.append(threading.get_ident())
+        prepare_thread(self, it)
+
+    def prepare_when_it_has_its_turn(self, shard_id, blocking=True):
+        if threading.get_ident() in threads:
+            assert has_its_turn.wait(300)
+        prepare_shard(self, shard_id, blocking)
+
+    monkeypatch.setattr(TextDataset, "_prepare_thread", note_thread)
+    monkeypatch.setattr(TextDataset, "prepare_shard", prepare_when_it_has_its_turn)
+    dataset = open_data(
+        tmp_path / "cache", remote=str(remote), cache_limit=24_000, shuffle_block_size=24, global_batch_size=2
+    )
+    seen = []
+    for batch in build_text_loader(dataset):
+        seen.append(batch["input_ids"][:, 0].tolist())
+        if len(seen) == 200:
+            has_its_turn.set()
+    assert seen == expected_numbers(dataset)
+    assert threads and num_shards <= len(downloads) <= num_shards + 6
 
 
 def test_a_rank_downloads_only_the_shards_of_its_lanes(tmp_path, downloads, as_rank):
