@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.plan.memory import MemoryEstimate
+from llmfoundry_lite.plan.model_memory import MemoryEstimate
 from llmfoundry_lite.plan.network import Node
 
 DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0

@@ -24,7 +24,8 @@ from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.cost import save_seconds
-from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_training_memory
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.model_memory import MemoryEstimate
 from llmfoundry_lite.plan.network import Node
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, find_shares, step_time
 

@@ -10,7 +10,8 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, describe_stages, stages_of
 from llmfoundry_lite.hardware import FREE_SHARE, GIB, Accelerator, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_stages, estimate_training_memory
+from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.plan.model_memory import MemoryEstimate
 
 CANNOT_PROMISE = (
     "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "

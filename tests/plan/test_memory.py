@@ -13,7 +13,8 @@ from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfi
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plan.memory import MemoryEstimate, estimate_memory, estimate_moments, estimate_training_memory
+from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.model_memory import MemoryEstimate, estimate_memory, estimate_moments
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)

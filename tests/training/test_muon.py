@@ -21,7 +21,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.parallel.zero import rows_of, step_together
-from llmfoundry_lite.plan.memory import estimate_memory
+from llmfoundry_lite.plan.model_memory import estimate_memory
 from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_legs
