@@ -2,7 +2,7 @@
 
 Owns the description of a stream, and bringing its files: nothing that is downloaded gets its name before it has been
 checked against `index.json`, and nothing is removed before the remote has shown that it holds it too. Leaves which
-shard is needed or given up, and when, to `dataset.py`; the transport itself is Stream's.
+shard is needed or given up, and when, to `shard_cache.py`; the transport itself is Stream's.
 """
 
 import filecmp

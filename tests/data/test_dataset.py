@@ -23,7 +23,7 @@ from streaming import MDSWriter
 from streaming.base.spanner import Spanner
 from streaming.base.storage.download import S3Downloader
 
-from llmfoundry_lite.data import dataset
+from llmfoundry_lite.data import dataset, shard_cache
 from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset
 from llmfoundry_lite.data.lazy_arrays import ShardBounds
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
@@ -672,7 +672,7 @@ def test_a_disk_that_fails_is_named_with_its_node(shards, monkeypatch):
     def fail(path, info):
         raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
-    monkeypatch.setattr(dataset, "find_damage", fail)
+    monkeypatch.setattr(shard_cache, "find_damage", fail)
     message = message_of(numbers_of, open_data(shards))
     assert f" cannot be read on {socket.gethostname()}: [Errno 5] Input/output error" in message
 
@@ -681,7 +681,7 @@ def test_shared_memory_that_is_too_small_is_named(shards, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(dataset, "write_table", fail)
+    monkeypatch.setattr(shard_cache, "write_table", fail)
     assert "no space left in /dev/shm for the table of shards" in message_of(open_data, shards)
 
 
