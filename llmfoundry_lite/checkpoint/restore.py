@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.layouts import Slice
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
+from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest
+from llmfoundry_lite.checkpoint.manifest_json import decode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
 from llmfoundry_lite.checkpoint.shards import Want, open_shard, verify_file

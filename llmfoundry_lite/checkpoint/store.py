@@ -40,12 +40,12 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.checkpoint.folders import Folder, find_absent, unreadable, wrong_twice
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import (
+from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.manifest_json import (
     HEAD_BYTES,
     MANIFEST,
     MAX_BYTES,
     Head,
-    Manifest,
     decode,
     encode,
     read_head,

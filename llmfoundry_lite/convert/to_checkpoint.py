@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
+from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import MANIFEST
 from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
 from llmfoundry_lite.checkpoint.store import DAMAGED, HINT, REPLACED, Checkpoint, CheckpointStore, open_checkpoint

@@ -14,8 +14,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
-from llmfoundry_lite.checkpoint import manifest as portable
-from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
+from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import decode_segment, encode_segment
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint
@@ -322,7 +322,7 @@ class Checkpointing(Callback):
     def _about(self, state: State) -> About:
         stamp = state.timestamp
         return About(
-            timestamp=portable.Timestamp(
+            timestamp=Timestamp(
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
             ),
             run_name=self.config.run_name,
@@ -361,11 +361,11 @@ class Checkpointing(Callback):
         segments = (*self.segments, self._segment(state)) if int(state.timestamp.batch) >= self.first_batch else ()
         return {
             "scalars": encode_value(self.run_state.collect(state)),
-            "segments": [portable.encode_segment(segment) for segment in segments],
+            "segments": [encode_segment(segment) for segment in segments],
         }
 
     def take_over(self, told: dict[str, Any], state: State) -> None:
         """Carry on from what another island has told."""
         self._say(*self.run_state.restore(decode_value(told["scalars"]), state))
-        self.segments = tuple(portable.decode_segment(Item(one, "segment")) for one in told["segments"])
+        self.segments = tuple(decode_segment(Item(one, "segment")) for one in told["segments"])
         self._begin(state)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmfoundry_lite.checkpoint import manifest as manifests
+from llmfoundry_lite.checkpoint import manifest_json as manifests
 from llmfoundry_lite.checkpoint.layouts import Boxes, Grid, Slice
-from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, TensorRecord, Timestamp, decode, encode
+from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import decode, encode
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 

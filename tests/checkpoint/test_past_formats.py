@@ -8,7 +8,8 @@ import pytest
 import xxhash
 
 from llmfoundry_lite.checkpoint.log_parts import read_log
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, decode, encode
+from llmfoundry_lite.checkpoint.manifest import VERSION, Manifest
+from llmfoundry_lite.checkpoint.manifest_json import MANIFEST, decode, encode
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import read_attachment, verify_checkpoint
@@ -86,7 +87,7 @@ def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_renamed_nor_pass
 
 def test_a_manifest_of_a_newer_release_may_be_of_any_size(folder, monkeypatch):
     rewrite(folder / "ba2", lambda content: content.update(version=VERSION + 1, more=[0] * 1000))
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest.MAX_BYTES", 2000)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest_json.MAX_BYTES", 2000)
     with pytest.raises(NewerFormatError):
         open_checkpoint(folder / "ba2")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint import remote_folder
-from llmfoundry_lite.checkpoint.manifest import MANIFEST
+from llmfoundry_lite.checkpoint.manifest_json import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint

@@ -30,7 +30,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
+from llmfoundry_lite.checkpoint.manifest import Manifest, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import MANIFEST, decode
 from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import find_parts, hold_together, read_tensors
 from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name, open_saver
