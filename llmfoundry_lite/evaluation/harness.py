@@ -24,8 +24,9 @@ from llmfoundry_lite.evaluation.reading import (
     ratio_error,
 )
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
+from llmfoundry_lite.evaluation.rows import GENERATION, read_rows
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
-from llmfoundry_lite.evaluation.tasks import GENERATION, Encoder, Item, Prepared, prepare, read_rows
+from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, prepare
 from llmfoundry_lite.ranks.exchange import agree, gather_json, rank_and_size, tell_all
 
 METRICS = {

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, Request, is_broken_text
+from llmfoundry_lite.evaluation.rows import is_broken_text
+from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, Request
 
 
 class Document(NamedTuple):

@@ -20,14 +20,8 @@ from typing import NamedTuple
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.reading import Record, cut_at, num_unasked, read_facts
-from llmfoundry_lite.evaluation.tasks import (
-    Prepared,
-    data_fingerprint,
-    find_askable,
-    limit_that_cuts,
-    read_rows,
-    settings_of,
-)
+from llmfoundry_lite.evaluation.rows import read_rows
+from llmfoundry_lite.evaluation.tasks import Prepared, data_fingerprint, find_askable, limit_that_cuts, settings_of
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.exchange import rank_and_size
 

@@ -16,7 +16,8 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import is_right, write
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
+from llmfoundry_lite.evaluation.rows import read_rows
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare
 from tests.helpers.pieces import Pieces
 
 

@@ -28,7 +28,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.tasks import read_rows
+from llmfoundry_lite.evaluation.rows import read_rows
 
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
 TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
