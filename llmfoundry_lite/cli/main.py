@@ -25,7 +25,7 @@ from llmfoundry_lite.cli.rehearse import rehearse_command
 from llmfoundry_lite.cli.relay import relay_command
 from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
 from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
-from llmfoundry_lite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
 
 app = typer.Typer(
     help="Train MPT models, move their runs between machines, evaluate and compare them.",
@@ -64,8 +64,8 @@ def main() -> None:
         code = run(sys.argv[1:])
         if sys.stdout is not None:  # `>&-` closes it
             sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # typer makes the second of the first
-        if is_output_read():
+    except (BrokenPipeError, SystemExit) as error:  # typer makes the second of the first, with code 1
+        if is_output_read() or getattr(error, "code", EXIT_BUG) != EXIT_BUG:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
         code = EXIT_UNREAD

@@ -24,6 +24,7 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printa
 from llmfoundry_lite.launcher.server import MESSAGE_BYTES, open_channel
 from llmfoundry_lite.launcher.world import Outcome, World, log_of
 from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
+from llmfoundry_lite.ranks.output import pass_over_lost_words
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before the first restart in a row without progress, the second, …; the last one from then on."""
@@ -90,6 +91,7 @@ class Launcher:
                 "into a YAML file, and name that"
             )
         make_room_for_logs(self.logs)
+        pass_over_lost_words()
         for number in LEAVING_SIGNALS:
             signal.signal(number, self._hand_on)
         launched_at = {LAUNCHED_AT: str(time.time()), RANK_LOGS: str(self.logs)}

@@ -180,7 +180,9 @@ def verdict(codes: Iterable[int]) -> int:
 def describe_end(rank: int, code: int) -> str:
     if code >= 0:
         return f"rank {rank} left with exit code {code}"
-    return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    with suppress(ValueError):  # a real-time signal has no name
+        return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    return f"rank {rank} was killed by signal {-code}"
 
 
 def has_ended(pid: int) -> bool:

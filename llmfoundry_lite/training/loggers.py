@@ -7,7 +7,6 @@ gathered and written once, after that batch's evaluation, under the number of th
 import json
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -170,10 +169,11 @@ def take_over(path: Path, history: bytes) -> list[Record]:
 class ConsoleLine(Mirror):
     """One line each `interval`: where the run is, its loss, its speed, the time it still needs."""
 
-    def __init__(self, max_duration: Duration, interval: Duration, stream: TextIO = sys.stdout):
+    def __init__(self, max_duration: Duration, interval: Duration, stream: TextIO | None = None):
         self.max_duration = max_duration
         self.interval = interval
         self.stream = stream
+        """None: standard output, as it is when a line is due."""
         self.last_epoch = -1
 
     def __call__(self, record: Record) -> None:

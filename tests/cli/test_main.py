@@ -36,6 +36,16 @@ def test_output_that_nobody_reads_on_is_no_bug(unbuffered):
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+def test_an_exit_code_is_told_whether_or_not_the_words_were_read():
+    """A run that Ctrl-C has ended with code 75, and `| tee` with it."""
+    ends = ["def run(arguments): raise SystemExit(75)", "main.run = run", "main.main()"]
+    program = "\n".join(["from llmfoundry_lite.cli import main", *ends])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        assert subprocess.run([sys.executable, "-c", program], stdout=output).returncode == 75
+
+
 def test_a_command_without_an_output_ends_as_it_would_with_one():
     program = f"exec {sys.executable} -m llmfoundry_lite.cli.main --version >&-"
     result = subprocess.run(["sh", "-c", program], stderr=subprocess.PIPE)

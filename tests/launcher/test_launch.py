@@ -113,6 +113,20 @@ def test_a_rank_that_dies_takes_all_to_the_next_try_which_carries_on(launched, e
     assert (run.logs / "began-0.2").read_text().endswith("autoresume=true")
 
 
+def test_a_signal_without_a_name_is_told_by_its_number(launched):
+    code, _, words = launched(2, 0, "0.0=wait", "1.0=kill:35").end()
+    assert code == 1
+    assert words.startswith("launcher: rank 1 was killed by signal 35; the end of ")
+
+
+@pytest.mark.parametrize("closed", ["2>/dev/full", "<&- >&- 2>&-"])
+def test_ranks_start_again_though_nobody_hears_of_it(closed, tmp_path):
+    command = [sys.executable, "-m", "tests.launcher.program", str(tmp_path), "2", "1", "json", "1.0=kill:SIGKILL"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "0.0=wait"]
+    assert subprocess.run(shell, cwd=ROOT, capture_output=True, timeout=DEADLINE_SECONDS).returncode == 0
+    assert (tmp_path / "rank1.txt").read_text() == "rank 1 of 2 speaks, try 0\nrank 1 of 2 speaks, try 1\n"
+
+
 def test_when_no_try_is_left_it_says_what_the_culprit_said(launched):
     code, _, words = launched(2, 0, "0.0=wait", "1.0=raise:no such lamp").end()
     assert code == 1

@@ -51,6 +51,11 @@ def test_the_console_speaks_at_its_interval_and_at_evaluations():
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["10/100", "15/100", "20/100"]
 
 
+def test_the_console_speaks_where_the_process_does_by_then(capsys):
+    ConsoleLine(Duration.parse("100ba"), Duration.parse("1ba"))(RECORD)
+    assert capsys.readouterr().out.startswith("batch 20/100")
+
+
 def test_a_progress_bar_begins_where_the_run_does_and_shows_the_console_line(capsys):
     bar = ProgressBar(Duration.parse("40ba"), lambda: 0.5)
     assert capsys.readouterr().err.replace("\r", "").startswith(" 50%|") and bar.bar.desc == "first batch"

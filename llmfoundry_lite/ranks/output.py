@@ -1,0 +1,46 @@
+"""Standard output and standard error of a process that must not fail for want of a listener.
+
+What is read of a run later is in its files. The words on a screen may be lost: Ctrl-C ends `| tee` before the run has
+saved, a log's disk is full, a batch system closes all three. Neither the run nor its exit code may change for that.
+"""
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+class Words(io.FileIO):
+    """A file that passes over what it cannot write."""
+
+    def write(self, content, /):  # type: ignore[override]
+        try:
+            return super().write(content)
+        except OSError:
+            return len(memoryview(content).cast("B"))
+
+
+def pass_over_lost_words() -> None:
+    """From now on whoever prints does not learn whether it could be written. Nothing happens where something else
+    stands for an output, as in tests."""
+    open_closed_descriptors()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+        if stream is not None:
+            with suppress(OSError):
+                stream.flush()
+            options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+        file = Words(number if stream is not None else os.devnull, "w", closefd=stream is None)
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), **options))
+
+
+def open_closed_descriptors() -> None:
+    """Standard input, output and error that were closed lead nowhere. The next file or socket that is opened would
+    have their numbers, and children would write their words into it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
