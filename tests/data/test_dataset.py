@@ -484,17 +484,20 @@ def test_a_cache_limit_never_removes_what_a_bucket_has_not_shown_to_hold(tmp_pat
         (remote / name).rename(tmp_path / name)
     shutil.copy(tmp_path / names[20], remote)
     upload()
+    dataset = open_data(cache, **limited)
     with pytest.raises(
         DataError, match=r"cannot be compared with it \(.*may hold the only copy, and nothing is removed"
     ):
-        numbers_of(open_data(cache, **limited))
+        numbers_of(dataset)
+    dataset._executor.shutdown()  # its threads hold it, and with it the folder
+    del dataset
+    gc.collect()
     assert {**files_of(cache), **before} == files_of(cache)
 
     for name in names:
         shutil.copy(tmp_path / name, remote)
     upload()
     downloads.clear()
-    gc.collect()  # the data set that the error held
     dataset = open_data(cache, **limited)
     assert numbers_of(dataset) == expected_numbers(dataset)
     assert len(list(cache.glob("*.mds"))) < len(names) and not list(cache.glob("*.part"))
