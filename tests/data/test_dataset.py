@@ -119,7 +119,6 @@ def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypat
 
 LEAVE_WITH_WORKERS = """
 import sys
-import threading
 from llmfoundry_lite.data.loader import build_text_loader
 from tests.helpers.numbered import open_data
 loader = build_text_loader(open_data(sys.argv[1]), num_workers=1, persistent_workers=sys.argv[2] == "kept")
@@ -904,7 +903,7 @@ FAULTS = {"_make_shared": 2, "_open_shared": 1, "_choose_samples": 2, "_check_co
 
 @pytest.mark.multiprocess
 def test_an_error_of_one_rank_is_everybodys(shards, tmp_path):
-    launch(open_with_faults, (shards, tmp_path), tmp_path, num_ranks=3, local_world_size=2, timeout_seconds=60).check()
+    launch(open_with_faults, (shards, tmp_path), tmp_path, num_ranks=3, local_world_size=2).check()
     told = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)), strict=True)
     for faulty in FAULTS.values():
         words = list(next(told))
