@@ -5,6 +5,7 @@ would set it, and runs `scripts/train.py` or any function. Output goes to files,
 """
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import random
@@ -22,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["tests.helpers.lean", "llmfoundry_lite.training.train", "tests.helpers.launch"])
+
+_first_port = 10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_ports = itertools.cycle(random.Random().sample(range(_first_port, _first_port + 1_000), 1_000))
 
 
 @dataclass
@@ -150,9 +154,9 @@ def _train(arguments: list[str]) -> None:
 
 def free_port() -> int:
     """A port that nobody listens on. Each worker of a parallel test run looks in a range of its own, below the ports
-    that the system hands out, so that nobody else is told the same one before it is taken."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    for port in random.Random().sample(range(10_000 + 1_000 * worker, 11_000 + 1_000 * worker), 100):
+    that the system hands out, and goes round it: nobody else is told the same one before it is taken."""
+    for _ in range(100):
+        port = next(_ports)
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
