@@ -288,6 +288,6 @@ def test_a_torch_that_cannot_be_imported_is_found_and_not_a_traceback(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stdout + result.stderr
     status = {finding["check"]: finding["status"] for finding in record["findings"]}
     assert status["versions"] == status["gemm"] == status["collectives"] == "fail"
-    assert status["disk write"] == "pass"
+    assert status["disk write"] in ("pass", "warn")  # how fast this machine's disk is does not matter
     first = next(finding for finding in record["findings"] if finding["status"] == "fail")
     assert "libcudnn.so.9: cannot open" in first["detail"] and "make install" in first["fix"]
