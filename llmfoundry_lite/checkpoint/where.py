@@ -56,7 +56,7 @@ def put_tokenizer(where: str, files: dict[str, bytes], *, last: str) -> None:
 
 def read_tokenizer(checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, bytes]:
     """What lies beside a checkpoint of the tokenizer's files; nothing if there is none to be read."""
-    folder = open_folder(checkpoint.where.rstrip("/").rpartition("/")[0] or ".").child(TOKENIZER)
+    folder = checkpoint.folder.parent().child(TOKENIZER)
     try:
         here = folder.names()
         return {name: folder.read(name, MAX_TOKENIZER_BYTES) for name in names if name in here}

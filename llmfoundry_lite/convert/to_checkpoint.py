@@ -211,8 +211,9 @@ def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
                 _put(state, path[1:], read_value(folder, metadata, key))
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {error}") from None
+    except Exception as error:  # damaged or hostile metadata makes torch and Python raise whatever they like
+        words = str(error).split("\n")[0]
+        raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {words}") from None
     return _from_composer(folder, _with_lists(state), config, [f"{folder.name} was {STOOD_IN}"])
 
 
@@ -339,6 +340,8 @@ def build_model(weights: Weights) -> MPT:
         model = MPT(weights.config)
     tensors = {name: t.float() if t.dtype in NARROW else t for name, t in weights.tensors.items()}
     for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise CheckpointError(f"{name} is a tensor without values of its own ({tensor.layout}, {tensor.device})")
         if not tensor.isfinite().all():
             raise CheckpointError(
                 f"{name} holds NaN or infinity, of which nothing can be computed; import other weights"

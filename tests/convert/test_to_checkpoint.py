@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint.metadata as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 import llmfoundry_lite
@@ -181,7 +182,7 @@ def test_an_export_has_the_tokenizer_of_its_weights_or_none(tmp_path, capsys):
 
 
 @pytest.mark.multiprocess
-def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys):
+def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys, monkeypatch):
     tokenizer = train_tokenizer(["some words of some kind"] * 3, 280)
     tokenizer.save(tmp_path / "mine")
     config = tiny_config(write_data(tmp_path / "data"), tokenizer__name=str(tmp_path / "mine"), model__vocab_size=280)
@@ -193,6 +194,10 @@ def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys):
     assert subject.fingerprint == tokenizer.fingerprint
     assert run(capsys, "export", tmp_path / "moved", tmp_path / "hf")[0] == 0
     assert load_tokenizer(tmp_path / "hf").fingerprint == tokenizer.fingerprint
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path / "moved/ba2")
+        assert run(capsys, "export", ".", tmp_path / "from-inside")[0] == 0
+    assert load_tokenizer(tmp_path / "from-inside").fingerprint == tokenizer.fingerprint
     train_tokenizer(["something else"] * 3, 280).save(tmp_path / "moved/tokenizer")
     with pytest.raises(DataError, match=r"trained with another tokenizer \(sha256:.*\) than the copy beside it"):
         find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
@@ -432,6 +437,45 @@ def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, 
         "old.pt: cannot be read: (it sets attributes of |the state of .* is no dict of its fields)", message
     )
     assert attributes() == before
+
+
+PLACES = {
+    "more dimensions": {"offset": (0, 0, 0)},
+    "before the file": {"begin": -5},
+    "negative length": {"length": -5},
+    "length beyond all machines": {"length": 1 << 70},
+    "size beyond all machines": {"size": 1 << 62},
+    "a name that is none": {"name": 5},
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_metadata_that_lies_of_where_tensors_are_is_refused_in_one_line(tmp_path, place):
+    said = {"offset": (0,), "begin": 0, "length": 10, "size": 4, "name": "__0_0.distcp", **place}
+    offset = torch.Size(said["offset"])
+    chunk = dcp.ChunkStorageMetadata(offset, torch.Size([4] * len(offset)))
+    tensor = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size([said["size"]]), [chunk])
+    where = _StorageInfo(said["name"], said["begin"], said["length"])
+    metadata = dcp.Metadata({"w": tensor}, {"w": ("state", "model", "w")}, {dcp.MetadataIndex("w", offset): where})
+    (tmp_path / "ep0-ba1").mkdir()
+    (tmp_path / "ep0-ba1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "ep0-ba1" / "__0_0.distcp").write_bytes(bytes(100))
+    message = refusal(tmp_path / "ep0-ba1", tmp_path / "out", trust_pickle=True)
+    assert "ep0-ba1: damaged: " in message and "\n" not in message
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_weights_without_values_of_their_own_are_refused(tmp_path, kind):
+    model = {
+        f"model.{name}": tensor.to_sparse() if kind == "sparse" else tensor.to("meta")
+        for name, tensor in random_model(SMALL).state_dict().items()
+    }
+    torch.save({"state": {"model": model}}, tmp_path / "ep0-ba1-rank0.pt")
+    yaml = write_config(tmp_path / "run.yaml", tiny_config(tmp_path) | {"model": asdict(SMALL)})
+    message = refusal(tmp_path / "ep0-ba1-rank0.pt", tmp_path / "out", trust_pickle=True, config=[yaml])
+    assert "is a tensor without values of its own" in message
 
 
 def test_a_record_is_given_its_fields_and_no_others():
