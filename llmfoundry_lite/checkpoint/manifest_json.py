@@ -95,8 +95,9 @@ def read_head(raw: bytes) -> Head | None:
         beyond = lines.get("written_at"), lines.get("num_bytes")
         head = Head(lines["save_id"], lines["lease_epoch"], stamp["batch"], stamp["token"], *beyond)
         is_known = lines["format"] == FORMAT and 1 <= lines["version"] <= VERSION
-        agrees = head.save_id.startswith(f"e{head.lease_epoch}-ba{head.batch}-")
-        agrees &= isinstance(head.num_tokens, int) and isinstance(head.num_bytes, int | None)
+        numbers = [head.lease_epoch, head.batch, head.num_tokens, *([] if head.num_bytes is None else [head.num_bytes])]
+        agrees = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        agrees = agrees and re.fullmatch(rf"e{head.lease_epoch}-ba{head.batch}-[0-9a-f]+", head.save_id) is not None
         agrees &= isinstance(head.written_at, str | None)
     except (KeyError, TypeError, AttributeError):
         return None
@@ -209,6 +210,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     if item.get("format").value != FORMAT:
         raise DamagedCheckpointError(f"{where}: format {shorten(item.get('format').value)}, expected {FORMAT!r}")
     version = item.get("version").integer()
+    item.get("version").expect(version >= 1, "1 or more")
     _refuse_newer(version, where)
     files, files_extra, tensors = _decode_format_1(item) if version == 1 else _decode_format_2(item)
     manifest = Manifest(
@@ -282,6 +284,9 @@ def check(manifest: Manifest, where: str) -> None:
         if problem:
             raise DamagedCheckpointError(f"{where}: tensor {name}: {problem}")
         sound.add(id(tensor.layout))
+    needed, there = (sum(one.num_bytes for one in these) for these in (manifest.tensors.values(), manifest.files))
+    if needed > there:
+        raise DamagedCheckpointError(f"{where}: tensors of {needed:,} bytes in files of {there:,}")
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors or alias in manifest.tensors:
             raise DamagedCheckpointError(f"{where}: alias {alias} of {name}, which is not there or is stored as well")

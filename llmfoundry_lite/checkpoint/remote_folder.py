@@ -61,7 +61,13 @@ class RemoteFolder:
     def read(self, name: str, max_bytes: int) -> bytes:
         def fetched() -> bytes:
             self.filesystem.invalidate_cache()
-            return self.filesystem.cat_file(f"{self.path}/{name}", start=0, end=max_bytes + 1)
+            path = f"{self.path}/{name}"
+            try:
+                return self.filesystem.cat_file(path, start=0, end=max_bytes + 1)
+            except OSError:  # S3 refuses any range of an empty object
+                if self.filesystem.info(path)["size"] == 0:
+                    return b""
+                raise
 
         return persistently(fetched)
 

@@ -324,7 +324,7 @@ def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
             end = stored.end
         if end > shard.file.hashed_bytes:
             raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise shard.damage("its header is not that of a safetensors file") from None
     return contents
 

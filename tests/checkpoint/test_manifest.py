@@ -170,7 +170,29 @@ LIES = {
     "wrong segment": ({"segments": [{"first_batch": 1}]}, "no span"),
     "negative batch": ({"timestamp": {"epoch": 0, "batch": -1, "sample": 0, "token": 0}}, "whole number"),
     "another format": ({"format": "zip"}, "format"),
+    "a format before the first": ({"version": 0}, "1 or more"),
+    "more values than its files have": (
+        {"layouts": [{"chunks": [], "files": [0]}], **tensor(shape=[2**62])},
+        "bytes in files of 20,000",
+    ),
 }
+
+
+HEADS = {
+    "save_id": "e1-ba3-0123456789az",
+    "lease_epoch": "1",
+    "num_bytes": 10**400,
+    "written_at": 3,
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", HEADS)
+def test_a_listing_believes_no_head_that_no_release_writes(name):
+    assert manifests.read_head(encode(sound())) is not None
+    content = json.loads(encode(sound()))["manifest"] | {name: HEADS[name]}
+    lines = b",".join(b"\n" + json.dumps(key).encode() + b":" + json.dumps(content[key]).encode() for key in content)
+    assert manifests.read_head(b"{" + lines + b"\n}") is None
 
 
 @pytest.mark.fault

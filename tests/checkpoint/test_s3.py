@@ -114,6 +114,18 @@ def test_the_lease_is_claimed_by_one(connect):
 
 
 @pytest.mark.fault
+def test_an_empty_manifest_is_damage(connect):
+    store = CheckpointStore(connect())
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    store.root.child("ba2").put(MANIFEST, b"")
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert "passed over damaged checkpoint" in found.notes[0]
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("max_parts", [10_000, 2])
 def test_large_shards_go_in_parts_and_those_grow_with_the_shard(connect, monkeypatch, max_parts):
     monkeypatch.setattr(remote_folder, "REMOTE_PART_BYTES", 5 << 20)

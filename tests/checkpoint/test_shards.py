@@ -3,6 +3,8 @@
 import errno
 import os
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from llmfoundry_lite.checkpoint.shards import (
     build_header,
     file_order,
     open_shard,
+    parse_header,
     verify_file,
     write_file,
     write_shard,
@@ -101,6 +104,15 @@ def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, folder):
         open_shard(LocalFolder(tmp_path), record),
     ):
         pass
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("offsets", ["[0, 1e999]", "[0, -1]", "[0]", '["a", 4]'])
+def test_a_header_whose_offsets_are_none_is_damage(offsets):
+    text = b'{"w@0":{"dtype":"F32","shape":[1],"data_offsets":%s}}' % offsets.encode()
+    shard: Any = SimpleNamespace(damage=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=1 << 20))
+    with pytest.raises(DamagedCheckpointError, match="not that of a safetensors file"):
+        parse_header(len(text).to_bytes(8, "little") + text, shard)
 
 
 def test_the_last_tensor_has_the_hashes_of_all_blocks_before_it(tmp_path):
