@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import PASSING, PAUSE_SECONDS, Buffer, persistently
+from llmfoundry_lite.checkpoint.folders import NO_FILE, PASSING, PAUSE_SECONDS, Buffer, persistently
 
 MAX_VECTORS = 512
 """Of one readv or writev; the kernel takes 1024."""
@@ -46,8 +46,10 @@ class LocalFolder:
     def names(self) -> list[str]:
         try:
             return sorted(persistently(lambda: os.listdir(self.path), PASSING))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        except OSError as error:
+            if error.errno in NO_FILE:  # a link that leads in a circle, too
+                return []
+            raise
 
     def sizes(self) -> dict[str, int]:
         def listed() -> dict[str, int]:
@@ -125,7 +127,7 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        if self.is_link():  # to where someone has moved a checkpoint; what lies there is theirs
+        if self.is_link() or self.path.is_file():  # a link to where someone has moved a checkpoint; it is theirs
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -402,13 +402,14 @@ class CheckpointStore:
                 return Candidate(name, folder, head, None, None)
         try:
             checkpoint = read_checkpoint(folder)
+            name_inside = _committed_name(checkpoint.manifest.save_id)
         except CheckpointError as error:
             if MANIFEST in (names := folder.names()):
                 return Candidate(name, folder, None, None, error)
             if not self.root.is_local or not names:
                 return None  # not committed yet, or being removed
             return Candidate(name, folder, None, None, IncompleteCheckpointError(f"{folder.url}/{MANIFEST}: missing"))
-        if _committed_name(checkpoint.manifest.save_id) != _name_of_batch(name):
+        if name_inside != _name_of_batch(name):
             error = DamagedCheckpointError(f"{folder.url}: holds the manifest of {checkpoint.manifest.save_id}")
             return Candidate(name, folder, None, None, error)
         return Candidate(name, folder, None, checkpoint, None)
@@ -467,7 +468,8 @@ class CheckpointStore:
         """
         folder = self.root.child(name)
         with _os_errors(f"{folder.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
-            if MANIFEST in folder.names() and _save_id(folder) != save_id:
+            names = folder.names()
+            if MANIFEST in names and _save_id(folder) != save_id:
                 return
             if isinstance(self.root, LocalFolder):
                 doomed = self.root.child(f"{DELETING}e0-{_name_of_batch(name)}-{uuid.uuid4().hex[:12]}")
@@ -479,7 +481,9 @@ class CheckpointStore:
             else:
                 folder.remove(MANIFEST)
                 self.on_phase("mid-prune")
-                folder.child(save_id).remove_all()
+                for child in {save_id, *names} - {MANIFEST}:  # files right in here were copied from a local disk
+                    if child == save_id or not SAVE_ID.fullmatch(child):
+                        folder.child(child).remove_all()
 
     def prune(
         self,
@@ -515,7 +519,8 @@ class CheckpointStore:
             for candidate in doomed:
                 self.remove(candidate.name, candidate.save_id)
             if lease is not None:
-                self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)
+                with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
+                    self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)
         return [candidate.name for candidate in doomed]
 
     def _remove_log(self, kept: Sequence[Candidate], lease: Lease) -> None:

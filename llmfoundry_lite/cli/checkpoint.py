@@ -367,6 +367,7 @@ class WatchedFolder:
     def __init__(self, folder: Folder, on_read: Callable[[int], None]):
         self._place, self._on_read = folder, on_read
         self.url, self.is_local, self.child, self.sizes = folder.url, folder.is_local, folder.child, folder.sizes
+        self.parent = folder.parent
 
     def source(self, name: str, *, is_anew: bool = False) -> "WatchedSource":
         return WatchedSource(self._place.source(name, is_anew=is_anew), self._on_read)

@@ -46,7 +46,7 @@ def save(store: CheckpointStore, lease: Lease, batch: int) -> Checkpoint:
     return store.publish(write_draft(store, lease, batch), lease)
 
 
-def flip(path: Path, position: int) -> None:
+def flip(path: Path, position: int, bits: int = 1) -> None:
     raw = bytearray(path.read_bytes())
-    raw[position] ^= 1
+    raw[position] ^= bits
     path.write_bytes(raw)

@@ -492,6 +492,13 @@ def test_a_nan_is_a_difference_unless_both_have_it(tmp_path):
     assert other.num_different == 1 and str(other.max_absolute) == "nan"
 
 
+def test_whole_numbers_that_are_one_as_doubles_differ():
+    from llmfoundry_lite.checkpoint.whole import compare
+
+    large = torch.tensor([2**60, 7, 2**62])
+    assert compare("t", "", large, large + torch.tensor([1, 0, 0])).num_different == 1
+
+
 def test_consolidated_weights_are_one_plain_file(tmp_path):
     model, opt = train()
     url = save(tmp_path, model, opt)

@@ -22,6 +22,7 @@ from llmfoundry_lite.checkpoint import store as store_module
 from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -358,6 +359,23 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_that(tmp_path):
     assert "holds the manifest of e1-ba1" in store.newest_intact().notes[0]
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("change", ["damaged", "of another release"])
+def test_one_save_id_that_is_none_condemns_no_other_checkpoint(tmp_path, change):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    damaged = save(store, lease, 2)
+    if change == "damaged":
+        flip(tmp_path / "ba2" / "manifest.json", damaged.folder.read("manifest.json", 9999).index(b"e1-ba2-") + 7, 0x40)
+    else:
+        raw = encode(replace(damaged.manifest, save_id="the second"))
+        (tmp_path / "ba2" / "manifest.json").write_bytes(raw)
+    found = store.newest_intact(verify_checkpoint)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert len(found.notes) == 1 and "passed over damaged checkpoint" in found.notes[0]
+
+
 HINTS = {
     "empty": b"",
     "torn": b'{"name": "ba2", "sav',
@@ -458,6 +476,52 @@ def test_a_link_that_leads_nowhere_gives_way_to_a_save(tmp_path):
     (tmp_path / "ba1").symlink_to(tmp_path / "nowhere")
     save(store, lease, 1)
     verify_checkpoint(open_checkpoint(tmp_path / "ba1"))
+
+
+@pytest.mark.fault
+def test_a_link_that_leads_in_a_circle_is_no_checkpoint_and_hides_none(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    (tmp_path / "ba2").symlink_to("ba2")
+    assert names(store) == ["ba1"]
+    save(store, lease, 2)
+    verify_checkpoint(open_checkpoint(tmp_path / "ba2"))
+
+
+@pytest.mark.fault
+def test_a_file_that_has_a_checkpoint_s_name_leaves_nothing_behind_when_a_save_replaces_it(tmp_path):
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "ba1").write_text("a note")
+    assert names(store) == []
+    save(store, store.acquire(), 1)
+    assert sorted(os.listdir(tmp_path)) == [".leases", "ba1", "latest.json"]
+
+
+@pytest.mark.fault
+def test_a_part_of_the_log_that_cannot_be_removed_is_said_and_is_no_bug(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2):
+        log = write_log(store, f"e1-ba{batch}-00", b"x\n" * batch, ())
+        store.publish(replace(write_draft(store, lease, batch), log=log), lease)
+    (tmp_path / "log" / "e1-ba1-00.jsonl").unlink()
+    (tmp_path / "log" / "e1-ba1-00.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match=r"/log: cannot be cleared: "):
+        store.prune(lease, keep_newest=1)
+    assert names(store) == ["ba2"]
+
+
+def test_retention_takes_all_of_a_checkpoint_that_was_copied_to_an_object_store_from_a_disk(tmp_path):
+    local, remote = CheckpointStore(tmp_path), CheckpointStore(f"memory://{uuid.uuid4().hex}")
+    save(local, local.acquire(), 1)
+    for path in (tmp_path / "ba1").iterdir():
+        remote.root.child("ba1").put(path.name, path.read_bytes())
+    lease = remote.acquire()
+    draft = write_draft(remote, lease, 1)
+    save(remote, lease, 2)
+    assert remote.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
+    assert remote.root.child("ba1").names() == [draft.save_id], "another launch's draft stays"
 
 
 @pytest.mark.fault

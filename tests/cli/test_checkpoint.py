@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
@@ -95,6 +96,16 @@ def test_verify_shows_how_far_it_is_on_a_terminal(folder, capsys, monkeypatch):
     code, out, err = run(capsys, "verify", folder)
     assert code == 0 and out.count("\n") == 1
     assert "ba3" in err and "808.4/808.4 kB" in err.replace("\x1b[0m", "")
+
+
+def test_a_folder_that_cannot_be_listed_while_it_is_verified_is_said_in_one_line(folder, capsys, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalFolder, "sizes", refuse)
+    code, out, err = run(capsys, "verify", folder)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.endswith("ba3: cannot be read on host " + err.rpartition("host ")[2])
 
 
 def test_inspect_says_what_it_passed_over(folder, capsys):
