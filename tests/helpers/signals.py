@@ -6,6 +6,15 @@ import threading
 
 from composer.core import Callback
 
+from llmfoundry_lite.training.agreement import Agreement
+
+
+def wait_until_told(state) -> None:
+    """Until this rank's thread has heard of a reason to leave: how soon that is, is the kernel's choice."""
+    (preemption,) = (callback.preemption for callback in state.callbacks if isinstance(callback, Agreement))
+    while not preemption.reason:
+        threading.Event().wait(0.01)
+
 
 class Signal(Callback):
     """Sends one rank a signal at the beginning of a batch."""
@@ -19,6 +28,7 @@ class Signal(Callback):
     def batch_start(self, state, logger):
         if self.is_here(state):
             os.kill(os.getpid(), self.number)
+            wait_until_told(state)
 
 
 class SignalInEvaluation(Signal):
@@ -30,4 +40,4 @@ class SignalInEvaluation(Signal):
     def eval_batch_end(self, state, logger):
         if self.is_here(state):
             os.kill(os.getpid(), self.number)
-            threading.Event().wait(0.2)  # until its thread has been told; the evaluation goes on for far longer
+            wait_until_told(state)

@@ -1,15 +1,13 @@
 """An evaluation that had to be left is made up by the next launch, so that a moved run's log lacks nothing."""
 
 import os
-import threading
 
 import pytest
 
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.training import in_context
-from llmfoundry_lite.training.agreement import Agreement
 from tests.helpers.runs import attempt, losses, metrics, run, status
-from tests.helpers.signals import Signal, SignalInEvaluation
+from tests.helpers.signals import Signal, SignalInEvaluation, wait_until_told
 from tests.helpers.tiny import tiny_config, values, write_data
 
 pytestmark = pytest.mark.multiprocess
@@ -27,9 +25,7 @@ class SignalInTasks(Signal):
             assert num_scored < 2, "the evaluation went on"
             if num_scored == 1:
                 os.kill(os.getpid(), self.number)
-                (preemption,) = (c.preemption for c in state.callbacks if isinstance(c, Agreement))
-                while not preemption.reason:
-                    threading.Event().wait(0.01)  # its thread has been told
+                wait_until_told(state)
             return score(model, *arguments)
 
         in_context.InTraining.score = signal_once  # pyright: ignore[reportAttributeAccessIssue]

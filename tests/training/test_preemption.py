@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.rank import adopt_srun, first_host
 from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.train import RunFolder
 from tests.helpers.launch import ROOT, free_port, train
@@ -26,8 +28,17 @@ pytestmark = pytest.mark.multiprocess
 
 
 class SignalThenHang(Signal):
+    """When what was saved two batches before has been published: ranks agree on that after the batch between."""
+
+    def batch_end(self, state, logger):
+        flight = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._flight
+        if flight is not None:
+            wait([flight.task])
+
     def batch_start(self, state, logger):
         if self.is_here(state):
+            while not Path(f"runs/tiny/checkpoints/ba{self.batch - 2}/manifest.json").exists():
+                threading.Event().wait(0.01)
             os.kill(os.getpid(), self.number)
             threading.Event().wait()
 
@@ -189,9 +200,9 @@ def test_a_hung_batch_does_not_hide_the_file(tmp_path, data):
 @pytest.mark.slow
 def test_who_leaves_late_says_what_has_been_saved(tmp_path, data):
     hang = callback(HangAtTheEnd, rank=1, batch=4)
-    result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=5, callbacks=hang))
+    result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=10, callbacks=hang))
     assert result.exit_codes == [75, 75]
-    assert "preempted by SIGTERM: saved as ba4; what came after took more than the rest of 5 s" in result.output
+    assert "preempted by SIGTERM: saved as ba4; what came after took more than the rest of 10 s" in result.output
     assert status(tmp_path)["reason"].startswith("preempted by SIGTERM: saved as ba4")
 
 
@@ -382,7 +393,7 @@ def test_srun_s_words_are_understood(tmp_path, data):
         start([sys.executable, ROOT / "scripts/train.py", path], tmp_path, **step, **job, **task)
         for task in ({"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2))
     ]
-    outputs = [task.communicate(timeout=120)[0] for task in tasks]
+    outputs = [task.communicate(timeout=300)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert len(read_metrics(tmp_path / "runs/tiny")) == 2
 
