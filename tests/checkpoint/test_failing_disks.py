@@ -1,6 +1,7 @@
 """A disk that fails at any point of a save: nothing is published, the save before stands, and the next one is made."""
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -21,12 +22,10 @@ pytestmark = pytest.mark.fault
 
 def failing(call, error, count=1):
     """`call`, but the `count`th time it raises."""
-    seen = 0
+    calls = itertools.count(1)  # counts for all threads, of which a save has several
 
     def called(*args, **kwargs):
-        nonlocal seen
-        seen += 1
-        if seen == count:
+        if next(calls) == count:
             raise OSError(error, os.strerror(error))
         return call(*args, **kwargs)
 

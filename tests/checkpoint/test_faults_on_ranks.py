@@ -277,7 +277,7 @@ RANK_0 = ["before manifest", "before rename", "after rename", "mid-prune"]
 )
 def test_a_killed_rank_costs_at_most_the_save_in_flight(tmp_path, phase, victim):
     folder = tmp_path / "checkpoints"
-    done = launch(train_until_killed, (str(folder), phase, victim), tmp_path, 2, timeout_seconds=60)
+    done = launch(train_until_killed, (str(folder), phase, victim), tmp_path, 2)
     assert -signal.SIGKILL in done.exit_codes
     found = CheckpointStore(folder).newest_intact(verify_checkpoint)
     assert found.checkpoint is not None and not found.notes

@@ -5,12 +5,14 @@ import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from llmfoundry_lite.checkpoint import save as saving
 from llmfoundry_lite.checkpoint import shards
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver, open_saver
@@ -108,18 +110,19 @@ def test_numbers_are_of_their_moment_though_their_owner_goes_on(tmp_path):
     assert open_checkpoint(tmp_path / "ba2").manifest.scalars == {"callbacks": {"batches": [1, 2]}}
 
 
-def test_waiting_for_the_save_before_counts_as_stall(tmp_path):
+def test_waiting_for_the_save_before_counts_as_stall(tmp_path, monkeypatch):
     model, opt = train()
-    held = threading.Event()
-    saver = open_saver(
-        CheckpointStore(tmp_path, on_phase=lambda phase: held.wait() if phase == "before manifest" else None)
-    )
-    saver.save(model, opt, about(2))
-    release = threading.Timer(0.3, held.set)
-    release.start()
+    clock = [0.0]
+
+    def on_phase(phase):
+        clock[0] += 100.0 * (phase == "before manifest")
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    saver = open_saver(CheckpointStore(tmp_path, on_phase=on_phase))
+    saver.save(model, opt, about(2))  # whose manifest is written when somebody asks for it
     saver.save(model, opt, about(3))
     saved = saver.wait()
-    assert saved is not None and saved.stall_seconds >= 0.3
+    assert saved is not None and (saved.stall_seconds, saved.durable_seconds) == (100.0, 200.0)
 
 
 def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):

@@ -108,7 +108,7 @@ def test_torchrun_launches_too(tmp_path, data):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
