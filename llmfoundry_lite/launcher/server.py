@@ -157,15 +157,16 @@ def tell_of_ended(channel: socket.socket) -> None:
 
 
 def become(start: Start, channel: socket.socket) -> None:
-    """From here on this process is rank `start.rank`: its environment, where its words go, its heart."""
+    """From here on this process is rank `start.rank`: its environment, its heart, where its words go."""
     os.environ.update(start.environment)
+    # First, as a busy disk may take longer to make a file than a silent rank is waited for.
+    threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
     if start.output is not None:
         Path(start.output).parent.mkdir(parents=True, exist_ok=True)
         file = os.open(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
-    threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
 
 
 def beat(channel: socket.socket, rank: int) -> None:

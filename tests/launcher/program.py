@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-SILENCE_SECONDS = 2.5
-
 
 def main(arguments: list[str]) -> None:
     """One rank. Its try is one more than the tries before it that have left a file."""
@@ -41,7 +39,7 @@ def launch() -> int:
     from llmfoundry_lite.launcher import world
     from llmfoundry_lite.launcher.launch import Launcher, Program
 
-    world.SILENCE_SECONDS = SILENCE_SECONDS
+    world.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", world.SILENCE_SECONDS))
     logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
     program = Program("tests.launcher.program", imports)
     return Launcher(program, int(num_ranks), int(max_restarts), Path(logs)).run(words)

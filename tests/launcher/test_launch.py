@@ -14,11 +14,13 @@ import pytest
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launcher import world
 from llmfoundry_lite.launcher.launch import Launcher, Program, make_room_for_logs, refuse_other_launchers
-from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, send
+from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from llmfoundry_lite.launcher.world import verdict
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
+SOON = {"SILENCE_SECONDS": "2.5"}
+"""For tests of frozen processes alone: on a busy machine others may be silent for longer."""
 
 
 class Launched:
@@ -135,7 +137,7 @@ def test_when_no_try_is_left_it_says_what_the_culprit_said(launched):
 
 
 def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
-    run = launched(2, 1, "0.0=hold:150000000", "1.0=kill:SIGSTOP", "0.1=hold:150000000")
+    run = launched(2, 1, "0.0=hold:150000000", "1.0=kill:SIGSTOP", "0.1=hold:150000000", **SOON)
     code, _, words = run.end()
     assert code == 0
     assert words == (
@@ -171,14 +173,33 @@ def test_a_signal_is_handed_to_the_ranks_which_are_not_started_again(launched, n
 
 
 def test_asked_to_leave_while_ranks_are_frozen_it_has_left_and_says_why(launched):
-    run = launched(2, 3, "0.0=kill:SIGSTOP", "1.0=kill:SIGSTOP")
-    for rank in (0, 1):
-        pid = run.pid(rank)
-        wait_until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    run = launched(2, 3, "0.0=wait", "1.0=wait", **SOON)
+    launcher, ranks = psutil.Process(run.process.pid), [psutil.Process(run.pid(rank)) for rank in (0, 1)]
+    for process in (launcher, *ranks):  # the launcher first: it is asked before it finds that the others are frozen
+        process.suspend()
+        wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED)
     run.process.send_signal(signal.SIGTERM)
+    launcher.resume()
     code, _, words = run.end()
     assert code == 75
     assert words.endswith(" is frozen: it has done nothing for 2.5 s; the newest save stands\n")
+
+
+def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path):
+    os.mkfifo(tmp_path / "rank1.txt")  # whoever opens it waits for a reader
+    mine, its = open_channel()
+    mine.settimeout(DEADLINE_SECONDS)
+    begins = "become(Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
+    program = f"import socket, sys; from llmfoundry_lite.launcher.server import Start, become; {begins}"
+    command = [sys.executable, "-c", program, str(tmp_path / "rank1.txt"), str(its.fileno())]
+    rank = subprocess.Popen(command, cwd=ROOT, pass_fds=[its.fileno()])
+    its.close()
+    try:
+        assert receive(mine) == Beat(1, rank.pid)
+        assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_logs_of_a_launch_that_goes_on_are_not_taken_from_it(tmp_path):
@@ -223,7 +244,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launched):
     run = launched(2, 3, "0.0=wait", "1.0=wait")
     pids = [run.pid(0), run.pid(1)]
     run.process.kill()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: all(map(world.has_ended, pids)))
 
 
 def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):
@@ -239,7 +260,7 @@ def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):
 
 @pytest.mark.parametrize(("asked", "expected"), [(False, 0), (True, 75)])
 def test_ranks_that_end_while_the_process_that_forks_them_is_frozen_are_missed(launched, asked, expected):
-    run = launched(2, 1, "0.0=wait", "1.0=wait")
+    run = launched(2, 1, "0.0=wait", "1.0=wait", **SOON)
     pid = run.pid(1)
     server = psutil.Process(run.pid(0)).parent()
     assert server is not None and server.pid != run.process.pid
