@@ -133,8 +133,11 @@ def refuse_others(out: Path) -> None:
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:
     """Move the finished parts into place; the summary goes last and makes it official."""
-    shutil.copytree(partial / "tokenizer", partial / "tokenizer.copy", dirs_exist_ok=True)
-    sync_folder(partial / "tokenizer.copy")
+    copy = partial / "tokenizer.copy"
+    copy.mkdir(exist_ok=True)
+    for path in (partial / "tokenizer").iterdir():  # `copytree` would not say that the disk is full
+        shutil.copy(path, copy)
+    sync_folder(copy)
     begun = partial / PUBLISHING
     if not begun.exists():
         refuse_others(out)

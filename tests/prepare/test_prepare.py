@@ -252,6 +252,25 @@ def test_two_workers_write_the_same_bytes_as_one(
     assert_same_result(tmp_path / "out", uninterrupted)
 
 
+PREPARE_THREE_UNITS = """
+import signal, sys
+from rich.progress import Progress
+from llmfoundry_lite.cli.main import main
+
+advance, num_done = Progress.advance, 0
+
+def advance_to_three(*arguments):
+    global num_done
+    advance(*arguments)
+    num_done += 1
+    while num_done == 3:
+        signal.pause()
+
+Progress.advance = advance_to_three
+main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
@@ -259,7 +278,7 @@ def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
 ) -> None:
     out = tmp_path / "out"
     options = ["--source", large_file, "--out", out, "--tokenizer", tokenizer_folder, "--max-seq-len", SEQ_LEN]
-    command = [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *options, "--size-limit", 500_000]
+    command = [sys.executable, "-c", PREPARE_THREE_UNITS, "data", "prepare", *options, "--size-limit", 500_000]
     process = subprocess.Popen([*map(str, command), "--num-workers", "2"], stderr=subprocess.DEVNULL)
     units = out / ".partial" / "units"
     wait_until(lambda: len(list(units.glob("*.npz"))) >= 3 or process.poll() is not None)
@@ -554,6 +573,21 @@ def test_two_preparations_do_not_share_a_folder(small_request: Request, tmp_path
     with pytest.raises(DataError, match="another preparation is running in"):
         prepare(small_request, tmp_path / "out")
     os.close(descriptor)
+
+
+def test_a_disk_that_is_full_at_last_is_one_sentence_too(tokenizer_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """When nothing but the tokenizer is left to copy."""
+
+    def fail(*names: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wanted = request(write_jsonl(tmp_path / "in.jsonl", make_documents(60)), tokenizer_folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", fail)
+        with pytest.raises(DataError, match=r"no space left for .*same command again to carry on, or remove"):
+            prepare(wanted, tmp_path / "out", num_workers=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
+    prepare(wanted, tmp_path / "out", num_workers=1)
 
 
 @pytest.mark.multiprocess
