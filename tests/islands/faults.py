@@ -67,12 +67,13 @@ class SignalWhen(Callback):
 
 
 class Hold(Callback):
-    """Before a batch, or after it and before its save, wait until there is a file."""
+    """Before a batch, or after it and before its save, wait until there is a file; another says that it waits."""
 
-    def __init__(self, batch: int, until: str, after: bool = False):
+    def __init__(self, batch: int, until: str, after: bool = False, waits: str | None = None):
         self.batch = batch
         self.until = Path(until)
         self.after = after
+        self.waits = waits
 
     def batch_start(self, state, logger):
         self.wait_after(self.batch - 1, state, after=False)
@@ -81,7 +82,11 @@ class Hold(Callback):
         self.wait_after(self.batch, state, after=True)
 
     def wait_after(self, batch, state, *, after):
-        while int(state.timestamp.batch) == batch and self.after == after and not self.until.exists():
+        if int(state.timestamp.batch) != batch or self.after != after:
+            return
+        if self.waits is not None:
+            Path(self.waits).touch()
+        while not self.until.exists():
             time.sleep(0.01)
 
 

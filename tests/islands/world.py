@@ -61,11 +61,14 @@ class Coordination:
         """Until the coordinator has said so."""
         self._wait(lambda: self.lines.count(words) >= times)
 
+    def wait_for_file(self, path: Path) -> None:
+        self._wait(path.exists)
+
     def wait_for_batch(self, log: Path, batch: int) -> None:
         """Until an island has recorded it."""
         self._wait(lambda: log.exists() and f'"batch": {batch},' in log.read_text())
 
-    def _wait(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def _wait(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.lines
