@@ -23,11 +23,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from llmfoundry_lite.checkpoint.folders import Folder
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.manifest_json import MANIFEST
 from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
-from llmfoundry_lite.checkpoint.store import DAMAGED, HINT, REPLACED, Checkpoint, CheckpointStore, open_checkpoint
+from llmfoundry_lite.checkpoint.store import (
+    DAMAGED,
+    HINT,
+    REPLACED,
+    Checkpoint,
+    CheckpointStore,
+    is_checkpoint,
+    open_checkpoint,
+)
 from llmfoundry_lite.checkpoint.where import TOKENIZER
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig
@@ -77,7 +87,7 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     model = build_model(weights)
     saver = open_saver(store)
     if tokenizer:
-        about, note = keep_tokenizer(tokenizer, out, about)
+        about, note = keep_tokenizer(tokenizer, store.root, about)
         notes += [note] if note else []
     saver.save(model, None, about)
     saver.wait()
@@ -87,10 +97,10 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
 
 def open_empty_store(out: str) -> CheckpointStore:
     """Before anything is read. What is imported must not become the newest checkpoint of another run."""
-    if "://" not in out and Path(out).exists() and not Path(out).is_dir():
-        raise CheckpointError(f"{out}: a file; give a folder for the imported checkpoint")
     store = CheckpointStore(out)
-    if (Path(out) / MANIFEST).is_file():
+    if isinstance(store.root, LocalFolder) and store.root.path.exists() and not store.root.path.is_dir():
+        raise CheckpointError(f"{out}: a file; give a folder for the imported checkpoint")
+    if is_checkpoint(out):
         raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
@@ -350,11 +360,11 @@ def build_model(weights: Weights) -> MPT:
     return model
 
 
-def keep_tokenizer(files: dict[str, bytes], out: str, about: About) -> tuple[About, str]:
+def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> tuple[About, str]:
     """Its files beside the checkpoint, its fingerprint and folder in the manifest; or why not."""
-    if "://" in out:
+    if not isinstance(out, LocalFolder):
         return about, "its tokenizer is not carried to a URL"
-    folder = Path(out).resolve() / TOKENIZER
+    folder = out.path.resolve() / TOKENIZER
     folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)

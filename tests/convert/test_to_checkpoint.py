@@ -439,6 +439,26 @@ def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, 
     assert attributes() == before
 
 
+@pytest.mark.parametrize("form", ["~/imported", "file://{}/imported"])
+def test_a_tokenizer_lies_beside_what_was_imported_however_its_folder_is_written(tmp_path, monkeypatch, form):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir(), here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    folder_of(tmp_path / "model")
+    out = form.format(home)
+    imported = import_checkpoint(str(tmp_path / "model"), out)
+    assert load_tokenizer(home / "imported/tokenizer").fingerprint in imported.checkpoint.manifest.fingerprints.values()
+    assert not list(here.iterdir())
+    (home / "a-file").touch()
+    for place, words in (
+        ("imported/ba0", "a checkpoint itself"),
+        ("imported", "already holds ba0"),
+        ("a-file", "a file"),
+    ):
+        assert words in refusal(tmp_path / "model", out.replace("imported", place))
+
+
 PLACES = {
     "more dimensions": {"offset": (0, 0, 0)},
     "before the file": {"begin": -5},
