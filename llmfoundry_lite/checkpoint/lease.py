@@ -141,4 +141,5 @@ def _name(epoch: int) -> str:
 
 
 def _epoch(name: str) -> int | None:
-    return int(name[:-5]) if re.fullmatch(r"\d+\.json", name) else None
+    # A longer number is nobody's claim, and no manifest could hold the next one.
+    return int(name[:-5]) if re.fullmatch(r"[0-9]{1,18}\.json", name) else None

@@ -105,6 +105,8 @@ class RemoteFolder:
         return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
 
     def source(self, name: str, *, is_anew: bool = False) -> "RemoteSource":
+        if is_anew:
+            self.filesystem.invalidate_cache()
         return RemoteSource(self.filesystem, f"{self.path}/{name}")
 
     def age_seconds(self, name: str) -> float | None:

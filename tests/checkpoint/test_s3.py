@@ -114,6 +114,17 @@ def test_the_lease_is_claimed_by_one(connect):
 
 
 @pytest.mark.fault
+def test_a_second_look_is_past_what_was_listed(connect):
+    folder = CheckpointStore(connect()).root
+    folder.put("file", b"12")
+    assert folder.sizes() == {"file": 2}
+    elsewhere = s3fs.S3FileSystem(skip_instance_cache=True)
+    for name, content in (("file", b"123"), ("new", b"1")):
+        elsewhere.pipe_file(f"{folder.url}/{name}", content)
+    assert [folder.source(name, is_anew=True).num_bytes for name in ("file", "new")] == [3, 1]
+
+
+@pytest.mark.fault
 def test_an_empty_manifest_is_damage(connect):
     store = CheckpointStore(connect())
     lease = store.acquire()
