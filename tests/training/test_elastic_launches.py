@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from composer.core import Callback
 
 from tests.helpers.launch import ROOT, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -36,7 +38,7 @@ class Launcher:
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **FRESH_STORE},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **FRESH_STORE},
                 start_new_session=True,
             )
 
@@ -76,6 +78,18 @@ def wait_for_batch(run, batch, *launchers):
 
 SCRIPT = ROOT / "scripts/train.py"
 BATCHES = 60
+LOST_AFTER = 12
+
+
+class Hold(Callback):
+    """A run that is to lose a rank after a batch goes no further until it has: then there is this file."""
+
+    def batch_start(self, state, logger):
+        while int(state.timestamp.batch) == LOST_AFTER and not Path("lost").exists():
+            time.sleep(0.01)
+
+
+HELD = {"callbacks": {f"python:{__name__}:Hold": {}}}
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +106,12 @@ def expected(config, tmp_path_factory):
 
 
 def test_after_a_rank_was_killed_torchrun_starts_all_again_and_nothing_is_lost(tmp_path, config, expected):
-    path = write_config(tmp_path / "tiny.yaml", config)
+    path = write_config(tmp_path / "tiny.yaml", {**config, **HELD})
     options = ("--standalone", "--nproc_per_node=2", "--max-restarts=2")
     with Launcher(tmp_path, "tiny", *options, SCRIPT, path) as launcher:
-        wait_for_batch(tmp_path / "runs/tiny", 12, launcher)
+        wait_for_batch(tmp_path / "runs/tiny", LOST_AFTER, launcher)
         launcher.ranks()[1].kill()
+        (tmp_path / "lost").touch()
         assert launcher.wait() == 0, launcher.output.read_text()
     assert "carrying on from runs/tiny/checkpoints/ba" in launcher.output.read_text()
     records = read_metrics(tmp_path / "runs/tiny")
@@ -110,7 +125,7 @@ def test_when_a_node_is_lost_the_run_goes_on_with_the_other(tmp_path, config, ex
     """Two agents take the parts of two nodes, with one rank each."""
     if not shutil.which("unshare") or subprocess.run([*NODE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let a process have shared memory of its own")
-    path = write_config(tmp_path / "tiny.yaml", config)
+    path = write_config(tmp_path / "tiny.yaml", {**config, **HELD})
     options = (
         *("--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=tiny"),
         f"--rdzv-endpoint=localhost:{free_port()}",
@@ -121,11 +136,12 @@ def test_when_a_node_is_lost_the_run_goes_on_with_the_other(tmp_path, config, ex
         Launcher(tmp_path, "first", "--rdzv-conf=last_call_timeout=5,is_host=true", *options, before=NODE) as first,
         Launcher(tmp_path, "second", "--rdzv-conf=last_call_timeout=5,is_host=false", *options, before=NODE) as second,
     ):
-        wait_for_batch(tmp_path / "runs/tiny", 12, first, second)
+        wait_for_batch(tmp_path / "runs/tiny", LOST_AFTER, first, second)
         lost = second.ranks()
         second.process.kill()
         for rank in lost:
             rank.kill()
+        (tmp_path / "lost").touch()
         assert first.wait() == 0, first.output.read_text()
         assert "devices 2 -> 1" in first.output.read_text()
     records = read_metrics(tmp_path / "runs/tiny")
