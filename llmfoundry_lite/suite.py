@@ -226,12 +226,18 @@ def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
-    """The tables, with the models that earlier launches have evaluated on this suite below these."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder):
-        others, notes = read_others(folder, [results.model for results in all_results])
-        tell(notes)
-        return write_tables([*all_results, *others], folder, gauntlet)
+    """The tables, with the models that earlier launches have evaluated on this suite below these. Raises DataError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone_in(folder):
+            others, notes = read_others(folder, [results.model for results in all_results])
+            tell(notes)
+            return write_tables([*all_results, *others], folder, gauntlet)
+    except OSError as error:
+        raise DataError(
+            f"results_folder: the tables in {folder} cannot be written: {error.strerror or error}; the results are "
+            "there, and the same command again asks nothing twice"
+        ) from error
 
 
 def expand_models(config: EvalConfig) -> dict[str, str]:

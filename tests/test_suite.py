@@ -1,10 +1,13 @@
-"""What an evaluation says while it works."""
+"""What an evaluation says while it works, and when its tables cannot be written."""
 
 import sys
 
 import pytest
 
 from llmfoundry_lite import suite
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.results import Results
+from tests.helpers.results import choice
 
 
 class Terminal:
@@ -46,3 +49,10 @@ def test_on_a_terminal_a_bar_grows_and_says_when_it_will_be_full(told):
 
 def test_in_a_file_there_is_one_line_for_a_task(told):
     assert told(False) == "ours · piqa/0-shot · 4,000/4,000 · 0.8 items/s · 4800 s\n"
+
+
+def test_tables_that_cannot_be_written_are_a_users_error(tmp_path):
+    (tmp_path / "table.md").mkdir()
+    results = Results(model="ours", suite="s", source="ours", tasks={"t/0-shot": choice([0, 1])[0]})
+    with pytest.raises(DataError, match=r"the tables in .* cannot be written: Is a directory; the results are there"):
+        suite.write_suite([results], tmp_path, None)
