@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import psutil
 import pytest
@@ -52,9 +51,9 @@ def with_mistake(name):
     return f"callbacks={{'python:tests.rehearse.mistakes:{name}': {{}}}}"
 
 
-def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypatch):
+def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    before = set(Path(tempfile.gettempdir()).glob("rehearse-*"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run(["rehearse", *RUN, "--devices", "8"]) == EXIT_DONE
     text = capfd.readouterr().out
     found = re.search(r"allocated ([\d.]+), reserved ([\d.]+), of 78.40 GiB .*\n +estimate ([\d.]+)", text)
@@ -67,7 +66,7 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypa
     assert "reduce_scatter float32, 8 ranks within a node" in text
     waits = re.findall(r"host waits +(\S+?):?\d*: (\d+) in a batch", text)
     assert waits == [("llmfoundry_lite/training/gradients.py", "1")], "of four microbatches"
-    assert set(Path(tempfile.gettempdir()).glob("rehearse-*")) <= before
+    assert not list(tmp_path.glob("rehearse-*"))
 
 
 def test_out_of_memory_is_the_allocators_own_and_one_line(stage):
