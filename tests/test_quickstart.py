@@ -25,7 +25,7 @@ def call(*command, cwd):
 def test_text_becomes_a_model_that_transformers_loads(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
-    for i, source in enumerate(sorted((ROOT / "llmfoundry_lite").rglob("*.py"))):
+    for i, source in enumerate(sorted((ROOT / "llmfoundry_lite/data").rglob("*.py"))):
         (text / f"{i}.txt").write_text(source.read_text())
     call(
         *(BIN / "llmfoundry-lite", "data", "prepare", "--source", text, "--out", tmp_path / "data"),
