@@ -301,6 +301,15 @@ def test_a_launch_by_exec_is_asked_to_leave_too():
     assert [(leg.ended, leg.code, leg.to_batch) for leg in legs()] == [("preempted", 75, batches()[-1])]
 
 
+def test_a_relay_that_nobody_listens_to_goes_on():
+    """Ctrl-C ends `| tee` before the place has saved."""
+    write({"a": f"{TRAINER} 10"})
+    process = begin()
+    process.stdout.close()
+    assert process.wait(DEADLINE_SECONDS) == 0
+    assert spans() == [("a", 0, 10, "done")]
+
+
 @pytest.mark.parametrize("leave", [None, pytest.param("kill -TERM $(cat pid)", marks=pytest.mark.slow)])
 def test_a_relay_that_is_asked_to_leave_asks_its_place_and_waits_for_the_save(leave):
     launch = f"echo $$ > pid; exec env {SLOW}" if leave else SLOW
