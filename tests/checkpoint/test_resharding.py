@@ -237,7 +237,7 @@ def test_a_few_layouts_describe_many_tensors_on_many_ranks():
         }
         plan = make_plan([(describe(like), list(range(512)))], 0, 512)
     files = tuple(
-        FileRecord(name=file_name(i), num_bytes=8192, block_bytes=4096, header_bytes=4096, digest="0" * 32)
+        FileRecord(name=file_name(i), num_bytes=1 << 20, block_bytes=4096, header_bytes=4096, digest="0" * 32)
         for i in range(512)
     )
     raw = encode(Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plan.tensors, files=files))
