@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.prepare.documents import Document
+from llmfoundry_lite.prepare.units import Document
 
 WORTH_PROVING_BYTES = 32 * 1024 * 1024
 """A smaller input is tokenised in about the time that the proof takes."""

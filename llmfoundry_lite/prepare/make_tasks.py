@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.documents import read_documents
 from llmfoundry_lite.prepare.sources import open_standard_library
+from llmfoundry_lite.prepare.units import Skipped
 
 NUM_QUESTIONS = 400
 """Of each task: a standard error of 2.5 points or less."""

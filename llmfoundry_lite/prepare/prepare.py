@@ -36,7 +36,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
-from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
+from llmfoundry_lite.prepare.documents import read_documents
 from llmfoundry_lite.prepare.out_folder import (
     check_unchanged,
     clear_disk_errors,
@@ -52,6 +52,7 @@ from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import origin_of_tokens, token_dtype, tokenize
+from llmfoundry_lite.prepare.units import Document, Skipped
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
 """A tokenizer is trained on at most this much text, taken evenly from the source."""

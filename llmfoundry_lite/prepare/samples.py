@@ -17,10 +17,10 @@ from rich.progress import Progress
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
-from llmfoundry_lite.prepare.documents import SKIP_REASONS
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
 from llmfoundry_lite.prepare.token_files import load_unit
+from llmfoundry_lite.prepare.units import SKIP_REASONS
 
 SHARD_HASH = "xxh3_64"
 """Of every shard, kept in its index.json: readers find damage by it."""

@@ -1,7 +1,7 @@
 """Where documents come from: the Python standard library, local files, data sets of the Hugging Face Hub.
 
-Owns how a source is cut into *units*: pieces of work that are the same on every run and every machine. Leaves what the
-kinds of units are and how the documents of one are read to `documents.py`, and tokens, samples, processes and resuming
+Owns how a source is cut into *units*: pieces of work that are the same on every run and every machine. Leaves the kinds
+of units to `units.py`, how the documents of one are read to `documents.py`, and tokens, samples, processes and resuming
 to `prepare.py`.
 
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
@@ -28,7 +28,9 @@ from llmfoundry_lite.prepare.contents import (
     blocks,
     utf8_blocks,
 )
-from llmfoundry_lite.prepare.documents import (
+from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
+from llmfoundry_lite.prepare.tables import check_one_of_each, damaged_table, open_arrow, open_parquet
+from llmfoundry_lite.prepare.units import (
     ArrowBatches,
     Bad,
     LinePiece,
@@ -37,13 +39,8 @@ from llmfoundry_lite.prepare.documents import (
     RowPiece,
     Unit,
     WholeFiles,
-    check_one_of_each,
-    damaged_table,
-    open_arrow,
-    open_parquet,
     value_of,
 )
-from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"

@@ -66,7 +66,7 @@ class Summary:
     splits: dict[str, SplitSummary]
     """`train`, and `val` unless nothing could be held out."""
     skipped: dict[str, int]
-    """Documents left out, by reason, as in `documents.SKIP_REASONS`."""
+    """Documents left out, by reason, as in `units.SKIP_REASONS`."""
     ignored_files: int
     """Files in the folders given that are of no kind we read, or beside a saved data set and no part of it."""
     seconds: float

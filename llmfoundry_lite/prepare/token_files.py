@@ -24,10 +24,11 @@ from rich.progress import Progress
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import SKIP_REASONS, Document, Skipped, Unit, place_of, read_documents
+from llmfoundry_lite.prepare.documents import read_documents
 from llmfoundry_lite.prepare.fast_encoder import WORTH_PROVING_BYTES, FastEncoder, Unequal, is_installed
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
+from llmfoundry_lite.prepare.units import SKIP_REASONS, Document, Skipped, Unit, place_of
 
 ENCODE_BATCH_BYTES = 512 * 1024
 DISTRUSTED = "distrusted-encoder.txt"

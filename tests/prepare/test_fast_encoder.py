@@ -15,9 +15,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import fast_encoder, token_files
-from llmfoundry_lite.prepare.documents import Document, split_key
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal
 from llmfoundry_lite.prepare.prepare import prepare
+from llmfoundry_lite.prepare.units import Document, split_key
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.preparing import request, write_jsonl
 

@@ -23,20 +23,12 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_toke
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import out_folder, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
-from llmfoundry_lite.prepare.documents import (
-    STDLIB_HASH_SEED,
-    Document,
-    LineRange,
-    Skipped,
-    WholeFiles,
-    lines_starting_in,
-    read_documents,
-    split_key,
-)
+from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, lines_starting_in, read_documents
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
 from llmfoundry_lite.prepare.samples import ShardWriter, SplitWriter
 from llmfoundry_lite.prepare.summary import load_summary
+from llmfoundry_lite.prepare.units import Document, LineRange, Skipped, WholeFiles, split_key
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, write_jsonl
 

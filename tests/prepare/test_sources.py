@@ -19,11 +19,12 @@ import zstandard
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import contents, listing, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
-from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.documents import read_documents
 from llmfoundry_lite.prepare.listing import list_files
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import print_summary
+from llmfoundry_lite.prepare.units import Skipped
 from tests.helpers.data import make_documents
 from tests.helpers.preparing import plain, request, write_jsonl
 
@@ -219,7 +220,8 @@ def test_gzip_padded_with_zeros_is_whole(padding: bytes, tmp_path: Path) -> None
 
 BOMB = """
 import sys
-from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.documents import (read_documents)
+from llmfoundry_lite.prepare.units import (Skipped)
 from llmfoundry_lite.prepare.sources import open_source
 skipped = Skipped()
 source = open_source([sys.argv[1]], on_error="skip")
