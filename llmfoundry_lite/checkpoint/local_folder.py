@@ -127,7 +127,7 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        if self.is_link() or self.path.is_file():  # a link to where someone has moved a checkpoint; it is theirs
+        if self.is_link() or self.path.is_file():  # where a link leads, someone has moved a checkpoint, which is theirs
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import signal
 import time
-from contextlib import suppress
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands.coordinator import Coordinator
@@ -57,9 +56,7 @@ def serve(
 
 
 def say(line: str) -> None:
-    """Runs go on where nobody reads it any more, or the disk under it is full."""
-    with suppress(OSError):
-        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 class Server:

@@ -1,9 +1,12 @@
 """A coordinator's process, and what members of it notice: real sockets, one of which may go dead."""
 
 import json
+import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,7 +21,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands import member, serve
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.member import Lost, Member
-from llmfoundry_lite.islands.messages import HEADER, dial, greet, pack, receive, welcome
+from llmfoundry_lite.islands.messages import HEADER, TOKEN, dial, greet, pack, receive, welcome
 from tests.helpers.launch import free_port
 from tests.islands.world import SECRET, coordination, line_to
 
@@ -128,6 +131,23 @@ def test_a_quiet_coordinator_that_lives_is_not_left(tmp_path, impatient):
             member_.close(has_finished=True)
         running.wait_for("the run has ended after batch 0")
         assert "is repeated" not in running.lines
+
+
+@in_a_process
+def test_a_coordinator_that_nobody_listens_to_goes_on():
+    port = free_port()
+    command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--islands", "1", "--until-alone"]
+    process = subprocess.Popen(
+        [*command, "--listen", f"127.0.0.1:{port}"],
+        env=os.environ | {TOKEN: SECRET},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    process.stdout.close()
+    one = joined(("127.0.0.1", port))
+    assert hear_view(one)["members"] == {"a": "1"}
+    one.close(has_finished=True)
+    assert process.wait(60) == 0
 
 
 def count_beats(port, most):
