@@ -18,6 +18,9 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         return LocalFolder(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):
         return LocalFolder(Path(rest))
+    # fsspec splits an URL at `::`, and s3fs cuts it at `?versionId=` and takes a newline for its end: another folder's.
+    if wrong := next((part for part in ("::", "?versionId=", *"\n\r\0") if part in text), None):
+        raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
     import fsspec
 
     from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder

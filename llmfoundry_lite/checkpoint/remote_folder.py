@@ -5,6 +5,7 @@ Imported when such a folder is opened. No torch.
 
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, persistently
@@ -12,6 +13,8 @@ from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, persistentl
 REMOTE_PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
 """S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
+
+REMOVALS_AT_ONCE = 16
 
 
 class RemoteFolder:
@@ -87,19 +90,30 @@ class RemoteFolder:
                 raise FileExistsError(path) from None
 
     def remove(self, name: str) -> None:
-        def removed() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.filesystem.rm_file(f"{self.path}/{name}")
-
-        persistently(removed)
+        persistently(lambda: self._remove_key(f"{self.path}/{name}"))
 
     def remove_all(self) -> None:
+        """Key by key: `rm` of fsspec takes `[`, `*` and `?` in a path for a pattern."""
+
         def removed() -> None:
-            self.filesystem.invalidate_cache()
-            with contextlib.suppress(FileNotFoundError):
-                self.filesystem.rm(self.path, recursive=True)
+            with ThreadPoolExecutor(REMOVALS_AT_ONCE, thread_name_prefix="checkpoint-remove") as pool:
+                list(pool.map(self._remove_key, self._find()))
+            for path in sorted(self._find(withdirs=True), key=len, reverse=True):  # not on a store without folders
+                self.filesystem.rmdir(path)
 
         persistently(removed)
+
+    def _find(self, *, withdirs: bool = False) -> list[str]:
+        """Every key of this folder, or of the file that has its name."""
+        self.filesystem.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            found = self.filesystem.find(self.path, withdirs=withdirs)
+            return [path for path in found if f"{path.strip('/')}/".startswith(f"{self.path.strip('/')}/")]
+        return []
+
+    def _remove_key(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm_file(path)
 
     def sink(self, name: str, num_bytes: int) -> "RemoteSink":
         return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))

@@ -8,6 +8,7 @@ shard is needed or given up, and when, to `shard_cache.py`; the transport itself
 import filecmp
 import hashlib
 import os
+import re
 import secrets
 import socket
 import time
@@ -30,6 +31,10 @@ from llmfoundry_lite.errors import DataError
 INDEX = "index.json"
 PART = ".part"
 """Ends the names of files that are on their way."""
+PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
+"""As `_part_name` makes them; the transport adds `.tmp`. A user's own `film.part` is none."""
+NOT_IN_A_REMOTE = "?#\n\r\t"
+"""The transport cuts an URL at the first two and leaves out the others: it would read another folder."""
 
 
 class CheckedStream(Stream):
@@ -44,6 +49,9 @@ class CheckedStream(Stream):
         path = Path(folder, INDEX)
         if not self.remote:
             return path
+        is_url = "://" in self.remote and not self.remote.startswith("file://")
+        if wrong := next((sign for sign in NOT_IN_A_REMOTE if is_url and sign in self.remote), None):
+            raise DataError(f"remote {self.remote!r}: {wrong!r} is not possible in its URL; give the data another name")
         os.makedirs(folder, exist_ok=True)
         _remove_left_parts(folder)
         try:
@@ -253,7 +261,7 @@ def _part_name(name: str) -> str:
 def _remove_left_parts(folder: str) -> None:
     """Downloads that ended in their middle: nothing has been written to them for a day."""
     for entry in os.scandir(folder):
-        if entry.name.removesuffix(".tmp").endswith(PART):
+        if PART_NAME.fullmatch(entry.name):
             with suppress(FileNotFoundError):
                 if entry.stat().st_mtime < time.time() - 24 * 3600:
                     os.remove(entry.path)

@@ -18,7 +18,7 @@ from typing import Any
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder, write_atomically
-from llmfoundry_lite.prepare.listing import read_object
+from llmfoundry_lite.prepare.listing import num_files, read_object
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
@@ -117,6 +117,8 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
         notify(f"beginning anew in {partial}: {changed}, and no piece of the input was tokenised yet")
     refuse_others(out)
     if partial.exists():
+        if not request_file.is_file() and num_files(partial):
+            raise DataError(f"{partial} is not of this command: it has no {request_file.name}; choose another --out")
         shutil.rmtree(partial)
     (partial / "units").mkdir(parents=True)
     write_atomically(request_file, json.dumps(record, indent=2).encode())

@@ -21,7 +21,7 @@ def offline_steps(folder: Path, run_id: str) -> list[int]:
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     steps = []
-    for path in sorted(folder.glob(f"offline-run-*/run-{run_id}.wandb")):
+    for path in sorted(path for path in folder.glob("offline-run-*/run-*.wandb") if path.name == f"run-{run_id}.wandb"):
         for raw in read_records(path.read_bytes()):
             record = Record.FromString(raw)
             if record.WhichOneof("record_type") == "history":

@@ -179,3 +179,39 @@ def test_what_commits_a_save_waits_for_the_disk_twice_and_the_hint_not_at_all(tm
     store.publish(draft, lease)
     assert sorted(synced[:2]) == sorted(["manifest.json", f".tmp-{draft.save_id}"])
     assert synced[2:] == [tmp_path.name]
+
+
+PATTERNS = {"sweep[1-3]": "sweep1", "run*": "run1", "run?": "run1", "**": "run1", "a\nb": "a", "{a,b}": "a"}
+"""A folder's name -> another that it matches where it is taken for a pattern."""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize(("name", "other"), PATTERNS.items(), ids=map(repr, PATTERNS))
+def test_a_name_like_a_pattern_removes_its_own_files_and_no_others(tmp_path, kind, name, other):
+    if kind == "memory" and "\n" in name:
+        return  # refused: see below
+    base = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4().hex}"
+    store, beside = CheckpointStore(f"{base}/{name}"), CheckpointStore(f"{base}/{other}")
+    for one in (store, beside):
+        lease = one.acquire()
+        for batch in (1, 2):
+            save(one, lease, batch)
+        one.root.child("ba1").put("extra", b"right in here, as in a folder copied from a local disk")
+    store.prune(store.acquire(), keep_newest=1)
+    assert [candidate.name for candidate in store.candidates()] == ["ba2"]
+    assert "ba1" not in store.root.names()
+    assert "extra" in beside.root.child("ba1").names()
+    for candidate in (*store.candidates(), *beside.candidates()):
+        verify_checkpoint(candidate.checkpoint)  # type: ignore[arg-type]
+    beside.root.remove_all()
+    assert not beside.root.exists()
+    assert [candidate.name for candidate in store.candidates()] == ["ba2"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["run::y", "a\nb", "a\rb", "run?versionId=3", "memory://x::y"])
+def test_an_url_that_a_client_reads_as_another_folder_is_refused_in_a_line(name):
+    with pytest.raises(CheckpointError, match=r"is not possible in the URL of a folder; give another name") as refused:
+        open_folder(f"s3://bucket/{name}")
+    assert "\n" not in str(refused.value)

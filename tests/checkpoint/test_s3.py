@@ -81,6 +81,23 @@ def test_nothing_is_there_until_the_manifest_is(connect):
     assert [c.name for c in store.candidates()] == ["ba2", "ba1"]
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize(("name", "other"), {"sweep[1-3]": "sweep1", "run*": "run1", "run?": "run1"}.items())
+def test_a_name_like_a_pattern_removes_its_own_keys_and_no_others(connect, name, other):
+    bucket = connect().rpartition("/")[0]
+    store, beside = CheckpointStore(f"{bucket}/{name}"), CheckpointStore(f"{bucket}/{other}")
+    for one in (store, beside):
+        save(one, one.acquire(), 1)
+        one.root.child("ba1").put("copied", b"from a local disk")
+    save(store, store.acquire(), 2)
+    before = s3fs.S3FileSystem().find(beside.root.url)
+    store.prune(store.acquire(), keep_newest=1)
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert s3fs.S3FileSystem().find(beside.root.url) == before
+    assert "ba1" not in store.root.names()
+    verify_checkpoint(open_checkpoint(f"{store.root.url}/ba2"))
+
+
 def test_a_save_asks_the_server_little_however_many_checkpoints_there_are(connect, monkeypatch):
     store = CheckpointStore(connect())
     lease = store.acquire()

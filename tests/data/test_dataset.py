@@ -28,6 +28,7 @@ from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset
 from llmfoundry_lite.data.lazy_arrays import ShardBounds
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import EpochOrder, SampleOrder
+from llmfoundry_lite.data.streams import _part_name
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
@@ -539,6 +540,30 @@ def test_a_folder_that_lacks_what_its_index_compressed_is_read_and_kept(tmp_path
 def test_a_remote_given_as_a_file_url_is_downloaded(shards, tmp_path):
     dataset = open_data(tmp_path / "cache", remote=f"file://{shards}")
     assert numbers_of(dataset) == expected_numbers(dataset)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a?b", "a#b", "a\tb"])
+def test_a_remote_that_the_transport_reads_as_another_is_refused_in_a_line(tmp_path, name):
+    message = message_of(open_data, tmp_path / "cache", remote=f"s3://bucket/{name}")
+    assert "is not possible in its URL; give the data another name" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["mds[1]", "mds*", "a\nb"])
+def test_names_like_patterns_are_read_as_they_are(tmp_path, name):
+    write_shards(tmp_path / "mds1", num_samples=30)
+    dataset = open_data(tmp_path / name / "cache", remote=str(write_shards(tmp_path / name / "remote")))
+    assert numbers_of(dataset) == expected_numbers(dataset)
+
+
+def test_only_downloads_of_ours_that_were_left_are_removed(tmp_path):
+    remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
+    cache.mkdir()
+    left = [_part_name("shard.00000.mds"), _part_name("index.json") + ".tmp"]
+    for name in ("film.part", "film.part.tmp", *left):
+        (cache / name).write_text("")
+        os.utime(cache / name, (0, 0))
+    open_data(cache, remote=str(remote))
+    assert sorted(path.name for path in cache.glob("*.part*")) == ["film.part", "film.part.tmp"]
 
 
 def test_a_cache_of_data_that_was_prepared_again_is_refused(tmp_path):

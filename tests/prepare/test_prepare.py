@@ -508,6 +508,16 @@ def test_folders_that_are_not_ours_are_left_alone(small_request: Request, tmp_pa
     assert precious.read_text() == "mine"
 
 
+def test_unfinished_work_that_is_not_ours_is_left_alone(small_request: Request, tmp_path: Path) -> None:
+    precious = tmp_path / "out" / ".partial" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match=r"\.partial is not of this command: it has no request\.json; choose anot"):
+            prepare(small_request, tmp_path / "out", overwrite=overwrite)
+    assert precious.read_text() == "mine"
+
+
 def test_overwrite_leaves_a_folder_with_somebody_elses_summary_alone(small_request: Request, tmp_path: Path) -> None:
     precious = tmp_path / "out" / "train" / "precious"
     precious.parent.mkdir(parents=True)
