@@ -7,8 +7,9 @@ import torch
 
 from llmfoundry_lite.bench.switch import switch
 from llmfoundry_lite.models.attention import document_numbers
+from llmfoundry_lite.models.generate import generate
 from tests.helpers.launch import train
-from tests.helpers.models import EOS, FAMILY, random_model, with_implementation
+from tests.helpers.models import BASE, EOS, FAMILY, random_model, random_tokens, with_implementation
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
 pytestmark = [
@@ -86,6 +87,13 @@ def test_flex_and_sdpa_compute_logits_and_gradients_of_the_definition(name, with
         for key, expected in results["reference"][1].items():
             error = (results[attn_impl][1][key] - expected).norm() / expected.norm().clamp(min=1e-3)
             assert float(error) == pytest.approx(0, abs=1e-2), f"{attn_impl}: {key}"
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}])
+def test_text_is_written_on_a_gpu(sampling):
+    prompt_t = random_tokens(BASE)[0, :8]
+    written = list(generate(random_model(BASE).cuda(), prompt_t.cuda(), 2 * BASE.max_seq_len, **sampling))
+    assert len(written) == 2 * BASE.max_seq_len and max(written) < BASE.vocab_size
 
 
 def test_an_offloaded_optimizer_trains_the_same_run(tmp_path, data):

@@ -37,7 +37,7 @@ def generate(
             cache.length, new_t = 0, tokens_t[-length:]
         logits_v = model(new_t[None], cache=cache, head=_last_logits)
         check_finite(logits_v)
-        new_t = _sample(logits_v, temperature, top_k, top_p, generator)[None]
+        new_t = sample(logits_v, temperature, top_k, top_p, generator)[None]
         tokens_t = torch.cat([tokens_t, new_t])
         yield int(new_t)
 
@@ -53,18 +53,19 @@ def check_finite(logits: torch.Tensor) -> None:
         raise NonFiniteError("the model's logits are NaN or infinite; no next token can be chosen")
 
 
-def _sample(
+def sample(
     logits_v: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> torch.Tensor:
+    """The next token, where the logits are. Drawn on the host, so that a seed means the same on every device."""
     if temperature == 0:
         return logits_v.argmax()
-    logits_v = logits_v.cpu() / temperature
+    scaled_v = logits_v.cpu() / temperature
     if top_k is not None:
-        threshold = logits_v.topk(min(top_k, logits_v.numel())).values[-1]
-        logits_v = logits_v.masked_fill(logits_v < threshold, float("-inf"))
+        threshold = scaled_v.topk(min(top_k, scaled_v.numel())).values[-1]
+        scaled_v = scaled_v.masked_fill(scaled_v < threshold, float("-inf"))
     if top_p is not None:
-        sorted_v, order_v = logits_v.softmax(-1).sort(descending=True)
+        sorted_v, order_v = scaled_v.softmax(-1).sort(descending=True)
         # The first token whose predecessors already reach p is the first left out.
         is_left_out_v = sorted_v.cumsum(-1) - sorted_v >= top_p
-        logits_v = logits_v.index_fill(0, order_v[is_left_out_v], float("-inf"))
-    return torch.multinomial(logits_v.softmax(-1), 1, generator=generator)[0].to(logits_v.device)
+        scaled_v = scaled_v.index_fill(0, order_v[is_left_out_v], float("-inf"))
+    return torch.multinomial(scaled_v.softmax(-1), 1, generator=generator)[0].to(logits_v.device)
