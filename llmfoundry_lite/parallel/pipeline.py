@@ -95,6 +95,9 @@ class Pipeline(nn.Module):
         self.rank_of_last = 0 if pipeline.schedule == "zbv" else self.num_ranks - 1
         self._schedules: dict[tuple[int, int, int], Any] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []
+        # NCCL makes a group's communicator in its first call, for which it waits for all ranks. A batch of sends would
+        # be that call, and some schedules' first one is made by two ranks alone (the embeddings that the ends share).
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

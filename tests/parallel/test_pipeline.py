@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_lite.checkpoint.state import join_optimizers
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
@@ -323,6 +326,34 @@ def test_stages_have_the_names_of_the_whole_model():
             names += [name for name, _ in pipeline.named_parameters()]
         whole = [name for name, _ in MPT(config).named_parameters()]
     assert sorted(names) == sorted([*whole, "transformer.wte.weight"])  # the first stage's, and the head's
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_all_ranks_meet_before_any_batch_of_sends(monkeypatch, schedule):
+    """NCCL wants all of a group in its first batched call, and the first and the last stage make theirs alone."""
+    config = ModelConfig(d_model=32, n_heads=4, n_layers=6, max_seq_len=8, vocab_size=96)
+    kind, precision = PipelineConfig(pipeline_parallel_degree=3, schedule=schedule), PRECISIONS["fp32", "DEFAULT"]
+    calls: list[str] = []
+
+    def noted(name: str) -> Any:
+        made = getattr(dist, name)
+        return lambda *args, **options: (calls.append(name), made(*args, **options))[1]
+
+    for name in ("all_reduce", "batch_isend_irecv"):
+        monkeypatch.setattr(dist, name, noted(name))
+    for name in ("_warmup_forward_vote", "_warmup_backward_result"):  # nobody is there to be asked
+        monkeypatch.setattr(PipelineStage, name, lambda *args, **options: torch.ones(1), raising=False)
+    dist.init_process_group("fake", rank=0, world_size=3, store=dist.HashStore())
+    try:
+        models = [StageModel(config, "sdpa", part, cross_entropy_sum, precision) for part in stages_of(config, kind)[0]]
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            nn.init.zeros_(parameter)
+        pipeline = Pipeline(models, kind, precision, dist.group.WORLD)
+        tokens_bt = torch.ones((3, 8), dtype=torch.int64)
+        pipeline.train_on(tokens_bt, tokens_bt, None, torch.ones(3))
+    finally:
+        dist.destroy_process_group()
+    assert calls[0] == "all_reduce" and "batch_isend_irecv" in calls
 
 
 def test_the_optimizer_of_a_save_lists_parameters_as_the_whole_model_does():
