@@ -1,0 +1,118 @@
+"""One sum between two batches tells every rank the same: what comes next, who must leave, whether to save."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.training import agreement
+from llmfoundry_lite.training.agreement import Agreement, count_filled, count_tokens
+from llmfoundry_lite.training.preemption import REASONS
+
+NOT_OVER: Any = SimpleNamespace(timestamp=0, max_duration=1)
+BATCH = {"input_ids": torch.tensor([[1, 2, 3, -100], [4, 5, 6, 7], [-100, -100, -100, -100]])}
+
+
+class Preempted:
+    """A rank that knows of one reason to leave."""
+
+    def __init__(self, reason=0):
+        self.reason, self.agreed = reason, 0
+
+    def look(self):
+        return self.reason
+
+    def settle(self, reason):
+        self.agreed = reason
+
+
+def rank(batches, *, number=0, speaks=True, reason=0):
+    ranks = DataRanks(rank=number, size=2, speaks=speaks)
+    made = Agreement(ranks, cast(Any, Preempted(reason)))
+    made._batches = iter(batches)
+    return made
+
+
+def end_batch(monkeypatch, *ranks):
+    """The end of a batch on all ranks of a world, in turn: once to hear their numbers, once with the sums."""
+    heard: list[list[int]] = []
+    batches = [list(one._batches) for one in ranks]
+
+    def play(sum_of):
+        monkeypatch.setattr(agreement, "sum_of", sum_of)
+        for one, its in zip(ranks, batches, strict=True):
+            one._batches = iter(its)
+            one.batch_end(NOT_OVER, cast(Any, None))
+
+    play(lambda values: heard.append(values) or values)
+    sums = [sum(column) for column in zip(*heard, strict=True)]
+    play(lambda values: sums)
+
+
+def test_a_batch_is_there_when_every_rank_has_its_share(monkeypatch):
+    ranks = rank([BATCH]), rank([BATCH], number=1)
+    end_batch(monkeypatch, *ranks)
+    for one in ranks:
+        assert one.upcoming[:5] == (True, 6, 4, 14, 2 * 5)
+        assert one.take() is BATCH
+
+
+def test_one_rank_without_a_share_ends_the_epoch_for_all(monkeypatch):
+    ranks = rank([BATCH]), rank([], number=1)
+    end_batch(monkeypatch, *ranks)
+    assert [one.take() for one in ranks] == [None, None]
+
+
+def test_ranks_that_see_the_same_rows_count_them_once(monkeypatch):
+    ranks = rank([BATCH]), rank([BATCH], speaks=False)
+    end_batch(monkeypatch, *ranks)
+    assert {one.upcoming.num_tokens for one in ranks} == {7}
+
+
+def test_the_highest_reason_that_any_rank_has_is_every_ranks(monkeypatch):
+    low, high = REASONS.index("SIGTERM"), REASONS.index("the file STOP")
+    ranks = rank([BATCH], reason=low), rank([BATCH], number=1, reason=high), rank([BATCH], number=2)
+    end_batch(monkeypatch, *ranks)
+    assert [cast(Any, one.preemption).agreed for one in ranks] == [high] * 3
+
+
+def test_no_rank_leaves_without_a_reason(monkeypatch):
+    ranks = rank([BATCH]), rank([BATCH], number=1)
+    end_batch(monkeypatch, *ranks)
+    assert [cast(Any, one.preemption).agreed for one in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(("number", "is_due"), [(0, True), (1, False)])
+def test_rank_0_alone_decides_that_a_save_is_due(monkeypatch, number, is_due):
+    ranks = rank([BATCH]), rank([BATCH], number=1)
+    ranks[number].wants_save = lambda state: True
+    end_batch(monkeypatch, *ranks)
+    assert [one.save_is_due for one in ranks] == [is_due] * 2
+
+
+def test_one_rank_that_still_writes_is_known_to_all(monkeypatch):
+    ranks = rank([BATCH]), rank([BATCH], number=1)
+    ranks[1].is_writing = lambda: True
+    end_batch(monkeypatch, *ranks)
+    assert [one.all_written for one in ranks] == [False, False]
+
+
+def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
+    def broken():
+        raise OSError("the shard is gone")
+        yield
+
+    one = rank([])
+    monkeypatch.setattr(agreement, "sum_of", lambda values: values)
+    one._batches = broken()
+    one.batch_end(NOT_OVER, cast(Any, None))
+    assert one.upcoming.is_there  # or the epoch would seem to have ended, and the error with it
+    with pytest.raises(OSError, match="the shard is gone"):
+        one.take()
+
+
+def test_a_token_has_a_loss_when_its_row_has_one_before_it():
+    assert count_tokens(BATCH) == {"total": 7, "loss_generating": 5}
+    assert count_filled(BATCH) == 2
