@@ -242,9 +242,11 @@ def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) 
 
 
 def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
-    name = config.tokenizer.name
+    name, dataset = config.tokenizer.name, config.train_loader.dataset
+    given = {"eos": dataset.eos_token_id, "bos": dataset.bos_token_id}
     if not is_local_or_cached(name):
-        if must_exist and config.model.attn_config.attn_uses_sequence_id:
+        is_asked = config.model.attn_config.attn_uses_sequence_id and set(given.values()) == {None}
+        if must_exist and is_asked:
             raise ConfigError(
                 f"tokenizer.name: {name} is not on this machine, and model.attn_config.attn_uses_sequence_id needs its "
                 f"end of text; fetch it first (`hf download {name}`) or name a local folder"
@@ -257,7 +259,16 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
                 raise ConfigError(f"{message}; fetch it first (`hf download {name}`) or name a local folder")
         found.not_checked.append(message)
         return
-    vocab_size = load_tokenizer(name).vocab_size
+    tokenizer = load_tokenizer(name)
+    theirs = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
+    for token, token_id in given.items():
+        override = f"override_{token}_token_id_mismatch_error"
+        if token_id not in (None, theirs[token]) and not getattr(dataset, override):
+            raise ConfigError(
+                f"train_loader.dataset.{token}_token_id: {token_id} is not the tokenizer's, {theirs[token]} ({name}); "
+                f"change it, or set train_loader.dataset.{override}: true"
+            )
+    vocab_size = tokenizer.vocab_size
     if vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {vocab_size} ({name}); "

@@ -8,13 +8,13 @@ import pytest
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.train import check as check_launch
 from llmfoundry_lite.train import main as train_main
 from tests.helpers.launch import ROOT
-from tests.helpers.tiny import tiny_config, write_config, write_data
+from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +270,20 @@ def test_documents_cannot_be_kept_apart_without_the_tokenizer(tmp_path, data):
     with pytest.raises(ConfigError, match="attn_uses_sequence_id needs its end of text; fetch it first"):
         check(tmp_path, config)
     assert check(tmp_path, config, must_exist=False)[1].not_checked
+    config["train_loader"]["dataset"]["bos_token_id"] = 3
+    check(tmp_path, config)
+
+
+def test_a_separator_that_is_not_the_tokenizers_is_refused_unless_told(tmp_path, data):
+    build_tokenizer(tmp_path / "tokenizer")
+    config = tiny_config(data, tokenizer__name=str(tmp_path / "tokenizer"))
+    config["train_loader"]["dataset"]["eos_token_id"] = load_tokenizer(str(tmp_path / "tokenizer")).eos_token_id
+    check(tmp_path, config)
+    config["train_loader"]["dataset"]["eos_token_id"] += 1
+    with pytest.raises(ConfigError, match=r"eos_token_id: 3 is not the tokenizer's, 2 .*set train_loader.dataset.over"):
+        check(tmp_path, config)
+    config["train_loader"]["dataset"]["override_eos_token_id_mismatch_error"] = True
+    check(tmp_path, config)
 
 
 def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):

@@ -25,8 +25,12 @@ FREELY = (
     *("export_at_end", "variables", "metadata", "deterministic", "max_skipped_batches"),
     *("tokenizer", "icl_task_folder", "eval_first", "model.init_config", "model.loss_fn"),
     *("train_loader.dataset.validate_hash", "train_loader.dataset.keep_zip"),
-    *(f"train_loader.dataset.streams.*.{key}" for key in ("local", "remote")),
-    *(f"eval_loader.dataset.streams.*.{key}" for key in ("local", "remote")),
+    *(
+        f"{loader}.dataset.streams.*.{key}"
+        for loader in ("train_loader", "eval_loader")
+        for key in ("local", "remote", "download_retry", "download_timeout", "validate_hash", "keep_zip")
+    ),
+    *(f"train_loader.dataset.override_{token}_token_id_mismatch_error" for token in ("eos", "bos")),
 )
 """The machine's choices and the user's: how, where and how loudly the run is computed."""
 

@@ -263,6 +263,19 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse:
             f"{block}.dataset.max_seq_len",
             f"{dataset.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}",
         )
+    train, tokens = config.train_loader.dataset, ("eos_token_id", "bos_token_id")
+    for key in tokens:
+        token = getattr(dataset, key)
+        if token is not None and token >= config.model.vocab_size:
+            refuse(f"{block}.dataset.{key}", f"{token} is outside model.vocab_size, {config.model.vocab_size}")
+        if token is not None and token != getattr(train, key):
+            refuse(
+                f"{block}.dataset.{key}",
+                f"{token} is not that of train_loader.dataset, {getattr(train, key)}; the model divides documents of "
+                "both alike: give both loaders the same one",
+            )
+    if dataset.eos_token_id is not None and dataset.bos_token_id is not None:
+        refuse(f"{block}.dataset", "both eos_token_id and bos_token_id given; documents end with one or begin with one")
     for key, units, example in (("epoch_size", "kmb", "100k"), ("cache_limit", "kmgt", "100gb")):
         value = getattr(dataset, key)
         is_text = isinstance(value, str) and re.fullmatch(rf"(?=.*[1-9])[0-9][0-9_.]*[{units}]?b?", value.lower())
@@ -292,6 +305,13 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
             f"{source_of(key, layers)}: {key}: {dataset.shuffle_block_size} is less than two batches of {batch}: "
             f"shards are shuffled, their samples are not; set it to {100 * batch} or more, or leave it out"
         )
+    for key in ("eos_token_id", "bos_token_id"):
+        if getattr(dataset, key) is not None and not config.model.attn_config.attn_uses_sequence_id:
+            key = f"train_loader.dataset.{key}"
+            notes.append(
+                f"{source_of(key, layers)}: {key} has no effect: documents see each other without "
+                "model.attn_config.attn_uses_sequence_id: true"
+            )
     grace = config.preemption_grace_seconds
     if grace > LONGEST_GRACE_SECONDS and not under_srun:
         key = "preemption_grace_seconds"

@@ -21,6 +21,8 @@ HASHES = (
 )
 """What streaming.base.hashing finds in hashlib and xxhash."""
 
+TOKEN_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 CHOICES = {
@@ -45,6 +47,8 @@ CHOICES = {
     "eval_loader.name": ("text", "python:"),
     "train_loader.dataset.validate_hash": HASHES,
     "eval_loader.dataset.validate_hash": HASHES,
+    "train_loader.dataset.token_encoding_type": TOKEN_TYPES,
+    "eval_loader.dataset.token_encoding_type": TOKEN_TYPES,
     "optimizer.name": ("decoupled_adamw", "adamw", "lion", "decoupled_lionw", "muon", "python:"),
     "optimizer.ns_dtype": ("bf16", "fp32"),
     "optimizer.adjust_lr_fn": ("match_rms_adamw", "original"),
@@ -97,6 +101,7 @@ NON_NEGATIVE = (
     *("train_loader.num_workers", "train_loader.timeout", "train_loader.dataset.shuffle_seed"),
     *("eval_loader.num_workers", "eval_loader.timeout", "eval_loader.dataset.shuffle_seed"),
     *("train_loader.dataset.download_retry", "eval_loader.dataset.download_retry"),
+    *(f"{loader}_loader.dataset.{token}_token_id" for loader in ("train", "eval") for token in ("eos", "bos")),
 )
 
 NOT_EMPTY = {
@@ -131,6 +136,8 @@ ALTERNATIVES = {
     "model.attn_config.rope_hf_config.type": "expected no_scaling, linear, dynamic, ntk or llama3",
     "train_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
     "eval_loader.name": "expected text or python:; `llmfoundry-lite data prepare` prepares text",
+    "optimizer.name": "expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or python:",
+    "algorithms.gradient_clipping.clipping_type": "expected norm or value; adaptive clipping is left out",
     "precision": "expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
 }
 """Said when one of these has a value outside its list."""

@@ -32,6 +32,21 @@ WITHOUT_EFFECT = {
     "fsdp_config.verbose": "`--dry-run` shows the sharding",
     "fsdp_config.flatten_parameters": "FSDP2 keeps parameters apart",
     "fsdp_config.load_monolith_rank0_only": "weights are read by the ranks that need them",
+    "fsdp_config.sharded_ckpt_prefix_dir": "checkpoints have fixed names",
+    "fsdp_config.auto_wrap": "each block is sharded by itself",
+    "fsdp_config.backward_prefetch_limit": "FSDP2 always prefetches",
+    "fsdp_config.forward_prefetch_limit": "FSDP2 always prefetches",
+    "scheduler.scale_warmup": "no schedule is scaled",
+    "model.use_train_metrics": "the training loss is always logged",
+    "callbacks.memory_monitor.memory_keys": "peak memory is always logged",
+    "callbacks.memory_monitor.dist_aggregate_batch_interval": "peak memory is always logged",
+    "callbacks.speed_monitor.gpu_flops_available": "the table of accelerators has it",
+    "callbacks.speed_monitor.time_unit": "times are logged in seconds",
+    "callbacks.runtime_estimator.skip_batches": "the time that remains is always logged",
+    "callbacks.runtime_estimator.time_unit": "times are logged in seconds",
+    "loggers.wandb.rank_zero_only": "rank 0 logs for all",
+    "loggers.tensorboard.rank_zero_only": "rank 0 logs for all",
+    "loggers.tensorboard.flush_interval": "each batch is written at once",
     "tp_config.strategy": "attention and feed-forward layers are both divided",
     "*.dataset.num_canonical_nodes": "sample order does not depend on nodes",
     "*.dataset.shuffle_algo": "there is one order, for every world size",
@@ -42,12 +57,27 @@ WITHOUT_EFFECT = {
 
 IN_CONTEXT = "write the tasks under icl_tasks, or evaluate checkpoints with scripts/eval.py"
 
+OWN_CALLBACK = "write a callback of your own: python:package.module:Class"
+
+NOT_LOGGED_TO = "use wandb or tensorboard; metrics.jsonl is always written"
+
 NO_EXPERTS = "there is no mixture of experts; use ffn_type: mptmlp or mptglu"
 
 EXPERTS = (
     *("moe_num_experts", "moe_top_k", "moe_loss_weight", "moe_world_size", "moe_jitter_eps"),
     *("moe_normalize_expert_weights", "moe_weight_parallelism", "uniform_expert_assignment"),
 )
+
+LEFT_OUT = {
+    "mlm_probability": "the next token is predicted; remove it",
+    "sampling_method": "streams are sampled evenly in every epoch; remove it",
+    "sampling_granularity": "streams are sampled evenly in every epoch; remove it",
+    "allow_unsafe_types": "pickles are never read; remove it",
+    "replication": "use tp_config or cp_config",
+    "seq_parallel_replication": "use cp_config",
+    "stream_name": "streams are folders or URLs; remove it",
+    "stream_config": "streams are folders or URLs; remove it",
+}
 
 LEFT_OUT = {
     "save_weights_only": "use `llmfoundry-lite checkpoint export`",
@@ -92,7 +122,49 @@ LEFT_OUT = {
     "callbacks.nan_monitor": "use on_non_finite",
     "callbacks.system_metrics_monitor": "memory and throughput are always logged; remove it",
     "callbacks.optimizer_monitor": "the gradient norm is always logged; remove it",
+    "callbacks.memory_snapshot": "use callbacks: {profiler: {profile_memory: true}}",
+    "callbacks.oom_observer": "use callbacks: {profiler: {profile_memory: true}}",
+    "callbacks.generate_callback": "use `llmfoundry-lite generate` on checkpoints",
+    "callbacks.eval_output_logging": "evaluate checkpoints with scripts/eval.py; .items.jsonl has every item",
+    "callbacks.async_eval": "evaluate checkpoints with scripts/eval.py, all_checkpoints=true",
+    "callbacks.loss_perp_v_len": "evaluate checkpoints with scripts/eval.py and icl_task_type: perplexity",
+    "callbacks.early_stopper": OWN_CALLBACK,
+    "callbacks.kill_loss_spike": OWN_CALLBACK,
+    "callbacks.layer_freezing": OWN_CALLBACK,
+    "callbacks.fdiff_metrics": "metrics.jsonl has every batch; remove it",
+    "callbacks.global_lr_scaling": "use optimizer.lr, which may change in the middle of a run",
+    "callbacks.mono_checkpoint_saver": "use `llmfoundry-lite checkpoint consolidate`",
+    "callbacks.load_checkpoint": "use load_path",
+    "callbacks.run_timeout": "use dist_timeout",
+    "callbacks.scheduled_gc": "no garbage collection stops ranks one by one; remove it",
+    "callbacks.env_logging": "config.yaml and the checkpoint's segments have it; remove it",
+    "callbacks.mbmoe_tok_per_expert": "there is no mixture of experts; remove it",
+    "callbacks.curriculum_learning": "use another run with load_path, load_weights_only and the other data",
+    "callbacks.dataset_swap": "use another run with load_path, load_weights_only and the other data",
+    "loggers.inmemory": NOT_LOGGED_TO,
+    "loggers.in_memory_logger": NOT_LOGGED_TO,
+    "loggers.mlflow": NOT_LOGGED_TO,
+    "loggers.mosaicml": NOT_LOGGED_TO,
+    "loggers.wandb.log_artifacts": "checkpoints go to save_folder",
+    "optimizer.param_groups": "all weights have one rate and one decay; remove it",
+    "optimizer.disable_grad": "every weight is trained; remove it",
+    "optimizer.amsgrad": "the optimizers are without it; remove it",
+    "scheduler.alpha": "use optimizer.lr",
+    "model.additional_train_metrics": "the training loss is always logged; remove it",
+    "fsdp_config.reshard_after_forward": "use fsdp_config.sharding_strategy: FULL_SHARD or SHARD_GRAD_OP",
+    "fsdp_config.ignored_modules": "every weight is sharded; remove it",
+    "fsdp_config.process_group": "use fsdp_config.data_parallel_shard_degree with HYBRID_SHARD",
+    "fsdp_config.load_planner": "checkpoints have one format; remove it",
+    "fsdp_config.save_planner": "checkpoints have one format; remove it",
     "train_loader.dataset.packing_ratio": "fine-tuning is absent here; pack text with `llmfoundry-lite data prepare`",
+    "*.dataset.mlm_probability": "the next token is predicted; remove it",
+    "*.dataset.sampling_method": "streams are sampled evenly in every epoch; remove it",
+    "*.dataset.sampling_granularity": "streams are sampled evenly in every epoch; remove it",
+    "*.dataset.allow_unsafe_types": "pickles are never read; remove it",
+    "*.dataset.replication": "use tp_config or cp_config",
+    "*.dataset.seq_parallel_replication": "use cp_config",
+    "*.dataset.stream_name": "streams are folders or URLs; remove it",
+    "*.dataset.stream_config": "streams are folders or URLs; remove it",
 }
 """Refused by name, with what to use instead, unless the value says what we do anyway."""
 
@@ -122,6 +194,19 @@ HARMLESS_VALUES = {
     "save_weights_only": (False,),
     "only_hf_checkpoint": (False,),
     "only_composer_checkpoint": (False,),
+    "loggers.wandb.log_artifacts": (False,),
+    "optimizer.param_groups": ([],),
+    "optimizer.disable_grad": ([],),
+    "optimizer.amsgrad": (False,),
+    "scheduler.alpha": (1,),
+    "model.additional_train_metrics": ([],),
+    "*.dataset.sampling_method": ("balanced",),
+    "*.dataset.sampling_granularity": (1,),
+    "*.dataset.allow_unsafe_types": (False,),
+    "*.dataset.replication": (1,),
+    "*.dataset.seq_parallel_replication": (1,),
+    "*.dataset.stream_name": ("stream",),
+    "*.dataset.stream_config": ({},),
 }
 
 
@@ -143,12 +228,16 @@ FINE_TUNING_LOADERS = ("finetuning", "fine_tuning")
 def drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     notes = []
     for pattern, reason in WITHOUT_EFFECT.items():
-        blocks = ("train_loader", "eval_loader") if pattern.startswith("*.") else ("*",)
-        for key in (pattern.replace("*", block) for block in blocks):
+        for key in _keys_of(pattern):
             if get(values, key)[0]:
                 pop(values, key)
                 notes.append(f"{source_of(key, layers)}: {key} has no effect: {reason}")
     return notes
+
+
+def _keys_of(pattern: str) -> list[str]:
+    """`*` stands for the loaders."""
+    return [pattern.replace("*", block) for block in (("train_loader", "eval_loader") if "*" in pattern else ("",))]
 
 
 def refuse_left_out_keys(
@@ -156,14 +245,16 @@ def refuse_left_out_keys(
 ) -> None:
     """Raises ConfigError that names every key of LLM Foundry's that is left out here."""
     refused = []
-    for key, instead in left_out.items():
-        found, value = get(values, key)
-        if not found:
-            continue
-        if value is None or value in HARMLESS_VALUES.get(key, ()):
-            pop(values, key)
-            continue
-        refused.append((key, instead))
+    for pattern, instead in left_out.items():
+        for key in _keys_of(pattern):
+            found, value = get(values, key)
+            block = key.partition(".")[0]
+            if not found or str(get(values, f"{block}.name")[1]).startswith("python:"):
+                continue
+            if value is None or value in HARMLESS_VALUES.get(pattern, ()):
+                pop(values, key)
+                continue
+            refused.append((key, instead))
     if len(refused) == 1:
         (key, instead) = refused[0]
         raise ConfigError(f"{source_of(key, layers)}: {key}: LLM Foundry's option is left out here; {instead}")

@@ -126,7 +126,8 @@ class AttentionConfig:
     sliding_window_size: int = -1
     """A token sees so many tokens before itself; -1 for all."""
     attn_uses_sequence_id: bool = False
-    """Documents packed in one sample do not see each other; they end where the tokenizer's end of text stands."""
+    """Documents packed in one sample do not see each other; they end where the tokenizer's end of text stands, or where
+    eos_token_id or bos_token_id of train_loader.dataset says."""
     alibi: bool = False
     """Linear distance bias instead of learned positions."""
     alibi_bias_max: int = 8
@@ -259,6 +260,11 @@ class StreamConfig:
     """Times this stream is seen in an epoch."""
     choose: int | None = None
     """Samples of this stream in an epoch."""
+    download_retry: int | None = None
+    """This and the next three: default, the data set's."""
+    download_timeout: float | None = None
+    validate_hash: str | None = None
+    keep_zip: bool | None = None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -285,6 +291,15 @@ class TextDatasetConfig:
     validate_hash: str | None = None
     """Shards are checked by this algorithm; default: the fastest of those in index.json."""
     keep_zip: bool = False
+    token_encoding_type: str = "int64"
+    """The type of a column `tokens` of plain bytes, such as uint16; arrays say theirs themselves."""
+    eos_token_id: int | None = None
+    """The token that ends a document, for attn_uses_sequence_id. Default: the tokenizer's end of text."""
+    bos_token_id: int | None = None
+    """The token that begins one instead."""
+    override_eos_token_id_mismatch_error: bool = False
+    """Permit an eos_token_id that is not the tokenizer's."""
+    override_bos_token_id_mismatch_error: bool = False
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -37,6 +37,12 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.ranks.memory import return_freed_memory
 
+TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
+"""What rows of bytes are of in practice, the widest first."""
+
+MOST_TOKENS = 1 << 24
+"""Of a vocabulary that is not known."""
+
 PAD_TOKEN = -100
 """Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
 
@@ -419,17 +425,7 @@ class TextDataset(CachedShards):
 
         tokens = sample["tokens"]
         if isinstance(tokens, bytes):
-            if len(tokens) % self.token_dtype.itemsize:
-                raise DataError(
-                    f"{len(tokens)} bytes of tokens are not whole {self.token_dtype} numbers; "
-                    "set token_encoding_type to the type they were written with"
-                )
-            tokens = np.frombuffer(tokens, self.token_dtype)
-            if self.token_dtype.itemsize < 8 and tokens[::2].any() and not tokens[1::2].any() and len(tokens) > 2:
-                raise DataError(
-                    f"every second token is 0, so the tokens are of a wider type than {self.token_dtype}; set "
-                    "token_encoding_type to the type they were written with"
-                )
+            tokens = self._numbers_of(tokens)
         if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"):
             raise DataError(f"column tokens holds {type(tokens).__name__}, not a row of whole numbers")
         if len(tokens) < self.max_seq_len:
@@ -439,6 +435,33 @@ class TextDataset(CachedShards):
             )
         tokens = tokens[: self.max_seq_len].astype(np.int64)
         self._check_vocabulary(tokens)
+        return tokens
+
+    def _numbers_of(self, raw: bytes) -> NDArray[np.integer]:
+        """The numbers that a row's bytes are, as token_encoding_type says. Bytes carry no type: a row that is plainly
+        of another one is refused, with its name."""
+        dtype, vocab_size = self.token_dtype, self.vocab_size or MOST_TOKENS
+        if len(raw) % dtype.itemsize:
+            found, tokens = f"{len(raw)} bytes of tokens are not whole {dtype} numbers", None
+        else:
+            tokens = np.frombuffer(raw, dtype)
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            found = f"token id {outside[0]} is outside the vocabulary" if len(outside) else ""
+        if found:
+            fitting = [name for name in TOKEN_TYPES if _could_be(raw, name, vocab_size, self.max_seq_len)]
+        else:
+            # By chance no row of narrow numbers is one of wide ones that are all so small.
+            most = min(vocab_size, (8 if self.vocab_size else 1) << 8 * dtype.itemsize)
+            fitting = [name for name in TOKEN_TYPES if np.dtype(name).itemsize > dtype.itemsize]
+            fitting = [name for name in fitting if _could_be(raw, name, most, 2)]
+        if fitting:
+            found = f"{found}: " if found else ""
+            raise DataError(
+                f"{found}the bytes of a row are {fitting[0]} numbers, and are read as {dtype}; set "
+                f"token_encoding_type: {fitting[0]} in the loader's dataset"
+            )
+        if tokens is None:
+            raise DataError(f"{found}; set token_encoding_type to the type they were written with")
         return tokens
 
     def _check_vocabulary(self, tokens: NDArray[np.int64]) -> None:
@@ -466,3 +489,13 @@ class TextDataset(CachedShards):
                     )
                 if "tokens" not in columns and self.tokenizer is None:
                     raise DataError(f"{folder_of(stream)} holds text, not tokens: name a tokenizer to read it")
+
+
+def _could_be(raw: bytes, name: str, vocab_size: int, least: int) -> bool:
+    """Whether a row's bytes may be `least` or more numbers of this type: of the vocabulary, and not mostly the zeros of
+    padding."""
+    if len(raw) % np.dtype(name).itemsize:
+        return False
+    tokens = np.frombuffer(raw, name)
+    is_within = len(tokens) >= least and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
+    return is_within and 2 * np.count_nonzero(tokens) > len(tokens)

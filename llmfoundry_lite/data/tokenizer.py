@@ -148,6 +148,13 @@ class Tokenizer:
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     """What `tokenizer_config.json` says beside the ids; kept for `save`."""
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """Of the token that begins a text, where there is one."""
+        token = self.config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else self.backend.token_to_id(token)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids

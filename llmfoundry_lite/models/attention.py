@@ -161,10 +161,11 @@ def build_mask(
     return replace(mask, query_documents=query_documents, key_documents=key_documents)
 
 
-def document_numbers(tokens_bt: torch.Tensor, separator: int) -> torch.Tensor:
-    """Which document of its row each token belongs to, [b, t]; the separator is the last token of one."""
-    ends_bt = (tokens_bt == separator).long()
-    return ends_bt.cumsum(dim=1) - ends_bt
+def document_numbers(tokens_bt: torch.Tensor, separator: int, *, begins: bool = False) -> torch.Tensor:
+    """Which document of its row each token belongs to, [b, t]; the separator is the last token of one, or its first."""
+    is_separator_bt = (tokens_bt == separator).long()
+    numbers_bt = is_separator_bt.cumsum(dim=1)
+    return numbers_bt if begins else numbers_bt - is_separator_bt
 
 
 # -------------------------------------------------------------------------------------------------- the computation

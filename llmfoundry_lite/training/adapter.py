@@ -28,6 +28,8 @@ class LanguageModel(ComposerModel):
         separator: int | None = None,
         context: Context | None = None,
         sum_loss: Callable[..., torch.Tensor] = cross_entropy_sum,
+        *,
+        separator_begins: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -37,6 +39,8 @@ class LanguageModel(ComposerModel):
         self.precision = precision
         self.separator = separator
         """The token that ends a document, if documents in a sample are not to see each other."""
+        self.separator_begins = separator_begins
+        """It is a document's first token instead."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
 
@@ -62,7 +66,9 @@ class LanguageModel(ComposerModel):
         return self.model.transformer.attn_impl
 
     def documents(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
-        return None if self.separator is None else document_numbers(tokens_bt, self.separator)
+        if self.separator is None:
+            return None
+        return document_numbers(tokens_bt, self.separator, begins=self.separator_begins)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Sum of the loss in nats, and the number of tokens it is the sum over.
@@ -105,9 +111,15 @@ class PipelinedLanguageModel(LanguageModel):
     model: Pipeline  # type: ignore[assignment]
 
     def __init__(
-        self, model: Pipeline, precision: Precision, separator: int | None = None, context: Context | None = None
+        self,
+        model: Pipeline,
+        precision: Precision,
+        separator: int | None = None,
+        context: Context | None = None,
+        *,
+        separator_begins: bool = False,
     ):
-        super().__init__(cast(Any, model), precision, separator, context)
+        super().__init__(cast(Any, model), precision, separator, context, separator_begins=separator_begins)
         self.num_stages = model.num_ranks
 
     @property

@@ -59,8 +59,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         print(f"attention: {attn_impl}: {why}", flush=True)
         if devices.computed_precision(config.precision) != config.precision:
             print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
-    has_documents = config.model.attn_config.attn_uses_sequence_id
-    separator = load_tokenizer(config.tokenizer.name).eos_token_id if has_documents else None
+    separator, begins = find_separator(config)
     context = build_context(config.context, layout, devices.device_type()) if layout.context > 1 else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB)
     if layout.pipeline > 1:
@@ -72,15 +71,27 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
             context=context,
             sequence_parallel=config.sequence_parallel,
         )
-        return PipelinedLanguageModel(pipeline, precision, separator, context)
+        return PipelinedLanguageModel(pipeline, precision, separator, context, separator_begins=begins)
     model = build_parallel_model(
         *(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl),
         sequence_parallel=config.sequence_parallel,
     )
-    language_model: Any = LanguageModel(model, precision, separator, context, loss)
+    language_model: Any = LanguageModel(model, precision, separator, context, loss, separator_begins=begins)
     if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
+
+
+def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
+    """The token between documents that do not see each other, and whether it begins one."""
+    dataset = config.train_loader.dataset
+    if not config.model.attn_config.attn_uses_sequence_id:
+        return None, False
+    if dataset.bos_token_id is not None:
+        return dataset.bos_token_id, True
+    if dataset.eos_token_id is not None:
+        return dataset.eos_token_id, False
+    return load_tokenizer(config.tokenizer.name).eos_token_id, False
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
@@ -146,6 +157,8 @@ def build_text_batches(
         for name, stream in options["streams"].items()
     }
     options["max_seq_len"] = loader.dataset.max_seq_len or config.max_seq_len
+    for key in [key for key in options if "_token_id" in key]:
+        del options[key]  # the model's: which documents see each other
     dataset = build_text_dataset(
         **options,
         global_batch_size=global_batch_size,

@@ -40,6 +40,82 @@ def test_whatever_an_overlay_may_set_changes_freely():
     assert {rule_of(key) for key in HARDWARE_KEYS} == {"freely"}
 
 
+TABLE = {
+    "freely": {
+        "model.attn_config.": "attn_impl",
+        "model.init_config.": """name fan_mode init_nonlinearity init_div_is_residual emb_init_std
+            emb_init_uniform_lim init_std init_gain""",
+        "model.": "init_device loss_fn",
+        "tokenizer.": "name kwargs",
+        "train_loader.dataset.": """local remote predownload cache_limit download_retry download_timeout
+            validate_hash keep_zip override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
+        "train_loader.dataset.streams.*.": "local remote download_retry download_timeout validate_hash keep_zip",
+        "train_loader.": "num_workers pin_memory prefetch_factor persistent_workers timeout",
+        "": """run_name run_folder precision eval_first loss_chunk_mib device_eval_batch_size icl_task_folder
+            device_train_microbatch_size fsdp_config tp_config cp_config pp_config islands max_skipped_batches
+            save_folder save_num_checkpoints_to_keep save_keep_every_batches autoresume load_path load_weights_only
+            load_ignore_keys load_cast stop_after max_wall_time preemption_grace_seconds compile_config deterministic
+            dist_timeout environment progress_bar log_to_console console_log_interval export_at_end python_log_level
+            variables metadata""",
+        "eval_loader.dataset.": "local remote predownload cache_limit download_retry download_timeout",
+        "eval_loader.dataset.streams.*.": "local remote download_retry download_timeout validate_hash keep_zip",
+        "eval_loader.": "num_workers pin_memory prefetch_factor persistent_workers timeout",
+        "callbacks.speed_monitor.": "window_size",
+        "callbacks.": "lr_monitor memory_monitor runtime_estimator profiler extra",
+        "callbacks.profiler.": """skip_first wait warmup active repeat folder all_ranks record_shapes profile_memory
+            with_stack""",
+        "loggers.": "wandb tensorboard",
+        "loggers.wandb.": "project entity group name tags init_kwargs",
+        "loggers.tensorboard.": "log_dir",
+        "fsdp_config.": """sharding_strategy mixed_precision data_parallel_shard_degree reduce_every_microbatch
+            activation_checkpointing activation_checkpointing_reentrant activation_cpu_offload offload_optimizer""",
+        "tp_config.": "tensor_parallel_degree sequence_parallel",
+        "cp_config.": "context_parallel_degree kind",
+        "pp_config.": "pipeline_parallel_degree schedule virtual_stages blocks num_microbatches",
+        "islands.": "coordinator begin_with name address weight check_weights_every",
+    },
+    "by being said": {
+        "train_loader.": "kwargs",
+        "optimizer.": "lr adamw_lr ns_dtype weight_decay",
+        "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
+            alpha_f_cooldown""",
+        "": """max_duration eval_loader eval_interval eval_subset_num_batches icl_tasks icl_limit on_non_finite
+            save_interval""",
+        "eval_loader.": "name drop_last kwargs",
+        "eval_loader.dataset.": """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
+            validate_hash keep_zip token_encoding_type eos_token_id bos_token_id override_eos_token_id_mismatch_error
+            override_bos_token_id_mismatch_error""",
+        "eval_loader.dataset.streams.*.": "split proportion repeat choose",
+        "algorithms.": "gradient_clipping",
+        "algorithms.gradient_clipping.": "clipping_type clipping_threshold",
+    },
+    "never": {
+        "model.": """name d_model n_heads n_layers expansion_ratio max_seq_len vocab_size resid_pdrop emb_pdrop
+            learned_pos_emb embedding_fraction logit_scale no_bias norm_type norm_eps tie_word_embeddings""",
+        "model.attn_config.": """attn_type kv_n_heads attn_pdrop fused_qkv qk_ln qk_gn clip_qkv softmax_scale
+            sliding_window_size attn_uses_sequence_id alibi alibi_bias_max rope rope_theta rope_impl""",
+        "model.attn_config.rope_hf_config.": """type factor low_freq_factor high_freq_factor
+            original_max_position_embeddings""",
+        "model.ffn_config.": "ffn_type ffn_hidden_size",
+        "model.ffn_config.ffn_act_fn.": "name approximate",
+        "train_loader.": "name drop_last",
+        "train_loader.dataset.": """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
+            token_encoding_type eos_token_id bos_token_id""",
+        "train_loader.dataset.streams.*.": "split proportion repeat choose",
+        "optimizer.": "name betas momentum ns_steps adjust_lr_fn eps kwargs",
+        "": "global_train_batch_size max_seq_len seed accumulate_train_batch_on_tokens",
+    },
+}
+"""Every key of the schema, and what the middle of a run may do to it: decided by hand, not read from the code."""
+
+
+def test_the_rule_of_every_key_is_the_one_that_was_decided():
+    decided = {
+        prefix + key: rule for rule, blocks in TABLE.items() for prefix, keys in blocks.items() for key in keys.split()
+    }
+    assert {key: rule_of(key) for key in schema_keys()} == decided
+
+
 @pytest.mark.parametrize(
     ("argument", "rule", "text"),
     [

@@ -73,7 +73,7 @@ WRONG = {
     "train_loader.shuffel=true": "unknown key; did you mean train_loader.dataset.shuffle?",
     "tokenizer.padding=1": "unknown key; valid keys here: name, kwargs",
     "callbacks.lr_monitor.every=1": "unknown key; valid keys here: none",
-    "loggers.mlflow={}": "unknown key; valid keys here: wandb, tensorboard; metrics.jsonl is always written",
+    "loggers.neptune={}": "unknown key; valid keys here: wandb, tensorboard; metrics.jsonl is always written",
     # wrong types
     "model.d_model=wide": "'wide' given, expected a whole number",
     "model.d_model=64.5": "64.5 given, expected a whole number",
@@ -264,8 +264,8 @@ def test_impossible_combinations_of_attention_options_are_refused(argument):
             "activation_checkpointing: true, or remove it",
         ),
         (
-            ["callbacks.scheduled_gc.batch_interval=9"],
-            "command line: callbacks.scheduled_gc: unknown key; one of your own is named by its "
+            ["callbacks.my_own.batch_interval=9"],
+            "command line: callbacks.my_own: unknown key; one of your own is named by its "
             "import path, python:package.module:Class",
         ),
         (
@@ -825,6 +825,41 @@ def test_the_files_that_llm_foundry_ships_load_unchanged(name):
     files = list(Path(os.environ["LLM_FOUNDRY_ROOT"]).rglob(f"pretrain/{name}.yaml"))
     assert len(files) == 1
     assert_is_shipped_run(load_train_config([str(files[0])], {}).config, name)
+
+
+def packed(*arguments: str) -> Invocation:
+    """A YAML of packed documents, written as bytes, as LLM Foundry has it."""
+    dataset = "train_loader.dataset."
+    own = [f"{dataset}token_encoding_type=uint16", "model.attn_config.attn_uses_sequence_id=true", *arguments]
+    return load(*own)
+
+
+def test_packed_documents_of_llm_foundry_load_with_its_words():
+    dataset = packed("train_loader.dataset.eos_token_id=0").config.train_loader.dataset
+    assert (dataset.token_encoding_type, dataset.eos_token_id, dataset.bos_token_id) == ("uint16", 0, None)
+    notes = load("train_loader.dataset.bos_token_id=1").notes
+    assert notes == [
+        "command line: train_loader.dataset.bos_token_id has no effect: documents see each other without "
+        "model.attn_config.attn_uses_sequence_id: true"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train_loader.dataset.token_encoding_type=float16"], "'float16' is not known; expected int8, int16,"),
+        (["train_loader.dataset.eos_token_id=0", "train_loader.dataset.bos_token_id=1"], "both eos_token_id and bos"),
+        (["train_loader.dataset.eos_token_id=999999"], "999999 is outside model.vocab_size"),
+        (
+            ["train_loader.dataset.eos_token_id=0", "eval_loader={dataset: {local: x, eos_token_id: 1}}"],
+            "eval_loader.dataset.eos_token_id: 1 is not that of train_loader.dataset, 0; the model divides "
+            "documents of both alike: give both loaders the same one",
+        ),
+    ],
+)
+def test_separators_that_contradict_each_other_are_refused(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        packed(*arguments)
 
 
 def test_reading_a_configuration_needs_no_torch():

@@ -304,14 +304,31 @@ class LetterTokenizer:
         return [ord(letter) - ord("a") for letter in text]
 
 
-@pytest.mark.parametrize("token_encoding_type", ["int32", "uint16"])
-def test_bytes_read_as_a_narrower_type_are_refused(shards, token_encoding_type):
-    with pytest.raises(
-        DataError,
-        match=f"every second token is 0, so the tokens are of a wider type than "
-        f"{token_encoding_type}; set token_encoding_type",
-    ):
-        numbers_of(open_data(shards, token_encoding_type=token_encoding_type, vocab_size=200))
+@pytest.mark.parametrize("vocab_size", [200, 50_000, 200_000, None])
+@pytest.mark.parametrize("read_as", ["int64", "int32", "uint16"])
+@pytest.mark.parametrize("written_as", ["int64", "int32", "uint16"])
+def test_bytes_of_another_type_than_declared_are_refused_and_the_right_one_is_named(
+    tmp_path, written_as, read_as, vocab_size
+):
+    ids = np.random.default_rng(1).integers(1, min(vocab_size or 65_536, np.iinfo(written_as).max), (12, 64))
+    with MDSWriter(out=str(tmp_path), columns={"tokens": "bytes"}) as writer:
+        for row in ids.astype(written_as):
+            writer.write({"tokens": row.tobytes()})
+    dataset = open_data(tmp_path, token_encoding_type=read_as, vocab_size=vocab_size, max_seq_len=64)
+    if read_as == written_as:
+        assert len(next(iter(build_text_loader(dataset)))["input_ids"])
+    else:
+        message = message_of(numbers_of, dataset)
+        assert f"the bytes of a row are {written_as} numbers, and are read as {read_as}; set" in message
+        assert message.endswith(f"set token_encoding_type: {written_as} in the loader's dataset")
+
+
+def test_a_row_that_is_mostly_padding_tells_no_type(tmp_path):
+    with MDSWriter(out=str(tmp_path), columns={"tokens": "bytes"}) as writer:
+        for _ in range(12):
+            writer.write({"tokens": np.array([7, *[0] * 7], np.uint16).tobytes()})
+    rows = next(iter(build_text_loader(open_data(tmp_path, token_encoding_type="uint16"))))["input_ids"]
+    assert rows[0].tolist() == [7, *[0] * 7]
 
 
 def test_shards_of_text_are_tokenized_cut_and_padded(tmp_path):

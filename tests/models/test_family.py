@@ -125,6 +125,13 @@ def test_documents_packed_in_a_sample_are_as_samples_of_their_own():
     torch.testing.assert_close(logits_btv[:, 9:], model(second_t[None]))
 
 
+def test_documents_end_with_their_separator_or_begin_with_it():
+    """LLM Foundry's sequence_id, of eos_token_id and of bos_token_id."""
+    tokens_bt = torch.tensor([[5, 9, 6, 7, 9, 8], [9, 5, 6, 9, 9, 7]])
+    assert document_numbers(tokens_bt, 9).tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 3]]
+    assert document_numbers(tokens_bt, 9, begins=True).tolist() == [[0, 1, 1, 1, 2, 2], [1, 1, 1, 2, 3, 3]]
+
+
 @torch.no_grad()
 def test_a_window_hides_what_is_further_back_than_its_size():
     model = random_model(replace(FAMILY["window"], n_layers=1))

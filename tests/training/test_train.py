@@ -7,6 +7,8 @@ import pytest
 import torch
 from composer.core import Callback
 
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.training.builders import find_separator
 from tests.helpers.launch import train
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config
 
@@ -124,6 +126,18 @@ def test_documents_packed_in_a_sample_are_kept_apart_on_every_world(tmp_path, da
     apart = losses(run(tmp_path, config, "apart"))
     assert all(abs(a - b) > 1e-5 for a, b in zip(apart, together, strict=True))
     assert losses(run(tmp_path, config, "apart-two", 2)) == pytest.approx(apart, abs=1e-4)
+
+
+def test_the_loaders_words_say_which_token_divides_documents(tmp_path, data):
+    config = tiny_config(data, tokenizer__name=str(tmp_path / "tokenizer"))
+    build_tokenizer(tmp_path / "tokenizer")
+    config["model"]["attn_config"] = {"attn_uses_sequence_id": True}
+    for given, expected in (({}, (2, False)), ({"eos_token_id": 5}, (5, False)), ({"bos_token_id": 6}, (6, True))):
+        path = write_config(tmp_path / "run.yaml", config)
+        arguments = [f"train_loader.dataset.{key}={value}" for key, value in given.items()]
+        assert find_separator(load_train_config([path, *arguments], {}).config) == expected
+    config["model"]["attn_config"] = {}
+    assert find_separator(load_train_config([write_config(tmp_path / "run.yaml", config)], {}).config) == (None, False)
 
 
 @pytest.mark.parametrize("duration", ["1ep", "2000tok", "70sp", "9ba"])
