@@ -31,6 +31,7 @@ FREELY = (
         for key in ("local", "remote", "download_retry", "download_timeout", "validate_hash", "keep_zip")
     ),
     *(f"train_loader.dataset.override_{token}_token_id_mismatch_error" for token in ("eos", "bos")),
+    "train_loader.dataset.allow_unhashed_shards",
 )
 """The machine's choices and the user's: how, where and how loudly the run is computed."""
 

@@ -290,6 +290,8 @@ class TextDatasetConfig:
     """Seconds."""
     validate_hash: str | None = None
     """Shards are checked by this algorithm; default: the fastest of those in index.json."""
+    allow_unhashed_shards: bool = False
+    """Load shards that have no hash beside others that have one; their damage is not seen."""
     keep_zip: bool = False
     token_encoding_type: str = "int64"
     """The type of a column `tokens` of plain bytes, such as uint16; arrays say theirs themselves."""

@@ -75,6 +75,7 @@ def build_text_dataset(
     download_retry: int = 2,
     download_timeout: float = 60,
     validate_hash: str | None = None,
+    allow_unhashed_shards: bool = False,
     keep_zip: bool = False,
     share: tuple[int, int] | None = None,
 ) -> "TextDataset":
@@ -120,6 +121,7 @@ def build_text_dataset(
         token_encoding_type=token_encoding_type,
         predownload=predownload,
         cache_limit=cache_limit,
+        allow_unhashed_shards=allow_unhashed_shards,
         share=share,
     )
 
@@ -147,6 +149,7 @@ class TextDataset(CachedShards):
         token_encoding_type: str = "int64",
         predownload: int | None = None,
         cache_limit: int | str | None = None,
+        allow_unhashed_shards: bool = False,
         share: tuple[int, int] | None = None,
     ) -> None:
         part, world_size = share or (get_rank(), get_world_size())
@@ -177,7 +180,7 @@ class TextDataset(CachedShards):
 
         initialised_dist = maybe_init_dist()
         try:
-            self._open(streams, cache_limit)
+            self._open(streams, cache_limit, allow_unhashed_shards=allow_unhashed_shards)
             with failing_together(self._cannot_open):
                 self._choose_samples(epoch_size, shuffle_seed)
                 self.order = SampleOrder(

@@ -95,23 +95,24 @@ class ShardReaders:
 
     def _make(self, shard: int) -> MDSReader:
         stream = self.stream_of(shard)
-        kind = self._table.kinds[int(self._table.columns["kind"][shard])]
+        kind = dict(self._table.kinds[int(self._table.columns["kind"][shard])])
+        hash_name = kind.pop("hash_name")
         dirname, split = self._folders[stream]
         return MDSReader(
             dirname=dirname,
             split=split,
             **kind,
             hashes=[],
-            raw_data=self._file(shard, stream, "raw"),
-            zip_data=self._file(shard, stream, "zip") if kind["compression"] else None,
+            raw_data=self._file(shard, "raw", hash_name),
+            zip_data=self._file(shard, "zip", hash_name) if kind["compression"] else None,
             samples=int(self._table.columns["samples"][shard]),
             size_limit=None,
         )
 
-    def _file(self, shard: int, stream: int, part: str) -> FileInfo:
-        hash_name = self._table.streams[stream].hash_name
+    def _file(self, shard: int, part: str, hash_name: str) -> FileInfo:
+        digest = self._table.text(f"{part}_hash", shard)
         return FileInfo(
             basename=self._table.text(f"{part}_name", shard),
             bytes=int(self._table.columns[f"{part}_bytes"][shard]),
-            hashes={hash_name: self._table.text(f"{part}_hash", shard)} if hash_name else {},
+            hashes={hash_name: digest} if digest else {},
         )

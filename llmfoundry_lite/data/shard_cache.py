@@ -67,7 +67,13 @@ class CachedShards(StreamingDataset):
 
     # Opening: StreamingDataset makes an object for each shard on each rank -------------------------------------------
 
-    def _open(self, streams: Mapping[str, Mapping[str, Any]], cache_limit: int | str | None) -> None:
+    def _open(
+        self,
+        streams: Mapping[str, Mapping[str, Any]],
+        cache_limit: int | str | None,
+        *,
+        allow_unhashed_shards: bool,
+    ) -> None:
         """The first rank of each node reads the indexes and makes what the node shares; the others open that."""
         self._background_error: Exception | None = None
         launch_id = tell_all(secrets.token_hex(8))
@@ -81,13 +87,13 @@ class CachedShards(StreamingDataset):
         self._cannot_open += f" {folders}"
         with failing_together(self._cannot_open):
             if get_local_rank() == 0:
-                number = self._make_shared(launch_id)
+                number = self._make_shared(launch_id, allow_unhashed_shards)
         numbers = gather_json(number)
         with failing_together(self._cannot_open):
             if get_local_rank() > 0:
                 self._open_shared(numbers[get_rank() - get_local_rank()])
 
-    def _make_shared(self, launch_id: str) -> int:
+    def _make_shared(self, launch_id: str, allow_unhashed_shards: bool) -> int:
         with one_start_at_a_time():
             clean_stale_shared_memory()
             wait_for_folders([folder_of(stream) for stream in self.streams if stream.remote], launch_id)
@@ -96,7 +102,8 @@ class CachedShards(StreamingDataset):
         remove_at_exit(self, path)
         indexes = [stream.fetch_index() for stream in self.streams]
         try:
-            write_table(path, indexes, [stream.validate_hash for stream in self.streams])
+            hash_names = [stream.validate_hash for stream in self.streams]
+            write_table(path, indexes, hash_names, allow_unhashed_shards=allow_unhashed_shards)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

@@ -39,8 +39,6 @@ class StreamTable:
     """One stream's part of the table, apart from the columns."""
 
     num_shards: int
-    hash_name: str
-    """The algorithm of the columns `raw_hash` and `zip_hash`; empty where the index has no hashes."""
     content: str
     """Digest of what the shards hold, in their order: samples, bytes and hashes, not names or compression."""
 
@@ -58,7 +56,8 @@ class ShardTable:
         header = json.loads(content[8:size].tobytes())
         self.streams = [StreamTable(**stream) for stream in header["streams"]]
         self.kinds: list[dict[str, Any]] = header["kinds"]
-        """What many shards share: columns, encodings, compression."""
+        """What many shards share: columns, encodings, compression, and `hash_name`: the algorithm of `raw_hash` and
+        `zip_hash`, empty where there is none."""
         self.columns: dict[str, Column] = {
             name: np.ndarray(length, np.dtype(dtype), content, offset)
             for name, (dtype, length, offset) in header["columns"].items()
@@ -83,15 +82,18 @@ class ShardTable:
         return self.columns[column][shard].decode()
 
 
-def write_table(path: Path, indexes: Sequence[Path], hash_names: Sequence[str | None]) -> None:
+def write_table(
+    path: Path, indexes: Sequence[Path], hash_names: Sequence[str | None], *, allow_unhashed_shards: bool = False
+) -> None:
     """Parse the index of each stream and write the table of them all. Raises DataError for what is wrong with one.
 
-    `hash_names` are the algorithms asked for; None takes the fastest that the index has.
+    `hash_names` are the algorithms asked for. None takes the fastest that all shards of an index have, else the fastest
+    of each shard. A shard without a hash beside others with one is refused unless `allow_unhashed_shards`.
     """
     parts, streams, kinds = [], [], {}
     for index, hash_name in zip(indexes, hash_names, strict=True):
         rows = _Rows(index)
-        parts.append(rows.columns(kinds, hash_name))
+        parts.append(rows.columns(kinds, hash_name, allow_unhashed_shards=allow_unhashed_shards))
         streams.append(rows.stream)
     columns = {name: _concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     columns["ends"] = np.cumsum(columns["samples"])
@@ -134,24 +136,38 @@ class _Rows:
     def _wrong(self, what: str) -> DataError:
         return DataError(f"{self.index} {what}; prepare the data again")
 
-    def columns(self, kinds: dict[str, dict[str, Any]], hash_name: str | None) -> dict[str, Column]:
+    def columns(
+        self, kinds: dict[str, dict[str, Any]], hash_name: str | None, *, allow_unhashed_shards: bool
+    ) -> dict[str, Column]:
         """The table's columns; new kinds are added to `kinds`."""
-        names = [set(record["raw_data"]["hashes"]) for record, _ in self.parts]
-        common = sorted(filter(is_hash, set.intersection(*names)), key=_hash_rank)
-        if hash_name is not None and hash_name not in common:
+        names = [
+            sorted(filter(is_hash, record["raw_data"]["hashes"]), key=_hash_rank) if _has_hashes(columns) else []
+            for record, columns in self.parts
+        ]
+        common = [name for name in names[0] if all(name in others for others in names)]
+        is_unhashed = [not others for others in names]
+        if any(is_unhashed) and not all(is_unhashed) and not allow_unhashed_shards:
+            shard = self.parts[is_unhashed.index(True)][1]["raw_data.basename"][0].decode()
             raise DataError(
-                f"validate_hash is {hash_name}, but {self.index} has {', '.join(common) or 'no hashes'}; "
+                f"{self.index}: {shard} has no hash, and other shards have one, so that damage to it would pass "
+                "unseen; write the shards again with hashes=[...], or load it all the same: allow_unhashed_shards: true"
+            )
+        lacking = [others for others in names if others and hash_name not in others]
+        if hash_name is not None and (lacking or all(is_unhashed)):
+            raise DataError(
+                f"validate_hash is {hash_name}, but {self.index} has "
+                f"{', '.join(common) or ', '.join(lacking[0] if lacking else []) or 'no hashes'}; "
                 "leave validate_hash out, or name one that is there"
             )
-        hash_name = hash_name or (common[0] if common else "")
+        checked_by = [hash_name or (common or others)[0] if others else "" for others in names]
         self.stream = StreamTable(
             num_shards=sum(len(columns["samples"]) for _, columns in self.parts),
-            hash_name=hash_name,
-            content=self._content(common[0] if common else ""),
+            content=self._content([(common or others)[0] if others else "" for others in names]),
         )
         gathered: dict[str, list[Column]] = {}
-        for record, columns in self.parts:
+        for (record, columns), hash_name in zip(self.parts, checked_by, strict=True):
             kind = {key: record[key] for key in ("column_encodings", "column_names", "column_sizes", "compression")}
+            kind["hash_name"] = hash_name
             key = json.dumps(kind)
             kinds.setdefault(key, kind)
             num_rows, no_text = len(columns["samples"]), np.zeros(len(columns["samples"]), "S1")
@@ -170,14 +186,19 @@ class _Rows:
             raise self._wrong(f"lists {repeated.decode()} twice, so that its samples would be read twice")
         return found
 
-    def _content(self, hash_name: str) -> str:
+    def _content(self, hash_names: Sequence[str]) -> str:
+        """`hash_names` has one for each part. Shards that have none count with their sizes."""
+        label = hash_names[0] if len(set(hash_names)) == 1 else "mixed"
         digest = hashlib.blake2b(digest_size=16)
-        for name in ("samples", "raw_data.bytes", f"raw_data.hashes.{hash_name}"):
+        for name in ("samples", "raw_data.bytes"):
             for _, columns in self.parts:
-                if name in columns:  # all parts have the hash, or none
-                    column = columns[name]
-                    digest.update(column.astype("<i8").tobytes() if column.dtype.kind == "i" else _joined(column))
-        return f"{hash_name or 'sizes'}:{digest.hexdigest()}"
+                digest.update(columns[name].astype("<i8").tobytes())
+        for (_, columns), hash_name in zip(self.parts, hash_names, strict=True):
+            if label == "mixed":  # the algorithm is part of what a shard's hash says
+                digest.update(f"{hash_name} of {len(columns['samples'])}:".encode())
+            if hash_name:
+                digest.update(_joined(columns[f"raw_data.hashes.{hash_name}"]))
+        return f"{label or 'sizes'}:{digest.hexdigest()}"
 
     def _read(self) -> None:
         with open(self.index, "rb") as file:
@@ -250,6 +271,8 @@ class _Rows:
         columns: dict[str, Column] = {}
         alike_nb = rows_nb.copy()
         for name, begin, end in _fields(text):
+            if begin == end:
+                return False  # numpy has no view of no bytes
             field_nb, first = np.ascontiguousarray(rows_nb[:, begin:end]), text[begin:end]
             alike_nb[:, begin:end] = field_nb[0]
             is_text = text[begin - 1] == '"'
@@ -297,6 +320,11 @@ class _Rows:
             if b".." in _joined(columns[name]) or (first_n == ord("/")).any():
                 raise self._wrong("names shards outside of its own folder")
         self.parts.append((record, columns))
+
+
+def _has_hashes(columns: dict[str, Column]) -> bool:
+    """Whether the hashes of a part are there to compare with; an empty text is none."""
+    return all((column != b"").all() for name, column in columns.items() if name.startswith("raw_data.hashes."))
 
 
 def _are_separators(separators: NDArray[np.uint8]) -> bool:

@@ -671,6 +671,17 @@ def test_a_flipped_bit_is_found_by_its_hash_or_by_the_vocabulary(tmp_path):
     assert message.startswith(f"{path}, sample ") and "is outside the vocabulary of 1000" in message
 
 
+def test_a_flipped_bit_is_found_where_another_shard_has_no_hash(tmp_path):
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    content = json.loads((shards / "index.json").read_text())
+    content["shards"][1]["raw_data"]["hashes"] = {}
+    (shards / "index.json").write_text(json.dumps(content, sort_keys=True))
+    path = flip_a_bit(shards / "shard.00003.mds")
+    assert "shard.00001.mds has no hash, and other shards have one" in message_of(open_data, shards)
+    message = message_of(numbers_of, open_data(shards, allow_unhashed_shards=True))
+    assert message.startswith(f"{path} is damaged: its xxh64 is not the one in index.json")
+
+
 def test_a_flipped_bit_in_a_cache_is_found_and_mended(tmp_path, downloads):
     remote, cache = write_shards(tmp_path / "remote", hashes=["xxh64"]), tmp_path / "cache"
     numbers_of(open_data(cache, remote=str(remote)))

@@ -25,9 +25,9 @@ def write_mds(folder: Path, num_samples: int = 300, **options) -> Path:
     return folder
 
 
-def read_table(tmp_path: Path, *folders: Path, hash_name: str | None = None) -> ShardTable:
+def read_table(tmp_path: Path, *folders: Path, hash_name: str | None = None, **options) -> ShardTable:
     path = tmp_path / f"table-{len(list(tmp_path.glob('table-*')))}"
-    write_table(path, [folder / "index.json" for folder in folders], [hash_name] * len(folders))
+    write_table(path, [folder / "index.json" for folder in folders], [hash_name] * len(folders), **options)
     return ShardTable(path)
 
 
@@ -64,7 +64,7 @@ def test_an_index_of_another_layout_says_the_same(tmp_path):
     content = json.loads((folder / "index.json").read_text())
     (folder / "index.json").write_text(json.dumps(content, indent=1))
     other = read_table(tmp_path, folder)
-    assert other.streams == regular.streams and other.streams[0].hash_name == "xxh64"
+    assert other.streams == regular.streams and other.kinds[0]["hash_name"] == "xxh64"
     assert all((other.columns[name] == column).all() for name, column in regular.columns.items())
 
 
@@ -72,10 +72,53 @@ def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
     write_mds(tmp_path / "all" / "a", 40)
     write_mds(tmp_path / "all" / "b", 40, hashes=["xxh64"])
     merge_index(str(tmp_path / "all"), keep_local=True)
-    table = read_table(tmp_path, tmp_path / "all")
+    table = read_table(tmp_path, tmp_path / "all", allow_unhashed_shards=True)
     assert {name.decode().split("/")[0] for name in table.columns["raw_name"]} == {"a", "b"}
     assert table.columns["samples"].sum() == 80
-    assert table.streams[0].hash_name == ""  # not all have one
+    assert [kind["hash_name"] for kind in table.kinds] == ["", "xxh64"]
+
+
+def change_hashes(folder: Path, shard: int, change) -> Path:
+    """The index again, with `change` of one shard's hashes."""
+    content = json.loads((folder / "index.json").read_text())
+    place = content["shards"][shard]["raw_data"]
+    place["hashes"] = change(place["hashes"])
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
+    return folder
+
+
+@pytest.mark.parametrize("change", [lambda _: {}, lambda known: dict.fromkeys(known, "")], ids=["none", "empty"])
+def test_one_shard_without_a_hash_among_others_is_refused_unless_told(tmp_path, change):
+    folder = write_mds(tmp_path / "a", hashes=["xxh64"])
+    before = read_table(tmp_path, folder).streams[0].content
+    change_hashes(folder, 2, change)
+    with pytest.raises(DataError, match=r"shard.00002.mds has no hash, .* load it all the same: allow_unhashed_shards"):
+        read_table(tmp_path, folder)
+    table = read_table(tmp_path, folder, allow_unhashed_shards=True)
+    readers = ShardReaders(table, build_streams({"a": {"local": str(folder)}}))
+    assert [bool(readers[i].raw_data.hashes) for i in range(4)] == [True, True, False, True]
+    assert table.streams[0].content.startswith("mixed:") and table.streams[0].content != before
+
+
+def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
+    folder = write_mds(tmp_path / "a", hashes=["xxh64"])
+    changed = change_hashes(folder, 2, lambda known: {"sha1": known["xxh64"]})
+    table = read_table(tmp_path, changed)
+    readers = ShardReaders(table, build_streams({"a": {"local": str(folder)}}))
+    assert [list(readers[i].raw_data.hashes) for i in range(4)] == [["xxh64"], ["xxh64"], ["sha1"], ["xxh64"]]
+    digests = {table.streams[0].content}
+    for change in (lambda known: {"md5": known["sha1"]}, lambda known: {"md5": known["md5"][::-1]}):
+        digests.add(read_table(tmp_path, change_hashes(folder, 2, change)).streams[0].content)
+    assert len(digests) == 3, "algorithm and value are both part of what the data is"
+    with pytest.raises(DataError, match=r"validate_hash is xxh64, but .* has md5; leave validate_hash out"):
+        read_table(tmp_path, folder, hash_name="xxh64")
+
+
+def test_the_digest_of_shards_with_one_algorithm_is_this_one_for_ever(tmp_path):
+    """Checkpoints keep it."""
+    hashed, plain = write_mds(tmp_path / "a", hashes=["xxh64"]), write_mds(tmp_path / "b")
+    contents = [read_table(tmp_path, folder).streams[0].content for folder in (hashed, plain)]
+    assert contents == ["xxh64:c0de21416b8955a2c712774c86bbe0a6", "sizes:2cfa14b5dabe97ca3fb48aca8db7cc41"]
 
 
 @pytest.mark.parametrize(
