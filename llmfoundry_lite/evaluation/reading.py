@@ -22,6 +22,8 @@ Kinds = dict[str, tuple[type, ...]]
 
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 BITS = "bits_per_byte"
+LARGEST = 1e30
+"""Nats or bytes, beyond which no sum of squares is to be trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,14 @@ def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record
     for name in ACCURACIES:
         if name in record and not all(name in item for item in items):
             raise DataError(f"{beside}: the items of {task} lack {name} or index; evaluate again with redo=true")
+    odd = next(filter(None, map(_find_odd, items)), "")
+    if not odd and metric != BITS:  # of a text each window is an item, with the index of its document
+        index, count = Counter(item.get("index") for item in items).most_common(1)[0] if items else (0, 0)
+        odd = f"index {index} {count} times" if count > 1 else ""
+    if not odd and 0 < sum("cluster" in item for item in items) < len(items):
+        odd = "cluster in some of them alone"
+    if odd:
+        raise DataError(f"{beside}: the items of {task} have {odd}, which no result has; evaluate again with redo=true")
     try:
         if metric == BITS:
             found = float(bits_per_byte(by_document(items).sum(axis=0)))
@@ -201,6 +211,28 @@ def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record
             f"{beside}: the items of {task} give {metric} {found:.4f}, the result says {record[metric]:.4f}; the two "
             "files are of different evaluations: evaluate again with redo=true"
         )
+
+
+def _find_odd(item: Record) -> str:
+    """What of an item an evaluation never writes, as far as it is there; empty if nothing."""
+
+    def is_number(value: Any, least: float, most: float) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+    sound = {
+        "index": lambda value: type(value) is int and value >= 0,
+        **dict.fromkeys(ACCURACIES, lambda value: is_number(value, 0, 1)),
+        **dict.fromkeys(("category", "cluster"), lambda value: isinstance(value, str)),
+        "log_probability": lambda value: all(is_number(nats, -LARGEST, LARGEST) for nats in value),
+        "num_characters": lambda value: all(is_number(count, 0, LARGEST) for count in value),
+    }
+    for key, is_sound in sound.items():
+        try:
+            if key in item and not is_sound(item[key]):
+                return f"{key} {item[key]!r}"
+        except TypeError:  # no list
+            return f"{key} {item[key]!r}"
+    return ""
 
 
 def _tell_apart(paths: Sequence[Path]) -> list[str]:

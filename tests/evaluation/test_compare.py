@@ -1,7 +1,9 @@
 """Two results, item by item: the numbers, the words, and which results are not compared at all."""
 
+import contextlib
 import json
 import math
+import re
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -519,4 +521,47 @@ def test_depth_is_no_reason_for_a_traceback(tmp_path):
     assert load_results([path])[0].name == "deep"  # a line more is nobody's item
     path.write_text("[" * 100_000)
     with pytest.raises(DataError, match="cannot be read as JSON"):
+        load_results([path])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"acc_per_token": 2}, "acc_per_token 2"),
+        ({"acc_norm": -0.5}, "acc_norm -0.5"),
+        ({"acc_per_token": math.nan}, "acc_per_token nan"),
+        ({"acc_norm": True}, "acc_norm True"),
+        ({"acc_norm": "1"}, "acc_norm '1'"),
+        ({"index": 3}, "index 3 2 times"),
+        ({"index": -1}, "index -1"),
+        ({"index": 2.0}, "index 2.0"),
+        ({"cluster": "a"}, "cluster in some of them alone"),
+        ({"cluster": ["a"]}, "cluster ['a']"),
+    ],
+)
+def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change, words):
+    record, items = choice(TEN)
+    items[2] |= change
+    values = [item["acc_per_token"] for item in items]
+    with contextlib.suppress(TypeError):  # as if the result agreed
+        record["acc_per_token"] = float(np.mean(values))
+    path = write_result(tmp_path, "ours", {"t/0-shot": (record, items)})
+    with pytest.raises(DataError) as caught:
+        load_results([path])
+    assert f"the items of t/0-shot have {words}, which no result has; evaluate again with redo=true" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"log_probability": [-1e308]}, {"log_probability": [math.inf]}, {"num_characters": [-4]}, {"num_characters": 4}],
+    ids=str,
+)
+def test_a_window_that_no_evaluation_writes_is_refused(tmp_path, change):
+    record, items = text([[(2.0, 4)]] * 25)
+    items[2] |= change
+    path = write_result(tmp_path, "ours", {"t/0-shot": (record, items)})
+    ((key, value),) = change.items()
+    with pytest.raises(DataError, match=re.escape(f"the items of t/0-shot have {key} {value!r}, which no result has")):
         load_results([path])
