@@ -14,6 +14,9 @@ from llmfoundry_lite.config.schema import Duration
 
 Record = dict[str, Any]
 
+LARGEST = 2**128
+"""Beyond what fp32 holds."""
+
 
 def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
     """Each whole line, with its newline, and what it says; a line that a crash has made unreadable is passed over."""
@@ -27,6 +30,11 @@ def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record
         batch = record.get("batch")
         if type(batch) is int and 0 <= batch < 2**53:
             yield line, record
+
+
+def number_of(value: Any) -> float | None:
+    """None for what is no number that fp32 holds: what sums and figures take from a log stays finite."""
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
 def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes]:
@@ -59,7 +67,7 @@ def console_line(record: Record, max_duration: Duration) -> str:
     parts = [f"batch {record['batch']}{total}"]
     if max_duration.unit != "ba":
         key = {"ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}[max_duration.unit]
-        parts.append(f"{record[key]}/{max_duration}")
+        parts.append(f"{record.get(key, 0)}/{max_duration}")
     for key, form in (
         ("loss/train/total", "loss {:.4f}"),
         ("eval/loss", "validation {:.4f}"),

@@ -75,9 +75,9 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
         if against is not None:
             print_against(against, asked, all_results, folder / config.suite)
         for path in write_suite(all_results, folder / config.suite, config.eval_gauntlet):
-            print(path)
+            print(printable(str(path)))
         if config.all_checkpoints:
-            print(plot_learning_curves(all_results, folder / config.suite / "learning.png"))
+            print(printable(str(plot_learning_curves(all_results, folder / config.suite / "learning.png"))))
     return all_results
 
 

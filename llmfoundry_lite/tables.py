@@ -33,9 +33,15 @@ def lean_table(title: str | None = None, gap: int = 0) -> "Table":
     """A line under the header alone, and `gap` more than one space between columns."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     return Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
+        title=title and Text(title, style="table.title"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, gap, 0, 0),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.cli.options import out_folder
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import UserError, printable
 
 
 class FigureFormat(StrEnum):
@@ -113,7 +113,7 @@ def compare_results(
         print_comparison(pairs, console)
     if out is not None:
         for path in write_comparison(loaded, pairs, out, published_markdown(loaded) if published else ""):
-            print(path)
+            print(printable(str(path)))
         if pairs:
             from llmfoundry_lite.plots.evaluations import plot_differences
 
@@ -121,4 +121,4 @@ def compare_results(
             plot_differences(
                 panels(pairs), out / "compare.png", title=f"{others} against {loaded[0].name}, 95 % intervals"
             )
-            print(out / "compare.png")
+            print(printable(str(out / "compare.png")))

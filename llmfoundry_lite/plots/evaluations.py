@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
+from llmfoundry_lite.errors import printable
 from llmfoundry_lite.plots.figure import CURVES, REFERENCE, plt, write
 
 
@@ -93,7 +94,7 @@ def plot_differences(
                 if model in points:
                     place = row + (i - (len(models) - 1) / 2) * step
                     _plot_interval(axes, points[model], place, CURVES[i % len(CURVES)], is_mean=name.startswith("mean"))
-        axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
+        axes.set_yticks(range(len(rows)), list(map(printable, rows)), fontsize=9)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         farthest = max(
             (abs(end) for points in rows.values() for point in points.values() for end in point[:3]), default=0

@@ -18,7 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from llmfoundry_lite.plots.figure import CURVES, REFERENCE, TRAIN, VALIDATION, plt, write
+from llmfoundry_lite.errors import printable
+from llmfoundry_lite.plots.figure import CURVES, REFERENCE, TRAIN, VALIDATION, escape_texts, plt, write
 
 SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
 MAX_POINTS = 4000
@@ -217,7 +218,7 @@ def plot_relay(path: Path, legs: Sequence[Leg], *, title: str) -> None:
         rows.barh(places.index(leg.place), end - start, left=start, color=colors[leg.place], height=0.7)
     progress.set_ylabel("batch")
     progress.grid(alpha=0.25, linewidth=0.6)
-    rows.set_yticks(range(len(places)), places)
+    rows.set_yticks(range(len(places)), list(map(printable, places)))
     rows.invert_yaxis()
     rows.set_xlabel(f"{unit} since the first launch")
     for axes in (progress, rows):
@@ -355,6 +356,7 @@ def _label_strips(
         axes.set_ylim(0, 1)
         if name:
             axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+    escape_texts(figure)
     figure.draw_without_rendering()  # which gives every panel its place
     is_tall = len(rows) == 1
     texts = {label: label.replace(" · ", "\n", 1) if is_tall else label for label in shades}
@@ -382,7 +384,7 @@ def _label_strips(
 
 def _width(figure: Any, text: str) -> float:
     """In pixels."""
-    drawn = figure.text(0, 0, text, fontsize=8)
+    drawn = figure.text(0, 0, printable(text, keep="\n"), fontsize=8)
     width = drawn.get_window_extent(figure.canvas.get_renderer()).width
     drawn.remove()
     return width

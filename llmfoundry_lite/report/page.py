@@ -320,7 +320,7 @@ def markdown(sections: Sequence[Section], figure: str, relay_figure: str | None 
         blocks.append("\n".join(markdown_list(section.lines)))
         if section.text:
             fence = "`" * max(4, 1 + max(map(len, re.findall("`+", section.text)), default=0))
-            blocks.append(f"{fence}text\n{section.text}\n{fence}")
+            blocks.append("\n".join((f"{fence}text", printable(section.text, keep="\n"), fence)))
         if i == 0:
             blocks.append(f"![loss]({figure})")
         if relay_figure and section.title.startswith("Time line"):

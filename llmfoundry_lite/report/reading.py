@@ -20,7 +20,7 @@ from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.log_lines import Record, merge_logs, read_lines
+from llmfoundry_lite.log_lines import Record, merge_logs, number_of, read_lines
 from llmfoundry_lite.status import LAUNCHES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
@@ -72,7 +72,7 @@ class Log:
     tokens: Floats
     """In each batch; NaN where the log does not have the batch before it."""
     not_finite: list[int]
-    """Batches whose loss was neither skipped over nor a number: null in the file."""
+    """Batches whose loss was neither skipped over nor a number that fp32 holds: null in the file."""
     num_unreadable: int
     """Lines that are not whole."""
     dead: list[DeadBranch]
@@ -269,7 +269,7 @@ class Branches:
 
     def add(self, line: bytes, record: Record) -> None:
         values = tuple(number_of(record.get(key)) for key in COLUMNS)
-        is_not_finite = LOSS in record and record[LOSS] is None
+        is_not_finite = LOSS in record and values[COLUMNS.index(LOSS)] is None
         row = Row(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, line)
         at = len(self.live)
         if self.live and row.batch <= self.live[-1].batch:
@@ -297,14 +297,6 @@ class Branches:
         ):
             self.num_launches += 1
         return self.num_launches
-
-
-def number_of(value: Any) -> float | None:
-    """None for what is no number, and for an integer that no float holds."""
-    try:
-        return float(value) if isinstance(value, int | float) else None
-    except OverflowError:
-        return None
 
 
 def build_dead_branch(rows: list[Row]) -> DeadBranch:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.log_lines import read_lines
 from llmfoundry_lite.plots.runs import Axis, Curve, Leg, plot_comparison, plot_relay, plot_run
 from llmfoundry_lite.report.comparison import compare
@@ -100,14 +100,15 @@ def report(
         plot_relay(folder / facts["relay_figure"], legs, title=runs[0].name)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
-    (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]))
+    (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]), encoding="utf-8")
     (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
     if facts["relay_figure"]:
-        print(f"plot: {folder / facts['relay_figure']}")
-    print(f"plot: {figure}\nthe same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}")
+        print(printable(f"plot: {folder / facts['relay_figure']}"))
+    print(printable(f"plot: {figure}"))
+    print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
     if with_csv:
         write_csv(folder / "report.csv", runs, names)
-        print(f"every batch: {folder / 'report.csv'}")
+        print(printable(f"every batch: {folder / 'report.csv'}"))
     return facts
 
 
@@ -117,7 +118,7 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
     for run in runs:
         for _, record in read_lines(run.log.lines):
             keys |= dict.fromkeys(record)
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, list(keys))
         writer.writeheader()
         for run, name in zip(runs, names, strict=True):

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import DataError, printable
-from llmfoundry_lite.log_lines import Record, console_line, duration_text, read_lines
+from llmfoundry_lite.log_lines import Record, console_line, duration_text, number_of, read_lines
 from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, VALIDATION, runs_within
 from llmfoundry_lite.status import read_status
 
@@ -43,7 +43,7 @@ class Watched:
         self.config: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.last: Record = {}
-        """The newest line of the log, without its validation."""
+        """The numbers in the newest line of the log."""
         self.validation: tuple[int, float] | None = None
         """(batch, loss)"""
         self.max_duration: Duration | None = None
@@ -65,9 +65,9 @@ class Watched:
         content = content[: content.rfind(b"\n") + 1]  # a line that is being written is for the next look
         self._offset += len(content)
         for _, record in read_lines(content):
-            if record.get(VALIDATION) is not None:
-                self.validation = (record["batch"], record[VALIDATION])
-            self.last = record
+            self.last = {key: value for key, value in record.items() if number_of(value) is not None}
+            if VALIDATION in self.last:
+                self.validation = (record["batch"], self.last[VALIDATION])
 
     def _read_duration(self) -> Duration | None:
         try:
@@ -98,7 +98,7 @@ class Watched:
 
     def last_checkpoint(self) -> str | None:
         """`ba200`; None where there is none, or where they lie behind a URL."""
-        where = self.config.get("save_folder") or str(self.folder / "checkpoints")
+        where = str(self.config.get("save_folder") or self.folder / "checkpoints")
         if "://" in where:
             return None
         found = [path.parent.name for path in Path(where).glob("ba*/manifest.json")]
@@ -163,7 +163,7 @@ def picture(run: Watched) -> Table:
     else:
         table.add_row("batch", f"{run.batch:,}")
     for label, text in facts_of(run):
-        table.add_row(label, Text(text))
+        table.add_row(label, Text(printable(text)))
     return table
 
 

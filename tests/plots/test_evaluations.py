@@ -1,8 +1,10 @@
 """Figures of evaluations, looked at through matplotlib's own objects."""
 
 from typing import Any
+from xml.etree import ElementTree
 
-from llmfoundry_lite.plots.evaluations import Panel, plot_curves
+from llmfoundry_lite.plots.evaluations import Panel, plot_curves, plot_differences
+from llmfoundry_lite.plots.runs import Leg, plot_relay
 
 
 def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):
@@ -26,3 +28,15 @@ def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
     points: dict[str, Any] = {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}
     plot_curves([Panel(title="a $ b $x_{", y_label="$", points=points)], tmp_path / "a.png", x_label="b")
     assert (tmp_path / "a.png").stat().st_size
+
+
+def test_names_with_control_characters_are_escaped_in_every_text(tmp_path):
+    name = "a\x1b[31m\x00\ud800b"
+    panel = Panel(title=name, y_label=name, points={name: [(1, 2, 0.1)], "b": [(1, 2, 0.1)]})
+    leg = Leg(place=name, began_hours=0, hours=1, first_batch=1, last_batch=2)
+    plot_differences({name: {name: {name: (0.1, 0, 0.2, True)}}}, tmp_path / "a.svg", title=name)
+    plot_curves([panel], tmp_path / "b.svg", x_label="batch")
+    plot_relay(tmp_path / "c.svg", [leg], title=name)
+    for path in tmp_path.glob("*.svg"):
+        ElementTree.parse(path)
+        assert "a\\x1b[31m\\x00\\ud800b" in path.read_text()

@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import replace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -627,3 +628,36 @@ def test_a_real_run_in_legs_and_what_travelled_with_its_checkpoints(tmp_path, ca
     assert first["num_batches"] == 4, "what the other cluster trained is in the newest checkpoint"
     assert "batches 3 to 4: from the log that came with ba4" in capsys.readouterr().out
     assert [launch["ended"] for launch in first["failures"]["launches"]] == ["stopped", "not known here"]
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1e999", "1e308", "1" + "0" * 400, '"2.0"', "[]"])
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_a_loss_or_a_rate_that_no_fp32_holds_counts_as_not_finite(tmp_path, value, num_runs):
+    lines = [json.dumps(record(b)) + "\n" for b in range(1, 31)]
+    lines += [line.replace(": 2.0", f": {value}") for line in map(json.dumps, (record(b) for b in (31, 33)))]
+    lines += [json.dumps(record(b, eval__loss=3.0)) + "\n" for b in range(34, 40)]
+    places = []
+    for number in range(num_runs):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("\n".join(line.rstrip() for line in lines) + "\n")
+        places.append(str(folder))
+    facts = report(places, out=tmp_path / "out", with_csv=True)["runs"][0]
+    assert facts["not_finite"] == [31, 33] and facts["training_loss"] == 2.0
+    assert json.loads((tmp_path / "out/report.json").read_text())["runs"][0]["validation_loss"] == 3.0
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(tmp_path, form, capsys):
+    name = "a\x1b[31mred\x07\x00\u202eb\ud800"
+    records = [record(b, note=name) for b in range(1, 5)]
+    places = [write_run(tmp_path / folder, records, run_name=name) for folder in ("one", "two")]
+    save(tmp_path / "one/checkpoints", [replace(on_gpu(1, 4), device=name)])
+    for runs in (places[:1], places):
+        report(runs, out=tmp_path / "out", form=form, with_csv=True)
+        shown = capsys.readouterr().out + (tmp_path / "out/report.md").read_text()
+        shown += (tmp_path / f"out/{'loss' if len(runs) == 1 else 'report'}.svg").read_text() if form == "svg" else ""
+        assert [c for c in shown if not c.isprintable() and c != "\n"] == []
+    if form == "svg":
+        ElementTree.parse(tmp_path / "out/report.svg")
+        assert "a\\x1b[31mred" in shown

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 
 import pytest
@@ -94,3 +95,27 @@ def test_a_finished_run_is_shown_at_once(run, capsys):
 def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
     assert main.run(["watch", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no status.json here; expected a run directory")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e308, 10**400, "2.0", []])
+@pytest.mark.parametrize("unit", ["ba", "ep", "tok"])
+def test_numbers_that_are_none_are_not_shown(run, value, unit):
+    (run / "config.yaml").write_text(f"run_name: tiny\nmax_duration: 4{unit}\n")
+    keys = ("loss/train/total", "eval/loss", "throughput/tokens_per_sec", "throughput/device/mfu")
+    append(run, 1, **dict.fromkeys((*keys, "time/remaining_seconds", "time/token", "time/epoch"), value))
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    assert watch(run, console=console, pause=lambda _: write_status(run, "done", 1))["status"] == "done"
+    write_status(run, "running", 1)
+    piped = Console(file=io.StringIO(), width=200)
+    watch(run, console=piped, pause=lambda _: write_status(run, "done", 1))
+    assert "done at batch 1" in piped.file.getvalue() and "loss" not in piped.file.getvalue()
+
+
+def test_what_a_configuration_says_reaches_the_terminal_escaped(run):
+    (run / "config.yaml").write_text('run_name: "a\\e[31m"\nmax_duration: 4ba\nsave_folder: "s3://b/\\e[32m"\n')
+    append(run, 1)
+    watched = Watched(run)
+    watched.look()
+    console = Console(file=io.StringIO(), width=100)
+    console.print(picture(watched))
+    assert "\x1b" not in console.file.getvalue() and "in s3://b/\\x1b[32m" in console.file.getvalue()
