@@ -48,7 +48,8 @@ TABLE = {
         "model.": "init_device loss_fn",
         "tokenizer.": "name kwargs",
         "train_loader.dataset.": """local remote predownload cache_limit download_retry download_timeout
-            validate_hash keep_zip override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
+            validate_hash allow_unhashed_shards keep_zip
+            override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
         "train_loader.dataset.streams.*.": "local remote download_retry download_timeout validate_hash keep_zip",
         "train_loader.": "num_workers pin_memory prefetch_factor persistent_workers timeout",
         "": """run_name run_folder precision eval_first loss_chunk_mib device_eval_batch_size icl_task_folder
@@ -83,7 +84,8 @@ TABLE = {
             save_interval""",
         "eval_loader.": "name drop_last kwargs",
         "eval_loader.dataset.": """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
-            validate_hash keep_zip token_encoding_type eos_token_id bos_token_id override_eos_token_id_mismatch_error
+            validate_hash keep_zip allow_unhashed_shards token_encoding_type eos_token_id bos_token_id
+            override_eos_token_id_mismatch_error
             override_bos_token_id_mismatch_error""",
         "eval_loader.dataset.streams.*.": "split proportion repeat choose",
         "algorithms.": "gradient_clipping",
