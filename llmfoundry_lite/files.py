@@ -1,8 +1,12 @@
 """Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.places`.)"""
 
+import glob
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
@@ -17,6 +21,29 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def without_magic(name: str) -> Iterator[str]:
+    """`name`, or for a folder whose path is a pattern to `datasets` another one that holds links to its files.
+
+    `datasets` takes the path of a folder for a glob, and one with `::` for a chain of URLs: it reads another folder.
+    Raises OSError.
+    """
+    folder = Path(name)
+    path = os.path.realpath(folder)
+    if not folder.is_dir() or not (glob.has_magic(path) or "::" in path):
+        yield name
+        return
+    with TemporaryDirectory() as place:
+        if glob.has_magic(os.path.realpath(place)):
+            raise OSError(f"{place}, the folder of temporary files, is a pattern itself; set TMPDIR to another")
+        for here, _, files in os.walk(path):
+            there = Path(place, os.path.relpath(here, path))
+            there.mkdir(exist_ok=True)
+            for file in files:
+                (there / file).symlink_to(Path(here, file))
+        yield place
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import without_magic
 
 COLUMNS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -75,8 +76,13 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
     import datasets
 
     name = config.dataset_uri.removeprefix("hf://")
+    rows: list[dict[str, Any]] = []
     try:
-        found = datasets.load_dataset(name, **config.hf_loading_vars)
+        with without_magic(name) as plain:
+            options = config.hf_loading_vars | ({} if plain == name else {"cache_dir": f"{plain}/.cache"})
+            found = datasets.load_dataset(plain, **options)
+            if isinstance(found, datasets.Dataset):
+                rows = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
     except Exception as error:  # whatever the Hub or its scripts raise
         raise DataError(f"{config.label}: {config.dataset_uri} cannot be loaded: {error}") from error
     if not isinstance(found, datasets.Dataset):
@@ -84,7 +90,6 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
             f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
             "choose one: hf_loading_vars: {split: …}"
         )
-    rows: list[dict[str, Any]] = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
     if not config.hf_parsing_map:
         return rows
     for ours, theirs in config.hf_parsing_map.items():

@@ -15,11 +15,13 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import without_magic
 from llmfoundry_lite.prepare.contents import (
     BLOCK_BYTES,
     COMPRESSED_SUFFIXES,
@@ -340,7 +342,8 @@ def open_hub(name_and_config: str, *, text_keys: tuple[str, ...], split: str) ->
 
     The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.
     """
-    name, _, config = name_and_config.partition(":")
+    is_folder = Path(name_and_config).is_dir()  # whose name may have a colon
+    name, _, config = (name_and_config, "", "") if is_folder else name_and_config.partition(":")
     if not name:
         raise DataError(f"{HUB_PREFIX} needs the name of a data set, as in {HUB_PREFIX}allenai/c4:en")
     local = Path(name).is_dir()
@@ -355,8 +358,9 @@ def open_hub(name_and_config: str, *, text_keys: tuple[str, ...], split: str) ->
 
     def units() -> Iterator[Unit]:
         origin = f"{HUB_PREFIX}{name_and_config}, split {split}"
-        rows = stream_hub(name, config or None, split, revision)
-        yield from row_pieces((value_of(row, text_keys) for row in rows_of(rows, origin)), origin)
+        with open_plainly(name) as plain:
+            rows = stream_hub(plain, config or None, split, revision, told_as=name)
+            yield from row_pieces((value_of(row, text_keys) for row in rows_of(rows, origin)), origin)
 
     return Source(units=units, identify=identify, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
 
@@ -382,15 +386,28 @@ def hub_revision(name: str) -> str:
     return revision
 
 
-def stream_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterable[dict[str, Any]]:
+@contextmanager
+def open_plainly(name: str) -> Iterator[str]:
+    """As `files.without_magic`, its error in one sentence."""
+    with ExitStack() as stack:
+        try:
+            plain = stack.enter_context(without_magic(name))
+        except OSError as error:
+            raise DataError(f"{HUB_PREFIX}{name}: links to its files cannot be made: {error}") from error
+        yield plain
+
+
+def stream_hub(
+    name: str, config: str | None, split: str, revision: str | None, *, told_as: str
+) -> Iterable[dict[str, Any]]:
     """The rows of one split, in order."""
     import datasets
 
     try:
         return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # `datasets` raises a dozen unrelated types; its message says what was wrong
-        reason = " ".join(str(error).split())
-        raise DataError(f"{HUB_PREFIX}{name}: the data set cannot be opened: {reason}") from error
+        reason = " ".join(str(error).replace(name, told_as).split())
+        raise DataError(f"{HUB_PREFIX}{told_as}: the data set cannot be opened: {reason}") from error
 
 
 def rows_of(rows: Iterable[Mapping[str, Any]], origin: str) -> Iterator[Mapping[str, Any]]:

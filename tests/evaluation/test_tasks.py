@@ -723,6 +723,15 @@ def test_a_hub_data_set_is_read_through_the_map_of_its_columns(tmp_path):
         read_rows(replace(config, hf_loading_vars={}))
 
 
+@pytest.mark.parametrize("name", ["set[1]", "set*", "set?"])
+def test_a_folder_of_rows_is_read_and_no_other_that_its_name_matches_as_a_pattern(tmp_path, name):
+    for folder, answer in ((name, "ours"), ("set1", "theirs"), ("set2", "theirs")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test.jsonl").write_text(json.dumps({"context": "a", "continuation": answer}))
+    where = {"dataset_uri": f"hf://{tmp_path / name}", "hf_loading_vars": {"split": "test"}}
+    assert read_rows(task("language_modeling", **where)) == [{"context": "a", "continuation": "ours"}]
+
+
 def test_dates_in_a_column_of_a_hub_data_set_are_text(tmp_path):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import os
 import subprocess
 import sys
@@ -78,6 +79,22 @@ def test_a_text_key_may_be_a_field_within_a_field_and_several_are_joined(store, 
         texts_of(source, text_keys=("title", "meta.body"))
     with pytest.raises(DataError, match=r"meta.n (is a int, expected a string|holds int64, expected strings)"):
         texts_of(source, text_keys=("meta.n",))
+
+
+@pytest.mark.parametrize("name", ["sweep[1-3]", "a*", "a?", "[", "a::b", "line\nbreak[1]", "plain", "~"])
+def test_a_hub_folder_is_read_and_no_other_that_its_name_matches_as_a_pattern(tmp_path: Path, name: str) -> None:
+    for folder, text in ((name, "ours"), ("sweep1", "theirs"), ("ab", "theirs"), ("a", "theirs"), ("b", "theirs")):
+        for place in (tmp_path / folder, tmp_path / folder / "deeper [2]"):
+            place.mkdir(parents=True)
+            write_jsonl(place / "train.jsonl", [text])
+    assert texts_of(f"hf:{tmp_path / name}") == ["ours", "ours"]
+
+
+def test_an_error_about_a_hub_folder_names_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "a[1]").mkdir()
+    with pytest.raises(DataError, match=re.escape(f"hf:{tmp_path / 'a[1]'}: the data set cannot be opened: ")) as error:
+        texts_of(f"hf:{tmp_path / 'a[1]'}")
+    assert "/tmp/tmp" not in str(error.value)
 
 
 def test_a_key_with_a_dot_is_first_of_all_a_name(tmp_path: Path) -> None:
