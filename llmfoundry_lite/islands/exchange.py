@@ -357,7 +357,9 @@ def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxe
             kept = whole[inside].clone()
             whole.zero_()
             whole[inside] = kept
-        flat = torch.cat([locals_[name].reshape(-1) for name in names])
+        # Offloaded parameters lie on the host, and a group exchanges what lies on its devices.
+        device = cast(DTensor, tensors[names[0]]).device_mesh.device_type
+        flat = torch.cat([locals_[name].reshape(-1) for name in names]).to(device)
         dist.all_reduce(flat, group=group)  # of one number and zeros: exact
         for name, values in zip(names, flat.split([locals_[name].numel() for name in names]), strict=True):
             locals_[name].copy_(values.view_as(locals_[name]))

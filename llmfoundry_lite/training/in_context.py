@@ -52,7 +52,7 @@ class InContext(Callback):
         was_training = self.model.training
         self.model.eval()
         results = evaluate(
-            InTraining(self.model, next(self.model.parameters()).device),
+            InTraining(self.model, state.device._device),  # parameters may lie on the host, and are not computed there
             self.tokenizer,
             self.tasks,
             TaskResults(model="", suite="", source=""),

@@ -253,7 +253,11 @@ class Islands:
         self.dataset.continue_with(mine, int(state.timestamp.epoch), int(state.timestamp.sample_in_epoch))
         return iter(
             build_text_loader(
-                self.dataset, num_workers=self.loader.num_workers, prefetch_factor=self.loader.prefetch_factor
+                self.dataset,
+                num_workers=self.loader.num_workers,
+                pin_memory=self.loader.pin_memory and devices.device_type() == "cuda",
+                prefetch_factor=self.loader.prefetch_factor,
+                timeout=self.loader.timeout,
             )
         )
 

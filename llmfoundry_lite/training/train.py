@@ -268,7 +268,7 @@ def gather_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for key, dtype, *shape in held:
             if rank in ranks:
                 tensor = tensors[key].detach()
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                whole = put_together(tensor) if isinstance(tensor, DTensor) else tensor
                 if rank == ranks[0]:
                     whole = in_row_order(whole.cpu(), orders[key]) if key in orders else whole.cpu()
                     if rank == 0:
@@ -279,6 +279,11 @@ def gather_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 weights[key] = receive_from(ranks[0], torch.empty(shape, dtype=DTYPES[dtype]))
     weights |= {alias: weights[key] for alias, key in aliases.items() if key in weights}
     return {key.removeprefix("model/"): tensor for key, tensor in weights.items()} if rank == 0 else {}
+
+
+def put_together(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, on the devices: they exchange nothing that lies on their hosts, as offloaded parameters do."""
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def write_export(config: TrainConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:

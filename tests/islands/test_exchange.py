@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.islands import exchange as exchange_module
-from llmfoundry_lite.islands.exchange import Box, Exchange, Ranks, digest_of_parts, share_out, sum_weighted
+from llmfoundry_lite.islands.exchange import Box, Exchange, Ranks, complete, digest_of_parts, share_out, sum_weighted
+from tests.helpers.devices import offloaded
 
 SECRET = b"0123456789abcdef"
 WHOLE = {"w": Box((0, 0), (7, 3)), "b": Box((0,), (5,))}
@@ -226,3 +229,12 @@ def test_noise_from_strangers_changes_nothing(ranks):
             with socket.create_connection(rank.exchange.address) as stranger:
                 stranger.sendall(chance.bytes(size))
     test_all_islands_come_to_the_same_bits(ranks)
+
+
+def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeypatch):
+    """NCCL takes nothing that lies on a host."""
+    devices = []
+    monkeypatch.setattr(dist, "all_reduce", lambda flat, group: devices.append(flat.device.type))
+    with offloaded((7, 3), Replicate()) as parameter:
+        complete({"w": parameter}, {"w": parameter.to_local()}, {"w": Box((0, 0), (4, 3))}, {"w": WHOLE["w"]})
+    assert devices == ["cuda"]

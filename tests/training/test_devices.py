@@ -1,0 +1,63 @@
+"""Where tensors lie in training on GPUs, seen without one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.config.schema import LoaderConfig
+from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.training import in_context, islands
+from llmfoundry_lite.training.train import put_together
+from tests.helpers.devices import offloaded
+
+
+def test_an_offloaded_parameter_is_gathered_on_the_devices():
+    """NCCL takes nothing that lies on a host."""
+    with offloaded((4, 3), Shard(0)) as parameter:
+        assert parameter.device.type == "cpu"
+        assert put_together(parameter).device.type == "cuda"
+
+
+def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        in_context, "evaluate", lambda model, *_, **__: asked.append(model) or Results(model="", suite="", source="")
+    )
+    linear: Any = torch.nn.Linear(2, 2)
+    linear.model = SimpleNamespace(
+        config=SimpleNamespace(max_seq_len=8, vocab_size=8, attn_config=SimpleNamespace(attn_uses_sequence_id=False))
+    )
+    linear.precision = SimpleNamespace(autocast=None)
+    callback: Any = object.__new__(in_context.InContext)
+    callback.__dict__.update(
+        model=linear, tokenizer=None, tasks=[], max_batch_tokens=8, limit=None, ranks=SimpleNamespace(rank=0, size=1)
+    )
+    device = torch.device("meta")
+    callback.evaluate(
+        SimpleNamespace(device=SimpleNamespace(_device=device)), SimpleNamespace(log_metrics=lambda _: None)
+    )
+    assert asked[0].device == device
+
+
+def test_an_islands_batches_are_pinned_like_any_run_s(monkeypatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(devices, "device_type", lambda: "cuda")
+    monkeypatch.setattr(islands, "build_text_loader", lambda dataset, **options: given.update(options) or [])
+    island: Any = object.__new__(islands.Islands)
+    island.__dict__.update(
+        view=SimpleNamespace(lanes={"a": range(4)}),
+        name="a",
+        rank=0,
+        num_ranks=1,
+        dataset=SimpleNamespace(continue_with=lambda *_: None),
+        loader=LoaderConfig(num_workers=2, timeout=30.0),
+    )
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(epoch=0, sample_in_epoch=0))
+    island.batches(state)
+    assert given["pin_memory"] and given["timeout"] == 30.0
+    island.loader = LoaderConfig(pin_memory=False)
+    island.batches(state)
+    assert not given["pin_memory"]
