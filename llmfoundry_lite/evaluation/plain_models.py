@@ -18,6 +18,7 @@ from llmfoundry_lite.convert.files import read_dtypes
 from llmfoundry_lite.convert.huggingface import read_hf_config
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_logits
+from llmfoundry_lite.models.attention import for_any_width
 from llmfoundry_lite.models.generate import check_finite
 
 DECISIVE_OPTIONS = (
@@ -170,7 +171,8 @@ class PlainModel:
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         tokens_1t, past = torch.tensor([context], device=self.device), None
         for _ in range(num_tokens):
-            output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
+            with for_any_width():
+                output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
             logits_11v = output.logits[:, -1:].float()
             check_finite(logits_11v)
             next_11 = logits_11v.argmax(dim=-1)

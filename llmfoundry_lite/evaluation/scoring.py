@@ -14,6 +14,7 @@ import torch
 
 from llmfoundry_lite.evaluation.packing import Batch, pack
 from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.models.attention import for_any_width
 from llmfoundry_lite.models.products import logits_in_parts
 
 
@@ -124,10 +125,9 @@ def score_batch(model: Scorable, batch: Batch, separator: int | None = None) -> 
     def on_device(array: Any) -> Any:
         return None if array is None else torch.as_tensor(array).to(model.device)
 
-    scores = model.score(
-        Inputs(on_device(tokens_bt), on_device(positions_bt), on_device(may_see_bts)),
-        Wanted(on_device(rows), on_device(columns), on_device(which), on_device(expected)),
-    )
+    inputs = Inputs(on_device(tokens_bt), on_device(positions_bt), on_device(may_see_bts))
+    with for_any_width():
+        scores = model.score(inputs, Wanted(on_device(rows), on_device(columns), on_device(which), on_device(expected)))
     sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)
     greedy: dict[int, bool] = dict.fromkeys(batch.numbers, True)
     for number, value, likeliest in zip(numbers, *(column.tolist() for column in scores), strict=True):

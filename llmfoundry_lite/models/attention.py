@@ -12,11 +12,14 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._inductor import config as inductor_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
@@ -159,6 +162,11 @@ def build_mask(
         return mask
     query_documents, key_documents = _document_bounds(documents_bs, num_queries)
     return replace(mask, query_documents=query_documents, key_documents=key_documents)
+
+
+def for_any_width() -> AbstractContextManager[Any]:
+    """For rows of many widths, as in an evaluation: not cuDNN's attention, which plans anew for each width."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def document_numbers(tokens_bt: torch.Tensor, separator: int, *, begins: bool = False) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from llmfoundry_lite.errors import NonFiniteError
+from llmfoundry_lite.models.attention import for_any_width
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
 from llmfoundry_lite.models.products import logits_in_parts
 
@@ -35,7 +36,8 @@ def generate(
     for _ in range(num_tokens):
         if cache.length + new_t.numel() > length:
             cache.length, new_t = 0, tokens_t[-length:]
-        logits_v = model(new_t[None], cache=cache, head=_last_logits)
+        with for_any_width():
+            logits_v = model(new_t[None], cache=cache, head=_last_logits)
         check_finite(logits_v)
         new_t = sample(logits_v, temperature, top_k, top_p, generator)[None]
         tokens_t = torch.cat([tokens_t, new_t])

@@ -63,6 +63,15 @@ def test_a_model_writes_what_it_finds_likeliest_whatever_it_keeps_between_tokens
         tokens.append(token)
 
 
+def test_a_model_writes_without_cudnns_attention():
+    """Which plans anew for each length."""
+    is_asked: list[bool] = []
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", vocab_size=97, **UNUSUAL["gpt_neox"]))
+    model.register_forward_pre_hook(lambda *_: is_asked.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    assert list(PlainModel(model.eval(), torch.device("cpu")).write([3, 5], 2))
+    assert is_asked == [False, False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_weights_that_transformers_would_ignore_make_up_or_misread_are_refused(neox):
     edit_config(neox, num_hidden_layers=3)
     assert "has weights that its model has no place for: gpt_neox.layers.3." in refusal(neox)

@@ -245,6 +245,24 @@ def test_what_is_written_is_the_likeliest_token_each_time():
         assert len(list(model.write([3, 1, 4], 9))) == 9
 
 
+def test_attention_of_rows_of_many_widths_leaves_cudnn_alone(monkeypatch):
+    """On GPUs that try it first it plans for seconds, anew for each width."""
+    is_asked: list[bool] = []
+    attend = F.scaled_dot_product_attention
+
+    def noted(*args, **options):
+        is_asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    model = build()
+    all_scores(model, questions(3))
+    for _ in model.write([3, 1, 4], 2):
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "between two tokens others may compute"
+    assert is_asked and not any(is_asked)
+
+
 def test_autocast_touches_no_logits():
     torch.manual_seed(1)
     hidden, unembedding = torch.randn(1, 3, 8), torch.randn(50, 8)
