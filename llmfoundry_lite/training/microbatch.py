@@ -13,6 +13,7 @@ from typing import Protocol
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -89,9 +90,11 @@ def choose_microbatch_size(
     parameters = 0 if _is_offloaded(model) else _bytes(model.parameters())
     state = 0 if _is_offloaded(model) else _state_bytes(optimizer, num_optimizer_slots)
     reserved = 0 if optimizer.state else state
-    limit = int(had * MARGIN) - reserved
     size = sizes[0]
     measure(size)  # the first step also allocates what stays: gradients, communication buffers
+    _sum_over_all_ranks()
+    had = min(had, meter.limit_bytes())  # NCCL's buffers, which are nobody's in torch's books, are there by now
+    limit = int(had * MARGIN) - reserved
     # Without a sample there would be parameters, gradients and optimizer state at least.
     held = 2 * parameters + state - reserved
     peaks = {0: held, size: measure(size)}
@@ -124,8 +127,7 @@ def _measure(
     model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, meter: Meter, accumulates: bool
 ) -> int:
     """Of one microbatch, or of all that a batch has where stages keep several."""
-    is_cuda = devices.device_type() == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    device = _device()
     meter.reset()
     model.train()
     if isinstance(model, PipelinedLanguageModel):
@@ -139,6 +141,17 @@ def _measure(
             parallel.set_requires_gradient_sync(is_last)
         model.loss(model(batch), batch).backward()
     return meter.peak_bytes()
+
+
+def _sum_over_all_ranks() -> None:
+    """The collective that a batch has beside the model's own (`gradients.measure`): its buffers take memory too."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device=_device()))
+
+
+def _device() -> torch.device:
+    is_cuda = devices.device_type() == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def _expect(peaks: dict[int, int], size: int) -> int:

@@ -35,10 +35,11 @@ class Measured(nn.Linear):
 
 
 class LinearMeter:
-    """A device on which parameters and gradients take 1000 bytes, and each sample 100 more."""
+    """A device on which parameters and gradients take 1000 bytes, and each sample 100 more; the first step's
+    collectives take `buffers` for good."""
 
-    def __init__(self, limit):
-        self.limit, self.sizes = limit, []
+    def __init__(self, limit, buffers=0):
+        self.limit, self.buffers, self.sizes = limit, buffers, []
 
     def reset(self):
         pass
@@ -47,11 +48,11 @@ class LinearMeter:
         return 1000 + 100 * self.sizes[-1]
 
     def limit_bytes(self):
-        return self.limit
+        return self.limit - (self.buffers if self.sizes else 0)
 
 
-def choose(limit, device_batch_size, num_slots=0, fits=1000):
-    meter = LinearMeter(limit)
+def choose(limit, device_batch_size, num_slots=0, fits=1000, buffers=0):
+    meter = LinearMeter(limit, buffers)
     model = Measured(meter, fits)
     size, _ = choose_microbatch_size(
         model,  # type: ignore[arg-type]
@@ -79,6 +80,10 @@ def test_the_most_that_fits_is_found_and_nothing_larger_tried(limit, device_batc
     size, largest_tried = choose(limit, device_batch_size)
     assert size == expected
     assert 1000 + 100 * largest_tried <= limit
+
+
+def test_what_the_first_collectives_take_is_not_planned_for():
+    assert choose(2_000, 16, buffers=500) == (4, 4)
 
 
 def test_room_is_kept_for_an_optimizer_that_has_no_state_yet():
