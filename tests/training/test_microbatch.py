@@ -52,18 +52,20 @@ class LinearMeter:
 
 
 def choose(limit, device_batch_size, num_slots=0, fits=1000, buffers=0):
+    sizes = sizes_tried(limit, device_batch_size, num_slots, fits, buffers)
+    return sizes[-1], max(sizes[:-1])
+
+
+def sizes_tried(limit, device_batch_size, num_slots=0, fits=1000, buffers=0, *, has_state=False):
+    """In order; the last is the one chosen."""
     meter = LinearMeter(limit, buffers)
     model = Measured(meter, fits)
-    size, _ = choose_microbatch_size(
-        model,  # type: ignore[arg-type]
-        torch.optim.AdamW(model.parameters()),
-        device_batch_size,
-        25,
-        [num_slots],
-        meter,
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    if has_state:
+        optimizer.state[model.weight] = {"exp_avg": torch.zeros(1)}
+    size, _ = choose_microbatch_size(model, optimizer, device_batch_size, 25, [num_slots], meter)  # type: ignore[arg-type]
     assert model.weight.grad is None
-    return size, max(meter.sizes)
+    return [*meter.sizes, size]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,22 @@ def test_what_the_first_collectives_take_is_not_planned_for():
 def test_room_is_kept_for_an_optimizer_that_has_no_state_yet():
     size, _ = choose(3_000, 16, num_slots=2)
     assert size == 8  # 1000 bytes of state
+
+
+def test_state_that_an_optimizer_has_is_not_counted_twice():
+    assert sizes_tried(3_000, 16, num_slots=2, has_state=True)[-1] == 16
+
+
+def test_each_size_tried_is_at_most_twice_the_last():
+    assert sizes_tried(10_000, 16) == [1, 1, 2, 4, 8, 16, 16]
+
+
+def test_a_size_that_takes_just_the_limit_fits():
+    assert microbatch._most_that_fits({1: 100, 2: 200}, 400, [1, 2, 4, 8]) == 4
+
+
+def test_a_measurement_below_the_one_before_promises_no_room():
+    assert microbatch._expect({1: 300, 2: 200}, 4) == 200
 
 
 def test_one_sample_that_does_not_fit_is_refused_with_what_would_help():
