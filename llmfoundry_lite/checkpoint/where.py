@@ -1,10 +1,14 @@
 """What a path or URL given by a user means: one checkpoint, a folder of them, or a run directory. No torch."""
 
+import contextlib
+import os
 from pathlib import Path
 
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
+from llmfoundry_lite.checkpoint.manifest_json import FORMAT, HEAD_BYTES, MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.checkpoint.store import Checkpoint
+from llmfoundry_lite.checkpoint.store import COMMITTED, Checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 INSIDE_A_RUN = "checkpoints"
@@ -19,6 +23,34 @@ def folder_of_checkpoints(where: str) -> str:
     if isinstance(folder, LocalFolder) and (folder.path / INSIDE_A_RUN).is_dir():
         return str(folder.path / INSIDE_A_RUN)
     return where
+
+
+def check_outside_checkpoints(target: Path) -> None:
+    """Raises CheckpointError if `target`, about to be written, lies in a checkpoint or in what a run keeps for its own,
+    or has the name of a checkpoint in a folder of them: a relay and a launch take it for one."""
+    target = target.absolute()
+    for path in {target, target.resolve()}:
+        for folder in (path, *path.parents):
+            beside = folder.parent
+            is_named_so = COMMITTED.fullmatch(folder.name) or folder.name.startswith(".")
+            if _is_checkpoint(folder) or (is_named_so and _holds_checkpoints(beside)):
+                raise CheckpointError(
+                    f"{target}: {folder} is a checkpoint, or has the name of one in a folder of checkpoints; give a "
+                    "place outside it, or another name"
+                )
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+        return LEASES in names or any(COMMITTED.fullmatch(name) and _is_checkpoint(folder / name) for name in names)
+    return False
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    with contextlib.suppress(OSError), open(folder / MANIFEST, "rb") as file:
+        return FORMAT.encode() in file.read(HEAD_BYTES)
+    return False
 
 
 def check_not_from_elsewhere(where: str) -> None:

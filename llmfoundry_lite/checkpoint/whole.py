@@ -5,6 +5,7 @@ for difference in diff(a, b): …                                     largest di
 consolidate(a, "mpt-1b.safetensors")                                one file, one tensor in memory at a time
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.restore import read_tensors
 from llmfoundry_lite.checkpoint.shards import Entry, build_header, file_order
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.where import check_outside_checkpoints
 from llmfoundry_lite.errors import CheckpointError
 
 Url = str | os.PathLike[str]
@@ -107,9 +110,13 @@ def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
 def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
     """One safetensors file: the weights under their plain names, or with `everything` all tensors as named here.
 
-    An earlier file is replaced when the new one is complete. Raises CheckpointError.
+    An earlier one is replaced when the new one is complete. Raises CheckpointError, also for any other file at
+    `target`, and for a target in a checkpoint.
     """
     checkpoint, path = open_checkpoint(url), Path(target)
+    check_outside_checkpoints(path)
+    if os.path.lexists(path) and not _is_consolidated(path):
+        raise CheckpointError(f"{path}: exists and is not an earlier consolidation; give another name, or remove it")
     manifest = checkpoint.manifest
     names = {
         name if everything else name.removeprefix("model/"): name
@@ -137,6 +144,12 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     return path
+
+
+def _is_consolidated(path: Path) -> bool:
+    with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
+        return {"save_id", "aliases"} <= (file.metadata() or {}).keys()
+    return False
 
 
 def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:

@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.store import (
     kind_of,
     open_checkpoint,
 )
-from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, read_tokenizer
+from llmfoundry_lite.checkpoint.where import check_outside_checkpoints, folder_of_checkpoints, read_tokenizer
 from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
@@ -219,6 +219,7 @@ def export(
     The tokenizer must be the one that the model was trained with: the manifest has its fingerprint.
     """
     found = find(where)
+    check_outside_checkpoints(out)
     config = found.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")

@@ -38,7 +38,7 @@ from llmfoundry_lite.checkpoint.store import (
     is_checkpoint,
     open_checkpoint,
 )
-from llmfoundry_lite.checkpoint.where import TOKENIZER
+from llmfoundry_lite.checkpoint.where import TOKENIZER, check_outside_checkpoints
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
@@ -102,6 +102,8 @@ def open_empty_store(out: str) -> CheckpointStore:
         raise CheckpointError(f"{out}: a file; give a folder for the imported checkpoint")
     if is_checkpoint(out):
         raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
+    if isinstance(store.root, LocalFolder):
+        check_outside_checkpoints(store.root.path)
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
     names = store.root.names()

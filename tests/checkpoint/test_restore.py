@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llmfoundry_lite.checkpoint import save as saving
@@ -510,6 +511,40 @@ def test_consolidated_weights_are_one_plain_file(tmp_path):
     everything = load_file(consolidate(url, tmp_path / "all.safetensors", everything=True))
     expected = {k: v for k, v in whole_state(model, opt).items() if not k.startswith("number/")}
     assert_same(everything, expected)
+
+
+@pytest.mark.fault
+def test_consolidating_replaces_an_earlier_consolidation_and_nothing_else(tmp_path):
+    url = save(tmp_path / "run", *train())
+    shard = next(path for path in Path(url).iterdir() if path.suffix == ".safetensors")
+    theirs = tmp_path / "theirs.safetensors"
+    save_file({"w": torch.ones(2)}, theirs)
+    (tmp_path / "text").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    copied = shutil.copy(shard, tmp_path / "copied.safetensors")
+    for path in (theirs, tmp_path / "text", tmp_path / "folder", Path(copied)):
+        before = path.read_bytes() if path.is_file() else None
+        with pytest.raises(CheckpointError, match="exists and is not an earlier consolidation; give another name"):
+            consolidate(url, path)
+        assert before == (path.read_bytes() if path.is_file() else None)
+    ours = consolidate(url, tmp_path / "ours.safetensors", everything=True)
+    assert len(load_file(consolidate(url, ours))) < len(load_file(consolidate(url, ours, everything=True)))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "shard", "new.safetensors", "sub/new.safetensors", "../ba999", "link"]
+)
+def test_consolidating_writes_nothing_into_a_checkpoint(tmp_path, name):
+    url = Path(save(tmp_path / "run", *train()))
+    shard = next(path.name for path in url.iterdir() if path.suffix == ".safetensors")
+    before = {path.name: path.read_bytes() for path in url.iterdir()}
+    (tmp_path / "link").symlink_to(url)
+    target = tmp_path / "link" / "new" if name == "link" else url / name.replace("shard", shard)
+    with pytest.raises(CheckpointError, match=r"is a checkpoint, or has the name of one in a folder of checkpoints; g"):
+        consolidate(str(url), target)
+    assert before == {path.name: path.read_bytes() for path in url.iterdir()}
+    assert not (tmp_path / "run" / "ba999").exists()
 
 
 def test_a_saver_needs_a_lease_on_rank_0(tmp_path):

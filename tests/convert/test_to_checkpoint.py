@@ -214,6 +214,18 @@ def test_nothing_is_imported_beside_what_may_be_all_that_is_left_of_a_run(tmp_pa
     assert [path.name for path in (tmp_path / "out").iterdir()] == [left]
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("target", ["ba7", "ba0/export", ".leases/x", "ba0"])
+def test_nothing_is_exported_or_imported_into_a_checkpoint_or_to_where_one_would_be(tmp_path, capsys, target):
+    folder_of(tmp_path / "hf")
+    import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "run"))
+    before = sorted(map(str, (tmp_path / "run").rglob("*")))
+    code, _, told = run(capsys, "export", tmp_path / "run", tmp_path / "run" / target)
+    assert code == 2 and "has the name of one in a folder of checkpoints; give a place outside it" in told
+    assert "checkpoint" in refusal(tmp_path / "hf", tmp_path / "run" / target)
+    assert before == sorted(map(str, (tmp_path / "run").rglob("*")))
+
+
 def test_weights_that_are_no_numbers_become_no_checkpoint(tmp_path):
     weights = dict(random_model(ALIBI).state_dict())
     weights["transformer.norm_f.weight"] = weights["transformer.norm_f.weight"] / 0
