@@ -1,12 +1,39 @@
 """Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.places`.)"""
 
 import glob
+import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from llmfoundry_lite.errors import ConfigError
+
+ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
+"""Suffixes of the files that a command writes its answer to; the JSON is its record."""
+RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
+"""Keys of a record: of a bench, of `bench memory`, of `report`, `compare` and `doctor`."""
+
+
+def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
+    """Raises ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command."""
+    there = [path for path in (record, *others) if os.path.lexists(path)]
+    if there and not _is_record(record):
+        raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")
+
+
+def check_answer_replaceable(folder: Path, name: str) -> None:
+    """`check_replaceable` of NAME.json, NAME.md, NAME.png and the like."""
+    check_replaceable(folder / f"{name}.json", [folder / f"{name}{suffix}" for suffix in ANSWERS])
+
+
+def _is_record(path: Path) -> bool:
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        return isinstance(content, dict) and any(keys <= content.keys() for keys in RECORDS)
+    return False
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:

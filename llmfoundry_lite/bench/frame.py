@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from llmfoundry_lite.devices import device_name
+from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.tables import markdown_table, print_table
 
@@ -140,6 +141,7 @@ def write_report(
     `asked` names what in `report` was asked for: two reports that differ in it cannot be compared (`compare.py`).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    check_answer_replaceable(folder, name)
     tables = [part._asdict() for part in parts if isinstance(part, Table)]
     frame = {"schema": SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
     (folder / f"{name}.json").write_text(json.dumps(frame | report, indent=1) + "\n")

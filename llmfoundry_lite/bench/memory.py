@@ -21,7 +21,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, ConfigError
 from llmfoundry_lite.evaluation.tables import markdown_table
-from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.files import check_answer_replaceable, write_atomically
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
@@ -234,6 +234,7 @@ def run_here(models: Sequence[str] | None = None, minutes: float = 3, out: Path 
         print(f"no time for: {', '.join(left_out)}", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        check_answer_replaceable(out, "memory-here")
         write_atomically(out / "memory-here.json", json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
         table = markdown_table([HERE_HEADINGS, *(cells_here(row) for row in rows)])
         write_atomically(out / "memory-here.md", "\n".join([f"# Memory on one {device.name}", "", *table]) + "\n")

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.files import check_answer_replaceable
 
 
 def refuse_beside(
@@ -31,8 +32,8 @@ def out_folder(help: str) -> Any:
     return typer.Option(help=help, callback=_check_folder)
 
 
-def _check_folder(path: Path | None) -> Path | None:
-    """Raises ConfigError for one that cannot be made or written."""
+def _check_folder(context: typer.Context, path: Path | None) -> Path | None:
+    """Raises ConfigError for one that cannot be made or written, or where somebody's own file has an answer's name."""
     if path is None:
         return None
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -40,6 +41,7 @@ def _check_folder(path: Path | None) -> Path | None:
         raise ConfigError(f"--out: {place} is a file, expected a folder")
     if not os.access(place, os.W_OK):
         raise ConfigError(f"--out: {place} cannot be written; name another folder")
+    check_answer_replaceable(path, context.info_name or "")
     return path
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 from llmfoundry_lite.doctor.alone import PRELOAD, Check, forkserver, run_alone, run_module
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError
+from llmfoundry_lite.files import check_replaceable
 
 MODULES = (
     *("versions", "devices", "limits", "shared_memory", "clock", "disk"),
@@ -56,6 +57,8 @@ def check_json_file(path: Path | None) -> None:
         raise UserError(f"--json: {path.parent} is not a folder; make it first")
     if path is not None and path.is_dir():
         raise UserError(f"--json: {path} is a folder; name a file in it")
+    if path is not None:
+        check_replaceable(path)
 
 
 def examine(

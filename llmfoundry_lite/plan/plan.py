@@ -178,13 +178,18 @@ def count_run_tokens(config: TrainConfig) -> float | None:
     return span.value * each[span.unit] if span.unit in each else None
 
 
+PLANNED = "# Planned for "
+
+
 def write_overlay(plan: Plan, path: Path) -> None:
     """The first candidate as a YAML to lay over the run. Raises ConfigError where nothing fits."""
     if not plan.candidates:
         raise ConfigError(f"--write: no layout of {plan.num_devices} {plan.accelerator.name} fits, nothing to write")
-    head = f"# Planned for {plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
+    head = f"{PLANNED}{plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
     overlay = plan.candidates[0].overlay(plan.config)
     try:
+        if path.is_file() and path.stat().st_size and not path.read_bytes().startswith(PLANNED.encode()):
+            raise ConfigError(f"--write: {path} exists and is no plan that was written before; choose another file")
         path.write_text(head + yaml.safe_dump(overlay, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"--write: {path}: {error.strerror}; choose another file") from None

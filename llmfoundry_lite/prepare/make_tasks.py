@@ -21,7 +21,7 @@ import random
 import re
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,8 @@ class Module(NamedTuple):
 
 
 def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
-    """Write the three files into `out`, over what is there. Raises DataError without enough held-out text."""
+    """Write the three files into `out`, over earlier ones. Raises DataError without enough held-out text, and for a
+    file of that name with other rows."""
     modules = held_out_modules()
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (
@@ -64,8 +65,24 @@ def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
         if not rows:
             raise DataError(f"{name}: nothing in {len(modules)} held-out modules of {sysconfig.get_path('stdlib')}")
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        if not is_replaceable(out / f"{name}.jsonl", rows[0]):
+            raise DataError(
+                f"{out / name}.jsonl: exists and is not of this command; choose another --out, or remove it"
+            )
         write_atomically(out / f"{name}.jsonl", content)
         notify(f"{name}: {len(rows)} rows, {len(content) / 1000:.0f} kB, in {out / name}.jsonl")
+
+
+def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
+    """Whether nothing is there, or rows of this kind."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = json.loads(file.readline())
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() == row.keys()
 
 
 def held_out_modules(folder: Path | None = None) -> list[Module]:

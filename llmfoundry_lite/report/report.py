@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.log_lines import read_lines
 from llmfoundry_lite.plots.runs import Axis, Curve, Leg, plot_comparison, plot_relay, plot_run
 from llmfoundry_lite.report.comparison import compare
@@ -69,6 +70,8 @@ def report(
     by_device = parse_prices(prices)
     runs = [read_run(where) for where in places]
     folder = out or folder_of(runs[0])
+    answer = ("report.md", f"loss.{form}", f"report.{form}", f"relay.{form}", "report.csv")
+    check_replaceable(folder / "report.json", [folder / name for name in answer])
     names = distinct_names(runs)
     facts: dict[str, Any] = {
         "runs": [describe(run, name, by_device) for run, name in zip(runs, names, strict=True)],

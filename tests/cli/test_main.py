@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.files import check_answer_replaceable
 
 
 def test_bench_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +70,34 @@ def test_bench_prepare_prints_our_rate(capsys: pytest.CaptureFixture[str], monke
     assert "0.2 MB of text" in printed and " samples of 256 tokens" in printed
     assert "llmfoundry-lite data prepare" in printed and "MB/s" in printed
     assert "LLM Foundry convert_dataset_json: not measured" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["compare", "a.json", "b.json", "--out", "."], "compare.md"),
+        (["bench", "mfu", "--out", "."], "mfu.png"),
+        (["bench", "memory", "--out", "."], "memory.json"),
+        (["bench", "checkpoint", "--out", "."], "checkpoint.md"),
+        (["report", "run", "--out", "."], "report.md"),
+        (["doctor", "--json", "facts.json"], "facts.json"),
+        (["plan", "mpt-30b", "--hardware", "a100-80gb", "--devices", "64", "--write", "x.yaml"], "x.yaml"),
+        (["init", "data", "--size", "125m", "--out", "x.yaml"], "x.yaml"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value[:2]),
+)
+def test_no_command_writes_over_a_file_that_is_not_its_own(tmp_path, monkeypatch, capsys, arguments, name):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    path.write_text('{"mine": 1}')
+    assert main.run(arguments) == 2
+    told = capsys.readouterr().err
+    assert name in told and told.count("\n") == 1
+    assert path.read_text() == '{"mine": 1}' and [file.name for file in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("content", ['{"schema": 1, "bench": "mfu"}', '{"rows": []}'])
+def test_an_earlier_answer_is_replaced(tmp_path, content):
+    for name in ("mfu.json", "mfu.md", "notes.md"):
+        (tmp_path / name).write_text(content)
+    check_answer_replaceable(tmp_path, "mfu")

@@ -46,6 +46,14 @@ def test_they_are_the_same_every_time(made: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (made / f"{name}.jsonl").read_bytes()
 
 
+def test_rows_of_their_own_kind_are_replaced_and_no_others(made: Path, tmp_path: Path) -> None:
+    row = rows(made, "next_line")[0]
+    assert own.is_replaceable(tmp_path / "none.jsonl", row) and own.is_replaceable(made / "next_line.jsonl", row)
+    for content in ("mine", '{"query": "mine"}\n', ""):
+        (tmp_path / "next_line.jsonl").write_text(content)
+        assert not own.is_replaceable(tmp_path / "next_line.jsonl", row)
+
+
 def test_they_are_small_and_large_enough_to_say_something(made: Path) -> None:
     assert sum(path.stat().st_size for path in made.iterdir()) < 700_000
     assert len(rows(made, "next_line")) == own.NUM_QUESTIONS
