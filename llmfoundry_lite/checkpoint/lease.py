@@ -23,6 +23,8 @@ FOLDER = ".leases"
 KEPT = 8
 """A listing may miss a file created while it is read; with several left it still finds a high number."""
 MAX_BYTES = 1 << 16
+CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(?:\.[0-9a-f]{32})?")
+"""A claim, or what a kill left of one that was being made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,21 @@ class Leases:
             self.folder.make(with_parents=True)
         while True:
             epoch = max(self.highest() + 1, at_least)
+            if _epoch(_name(epoch)) is None:  # it would not be seen: nobody's claim, and taken by the next launch again
+                raise CheckpointError(
+                    f"{self.url}: the last launch there has number {epoch - 1}, which no launch can have; remove "
+                    f"{FOLDER}/{_name(epoch - 1)}, or the checkpoint that says so"
+                )
             try:
                 self.folder.put(_name(epoch), write_json(owner), only_if_new=True)
                 break
             except FileExistsError:
                 continue
         for name in self.folder.names():
-            old = _epoch(name)
-            if old is not None and old <= epoch - KEPT:
-                self.folder.remove(name)
+            claim = CLAIM.fullmatch(name)
+            if claim is not None and int(claim[1]) <= epoch - KEPT:
+                with contextlib.suppress(OSError):  # the lease is taken
+                    self.folder.remove(name)
         return Lease(epoch, owner)
 
     def check(self, lease: Lease) -> None:

@@ -95,7 +95,8 @@ class LocalFolder:
             else:
                 os.replace(draft, self.path / name)
         finally:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what it has is published, or is an error already
+                draft.unlink(missing_ok=True)
         if is_durable:
             self.sync()
 

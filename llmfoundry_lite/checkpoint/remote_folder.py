@@ -1,10 +1,11 @@
 """A folder behind an fsspec URL, such as a bucket: no renames and no syncs, and a save commits with its last put.
 
-Imported when such a folder is opened. No torch.
+No torch, and fsspec when such a folder is opened.
 """
 
 import contextlib
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,6 +92,54 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         persistently(lambda: self._remove_key(f"{self.path}/{name}"))
+
+    def version(self, name: str) -> str | None:
+        """What `remove_version` tells this content from another by; None where the client can't. OSError if absent."""
+        self.filesystem.invalidate_cache()
+        return persistently(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
+
+    def remove_version(self, name: str, version: str | None) -> bool:
+        """`remove`, but not of another version by now: then False. A server that cannot tell removes any."""
+        if version is not None and hasattr(self.filesystem, "call_s3"):
+            path = f"{self.path}/{name}"
+            bucket, key, _ = self.filesystem.split_path(path)
+            try:
+                persistently(
+                    lambda: self.filesystem.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version), ()
+                )
+                return True
+            except FileNotFoundError:
+                return True
+            except OSError as error:
+                answer = getattr(error.__cause__, "response", None) or {}
+                if answer.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
+                    return False
+                if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EPERM):  # a server that knows no condition
+                    raise
+        self.remove(name)
+        return True
+
+    def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
+        """Of the uploads below this folder that were begun and not ended, those whose name in it `is_dead`.
+
+        On S3 alone: what they have sent is kept, and paid for, until then. Other stores drop it after a week.
+        """
+        if not hasattr(self.filesystem, "call_s3"):
+            return
+        bucket, key, _ = self.filesystem.split_path(self.path)
+        prefix = f"{key}/" if key else ""
+        more: dict[str, str] = {}
+        while True:
+            found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+            for upload in found.get("Uploads", []):
+                if upload["Key"].startswith(prefix) and is_dead(upload["Key"].removeprefix(prefix)):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.filesystem.call_s3(
+                            "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                        )
+            if not found.get("IsTruncated"):
+                return
+            more = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
 
     def remove_all(self) -> None:
         """Key by key: `rm` of fsspec takes `[`, `*` and `?` in a path for a pattern."""

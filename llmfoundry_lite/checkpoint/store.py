@@ -52,6 +52,7 @@ from llmfoundry_lite.checkpoint.manifest_json import (
     read_log_parts,
 )
 from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -67,6 +68,8 @@ REPLACED = ".replaced-"
 DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
+UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{32}")
+"""As `LocalFolder.put` names what it has not finished: a kill leaves it."""
 HINT = "latest.json"
 LOG = "log"
 """The folder of the parts of the run's log: see `log_parts`."""
@@ -240,10 +243,32 @@ class CheckpointStore:
             self.root.rename(name, _committed_name(name.removeprefix(REPLACED)))
         for name in self.root.names():
             save = SAVE_ID.search(name)
-            if save is not None and int(save[1]) < lease.epoch and name.startswith((DRAFT, REPLACED, DELETING)):
+            if save is not None and int(save[1]) < lease.epoch and name.startswith((DRAFT, REPLACED)):
                 self.root.child(name).remove_all()
-        if not self.root.is_local:
+        self._clear_litter(lease)
+        if isinstance(self.root, RemoteFolder):
             self._clear_remote_drafts(lease)
+            with contextlib.suppress(OSError):  # the right to list uploads is one of its own
+                self.root.abort_uploads(lambda path: _is_of_dead_writer(path, lease))
+
+    def _clear_litter(self, lease: Lease | None) -> None:
+        """Removals that did not come to their end; under a lease, what a save replaced, and unfinished small files."""
+        if not isinstance(self.root, LocalFolder):
+            return
+        names = self.root.names()
+        for name in names:
+            if name.startswith(DELETING):
+                self._remove_or_put_back(name)
+            elif lease is not None and name.startswith(REPLACED) and (save := name.removeprefix(REPLACED)):
+                with contextlib.suppress(CheckpointError, OSError):
+                    if SAVE_ID.fullmatch(save) and _save_id(self.root.child(_committed_name(save))) == save:
+                        self.root.child(name).remove_all()
+        for folder in (self.root, self.root.child(LOG)) if lease is not None else ():
+            for name in folder.names():
+                unfinished = UNFINISHED.fullmatch(name)
+                if unfinished and (unfinished[1] == HINT or 0 < _epoch(unfinished[1]) < lease.epoch):
+                    with contextlib.suppress(OSError):
+                        folder.remove(name)
 
     def _only_replaced(self, names: Sequence[str]) -> list[str]:
         """Of each batch whose save was moved away and never replaced, what was moved."""
@@ -348,17 +373,18 @@ class CheckpointStore:
         self.check(lease)
         self._check_not_newer(name, manifest)
         self.on_phase("before rename")
-        if root.child(name).exists():
-            replaced = REPLACED + manifest.save_id
+        replaced, is_replaced = REPLACED + manifest.save_id, False
+        with contextlib.suppress(FileNotFoundError):  # not there, or removed by a prune since it was
             root.rename(name, replaced)
-            try:
-                root.rename(DRAFT + manifest.save_id, name)
-            except OSError:
-                root.rename(replaced, name)
-                raise
-            root.child(replaced).remove_all()
-        else:
+            is_replaced = True
+        try:
             root.rename(DRAFT + manifest.save_id, name)
+        except OSError:
+            if is_replaced:
+                root.rename(replaced, name)
+            raise
+        if is_replaced:
+            root.child(replaced).remove_all()
 
     def _check_not_newer(self, name: str, manifest: Manifest) -> None:
         folder = self.root.child(name)
@@ -468,22 +494,44 @@ class CheckpointStore:
         """
         folder = self.root.child(name)
         with _os_errors(f"{folder.url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
-            names = folder.names()
-            if MANIFEST in names and _save_id(folder) != save_id:
-                return
+            version = None
+            if MANIFEST in folder.names():
+                version = folder.version(MANIFEST) if isinstance(folder, RemoteFolder) else None
+                if _save_id(folder) != save_id:
+                    return
             if isinstance(self.root, LocalFolder):
-                doomed = self.root.child(f"{DELETING}e0-{_name_of_batch(name)}-{uuid.uuid4().hex[:12]}")
-                self.root.rename(name, doomed.path.name)
+                doomed = f"{DELETING}{save_id}-{uuid.uuid4().hex[:6]}"
+                self.root.rename(name, doomed)
                 self.on_phase("mid-prune")
-                if not doomed.is_link():
-                    doomed.remove(MANIFEST)
-                doomed.remove_all()
-            else:
-                folder.remove(MANIFEST)
+                self._remove_or_put_back(doomed)
+            elif isinstance(folder, RemoteFolder) and folder.remove_version(MANIFEST, version):
                 self.on_phase("mid-prune")
-                for child in {save_id, *names} - {MANIFEST}:  # files right in here were copied from a local disk
+                names = folder.names()
+                if MANIFEST in names:  # of a save that has come meanwhile: what is right in here may be that one's
+                    names = [] if _save_id(folder) == save_id else [save_id]
+                for child in names:  # files right in here were copied from a local disk
                     if child == save_id or not SAVE_ID.fullmatch(child):
                         folder.child(child).remove_all()
+
+    def _remove_or_put_back(self, name: str) -> None:
+        """Remove what `remove` has moved away, unless a save had taken its name in between, whose it is again then.
+
+        Its name says which save was meant, so that after a crash the next launch can do the same.
+        """
+        assert isinstance(self.root, LocalFolder)
+        doomed, save = self.root.child(name), SAVE_ID.search(name)
+        if save is None:
+            return
+        is_meant = False
+        with contextlib.suppress(CheckpointError, OSError):  # what cannot be read is put back
+            is_meant = MANIFEST not in doomed.names() or _save_id(doomed) == save[0]
+        if not is_meant:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                self.root.rename(name, _committed_name(save[0]))
+                return
+        if not doomed.is_link():
+            doomed.remove(MANIFEST)
+        doomed.remove_all()
 
     def prune(
         self,
@@ -518,6 +566,7 @@ class CheckpointStore:
         if not dry_run:
             for candidate in doomed:
                 self.remove(candidate.name, candidate.save_id)
+            self._clear_litter(lease)
             if lease is not None:
                 with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
                     self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)
@@ -594,6 +643,12 @@ def _epoch(name: str) -> int:
     """Of a name that has a save_id in it; 0 of others."""
     save = SAVE_ID.search(name)
     return int(save[1]) if save else 0
+
+
+def _is_of_dead_writer(path: str, lease: Lease) -> bool:
+    """Whether only an earlier launch than `lease` can have begun to write this, by its path in the run's folder."""
+    place = path.partition("/")[0]
+    return (COMMITTED.fullmatch(place) is not None or place == LOG) and _epoch(path) < lease.epoch
 
 
 def _save_id(folder: Folder) -> str:

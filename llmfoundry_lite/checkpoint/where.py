@@ -4,8 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest_json import FORMAT, HEAD_BYTES, MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import COMMITTED, Checkpoint

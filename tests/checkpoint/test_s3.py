@@ -1,13 +1,16 @@
 """Checkpoints on S3, over HTTP to a server process: multi-part uploads, dropped connections, the manifest last."""
 
+import errno
 import os
 import uuid
 from collections import Counter
 
 import pytest
 import torch
+from fsspec.asyn import sync_wrapper
 
 from llmfoundry_lite.checkpoint import remote_folder
+from llmfoundry_lite.checkpoint import store as store_module
 from llmfoundry_lite.checkpoint.manifest_json import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import open_saver
@@ -96,6 +99,86 @@ def test_a_name_like_a_pattern_removes_its_own_keys_and_no_others(connect, name,
     assert s3fs.S3FileSystem().find(beside.root.url) == before
     assert "ba1" not in store.root.names()
     verify_checkpoint(open_checkpoint(f"{store.root.url}/ba2"))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("knows", ["If-Match", "no condition"])
+def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatch, knows):
+    """The save takes the name before the look, after it, or (where no server could help) after the removal."""
+    store = CheckpointStore(connect())
+    lease, look, late = store.acquire(), store_module._save_id, []
+    for batch in (1, 2):
+        save(store, lease, batch)
+
+    def compared(folder):
+        found = look(folder)
+        if folder.url.endswith("ba1") and not late and knows == "If-Match":
+            late.append(save(store, lease, 1))
+        return found
+
+    def removed(phase):
+        if phase == "mid-prune" and not late:
+            late.append(save(store, lease, 1))
+
+    monkeypatch.setattr(store_module, "_save_id", compared)
+    if knows == "no condition":
+        call = s3fs.S3FileSystem._call_s3
+
+        async def refuse(self, method, *args, **kwargs):
+            if "IfMatch" in kwargs:
+                raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+            return await call(self, method, *args, **kwargs)
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", refuse)
+        monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", sync_wrapper(refuse))
+    pruner = CheckpointStore(store.root.url, on_phase=removed)
+    pruner.prune(None, keep_newest=1)
+    assert [candidate.save_id for candidate in store.candidates()][1:] == [late[0].manifest.save_id]
+    verify_checkpoint(open_checkpoint(f"{store.root.url}/ba1"))
+    assert pruner.prune(None, keep_newest=1) == ["ba1"]
+    assert [candidate.name for candidate in store.candidates()] == ["ba2"]
+
+
+def uploads_of(bucket):
+    found = s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=bucket)
+    return sorted(upload["Key"] for upload in found.get("Uploads", []))
+
+
+@pytest.mark.fault
+def test_a_launch_aborts_the_uploads_of_dead_writers_of_its_run_alone(connect):
+    bucket = connect().split("/")[2]
+    store = CheckpointStore(f"s3://{bucket}/run1")
+    save(store, store.acquire(), 1)
+    dead = [
+        *(f"run1/ba{batch}/e1-ba{batch}-0a/shard-00000.safetensors" for batch in (2, 3)),
+        "run1/log/e1-ba2-0a.jsonl",
+    ]
+    others = [
+        "run1/ba4/e3-ba4-0a/shard",
+        "run1/sub/ba2/e1-ba2-0a/shard",
+        "run1/mine",
+        "run1",
+        "run10/ba2/e1-ba2-0a/shard",
+    ]
+    for key in (*dead, *others, "ba2/e1-ba2-0a/shard"):
+        s3fs.S3FileSystem().call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+    assert store.acquire().epoch == 2
+    assert uploads_of(bucket) == sorted([*others, "ba2/e1-ba2-0a/shard"])
+    CheckpointStore(f"s3://{bucket}").root.abort_uploads(lambda path: path.startswith("ba2/"))
+    assert uploads_of(bucket) == sorted(others)
+
+
+@pytest.mark.fault
+def test_a_launch_that_may_not_list_uploads_goes_on(connect, monkeypatch):
+    call = AioBaseClient._make_api_call
+
+    async def refuse(self, method, *args, **kwargs):
+        if method == "ListMultipartUploads":
+            raise PermissionError("Access Denied")
+        return await call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(AioBaseClient, "_make_api_call", refuse)
+    assert CheckpointStore(connect()).acquire().epoch == 1
 
 
 def test_a_save_asks_the_server_little_however_many_checkpoints_there_are(connect, monkeypatch):

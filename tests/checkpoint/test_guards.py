@@ -1,0 +1,242 @@
+"""Rare events, a guard and a test for each: a prune beside a running save, litter, leases, roll-backs."""
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmfoundry_lite.checkpoint import lease as leases
+from llmfoundry_lite.checkpoint import store as store_module
+from llmfoundry_lite.checkpoint.lease import describe_this_process
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.shards import write_file
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from tests.checkpoint.saves import save, write_draft
+
+
+@pytest.fixture(params=["local", "remote"])
+def url(request, tmp_path):
+    return str(tmp_path / "checkpoints") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+
+
+def names(store):
+    return [candidate.name for candidate in store.candidates()]
+
+
+# --------------------------------------------------------------------------------------- a prune beside a running save
+
+
+def beside_compare(monkeypatch, happen):
+    """`happen` comes between a prune's look at what a name holds and its removal, once."""
+    look, looks = store_module._save_id, []
+
+    def compared(folder):
+        found = look(folder)
+        if folder.url.endswith("ba1") and not looks:
+            looks.append(folder)
+            happen()
+        return found
+
+    monkeypatch.setattr(store_module, "_save_id", compared)
+    return looks
+
+
+@pytest.mark.fault
+def test_a_prune_gives_back_the_save_that_took_the_name_meanwhile(tmp_path, monkeypatch):
+    store, pruner = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    saved = []
+    looks = beside_compare(monkeypatch, lambda: saved.append(save(store, lease, 1)))
+    pruner.prune(None, keep_newest=1)
+    assert looks and names(store) == ["ba2", "ba1"]
+    assert store.candidates()[1].save_id == saved[0].manifest.save_id
+    verify_checkpoint(store.candidates()[1].checkpoint)
+    assert pruner.prune(None, keep_newest=1) == ["ba1"] and names(store) == ["ba2"]
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".del")] == []
+
+
+@pytest.mark.fault
+def test_a_prune_killed_before_it_gives_a_save_back_leaves_it_to_the_next_launch(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    beside_compare(monkeypatch, lambda: save(store, lease, 1))
+
+    def kill(phase):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointStore(tmp_path, on_phase=kill).prune(None, keep_newest=1)
+    assert names(store) == ["ba2"]
+    store.acquire()
+    assert names(store) == ["ba2", "ba1"]
+
+
+@pytest.mark.fault
+def test_a_save_is_published_though_a_prune_takes_away_what_it_replaces(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    draft, rename = write_draft(store, lease, 1), LocalFolder.rename
+
+    def after_a_prune(folder, old, new):
+        if old == "ba1" and new.startswith(".replaced"):
+            CheckpointStore(tmp_path).prune(None, keep_newest=1)
+        rename(folder, old, new)
+
+    monkeypatch.setattr(LocalFolder, "rename", after_a_prune)
+    store.publish(draft, lease)
+    assert names(store) == ["ba2", "ba1"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("failing", ["unlink", "rmdir"])
+def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch, failing):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2, 3):
+        save(store, lease, batch)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(os, failing, fail)
+        save(store, lease, 3)
+        with contextlib.suppress(CheckpointError):
+            store.prune(lease, keep_newest=2)
+    assert [name for name in os.listdir(tmp_path) if name.startswith((".deleting", ".replaced"))]
+    save(store, lease, 4)
+    store.prune(lease, keep_newest=2)
+    assert [name for name in os.listdir(tmp_path) if name.startswith((".deleting", ".replaced"))] == []
+    assert names(store) == ["ba4", "ba3"]
+
+
+@pytest.mark.fault
+def test_small_files_that_a_kill_left_unfinished_are_cleared_and_others_are_not(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    save(store, lease, 1)
+    (tmp_path / "log").mkdir()
+    litter = [f".latest.json.{'a' * 32}", f"log/.e1-ba1-0a1b.jsonl.{'b' * 32}", f".leases/.00000001.json.{'c' * 32}"]
+    theirs = [f".notes.{'a' * 32}", f"log/.e99-ba1-0a1b.jsonl.{'b' * 32}", f".leases/.00000099.json.{'c' * 32}"]
+    for name in (*litter, *theirs):
+        (tmp_path / name).write_bytes(b"x")
+    for _ in range(9):
+        store.acquire()
+    assert [(tmp_path / name).exists() for name in (*litter, *theirs)] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.fault
+def test_the_last_number_of_a_claim_is_refused_in_a_line(url):
+    store = CheckpointStore(url)
+    store.leases.folder.make(with_parents=True) if store.root.is_local else None
+    store.leases.folder.put("999999999999999999.json", b"{}")
+    with pytest.raises(CheckpointError, match=r"which no launch can have; remove \.leases/999999999999999999\.json"):
+        store.acquire()
+
+
+# ------------------------------------------------------------------------------------------------ one guard, one test
+
+
+@pytest.mark.fault
+def test_a_zombie_process_is_not_alive():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    try:
+        assert not leases.is_running_elsewhere(describe_this_process() | {"pid": child.pid, "started": ticks})
+    finally:
+        child.wait()
+
+
+@pytest.mark.fault
+def test_a_lease_that_is_lost_while_a_save_is_committed_stops_it(url):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    save(store, old, 1)
+    draft = write_draft(store, old, 2)
+
+    def lose(seen):
+        if seen == "before manifest":
+            store.leases.folder.put(leases._name(old.epoch + 1), b"{}", only_if_new=True)
+
+    store.on_phase = lose
+    with pytest.raises(CheckpointError, match="another launch"):
+        store.publish(draft, old)
+    assert names(store) == ["ba1"]
+
+
+@pytest.mark.fault
+def test_an_old_lease_clears_no_parts_of_the_log_that_newer_launches_wrote(url):
+    store = CheckpointStore(url)
+    old = store.acquire()
+    for batch in (1, 2):
+        save(store, old, batch)
+    for epoch in (1, 2):
+        write_log(store, f"e{epoch}-ba9-0a1b2c3d4e5f", b"line\n", ())
+    store.prune(old, keep_newest=1)
+    assert store.root.child("log").names() == ["e2-ba9-0a1b2c3d4e5f.jsonl"]
+
+
+@pytest.mark.fault
+def test_a_save_that_cannot_take_its_name_leaves_the_one_it_was_to_replace(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    first = save(store, lease, 1)
+    draft, rename = write_draft(store, lease, 1), LocalFolder.rename
+
+    def fail(folder, old, new):
+        if old.startswith(".tmp-"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(folder, old, new)
+
+    monkeypatch.setattr(LocalFolder, "rename", fail)
+    with pytest.raises(CheckpointError, match="not published: Input/output error"):
+        store.publish(draft, lease)
+    assert (tmp_path / "ba1" / "manifest.json").exists()
+    assert store.candidates()[0].save_id == first.manifest.save_id
+
+
+@pytest.mark.parametrize("keep", [0, -3])
+def test_a_prune_that_keeps_none_keeps_the_newest(url, keep):
+    store = CheckpointStore(url)
+    lease = store.acquire()
+    for batch in (1, 2):
+        save(store, lease, batch)
+    assert store.prune(lease, keep_newest=keep) == ["ba1"]
+    assert names(store) == ["ba2"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("lost", ["attachment", "short attachment"])
+def test_what_was_saved_beside_the_tensors_is_looked_for_too(tmp_path, lost):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    draft = write_draft(store, lease, 1)
+    record = write_file(store.root.child(f".tmp-{draft.save_id}"), "rng.bin", np.arange(100, dtype=np.uint8))
+    checkpoint = store.publish(replace(draft, attachments=(record,)), lease)
+    check_present(checkpoint)
+    path = tmp_path / "ba1" / "rng.bin"
+    if lost == "attachment":
+        path.unlink()
+    else:
+        os.truncate(path, 99)
+    with pytest.raises(
+        IncompleteCheckpointError if lost == "attachment" else DamagedCheckpointError, match=r"rng\.bin"
+    ):
+        check_present(checkpoint)
