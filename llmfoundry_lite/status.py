@@ -18,24 +18,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
 
 STATUS = "status.json"
 LAUNCHES = "launches.jsonl"
-"""{"time": seconds since 1970, "status", "batch", "reason", "has_begun", "host"}. A killed launch has no line for its
-end; `has_begun` is false where a launch ended before it carried on."""
+"""{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"}. A killed launch has
+no line for its end; `has_begun` is false where a launch ended before it carried on. `time` is for people; `uptime` is
+not moved by whoever sets the clock, and is compared with others of the same boot."""
 
 
 def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
     """`reason`, of a run that is `running`: why it has been asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
-    event = {"time": time.time(), **content, "has_begun": has_begun, "host": socket.gethostname()}
+    event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
+    event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
     is_known = False
     if status == "running":
-        me = psutil.Process()
-        content["process"] = {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()}
+        content["process"] = describe_this_process()
         is_known = (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
     if not is_known:
@@ -64,12 +64,19 @@ def seconds_between_failures(folder: Path) -> float | None:
             event = json.loads(line)
             if event["status"] == "running":
                 num_failures += begun is not None
-                begun = event["time"]
+                begun = event
             elif begun is not None and event["has_begun"]:
-                seconds += event["time"] - begun
+                seconds += _seconds_from(begun, event)
                 num_failures += event["status"] == "failed"
                 begun = None
     return seconds / num_failures if num_failures and seconds > 0 else None
+
+
+def _seconds_from(begun: dict[str, Any], ended: dict[str, Any]) -> float:
+    """Between two lines of launches.jsonl; by the wall clock only where they have no clock in common."""
+    is_shared = begun.get("boot") is not None and begun["boot"] == ended.get("boot")
+    clock = "uptime" if is_shared else "time"
+    return max(0.0, ended[clock] - begun[clock])
 
 
 def start_guard(folder: Path) -> None:
@@ -103,22 +110,16 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
 
 
 def is_running(content: dict[str, Any]) -> bool:
-    """Whether the process that wrote it lives; on another machine it is believed to."""
+    """Whether the process that wrote it lives; where that cannot be told from here, it is believed to."""
     process = content.get("process")
-    if process is None or process["host"] != socket.gethostname():
-        return process is not None
-    try:
-        found = psutil.Process(process["pid"])
-        return found.status() != psutil.STATUS_ZOMBIE and abs(found.create_time() - process["started"]) < 1
-    except psutil.Error:
-        return False
+    return process is not None and lives(process) is not False
 
 
 def is_sound(content: Any) -> bool:
     """As a launch writes it. A file that something else has written, or only in part, says nothing."""
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
-    kinds = {"host": str, "pid": int, "started": (int, float)}
+    kinds = {"host": str, "pid": int}
     process = content.get("process", dict.fromkeys(kinds))
     is_known = isinstance(process, dict) and all(isinstance(process.get(key), kind) for key, kind in kinds.items())
     return type(content.get("batch")) is int and (is_known or "process" not in content)

@@ -5,8 +5,10 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -59,9 +61,13 @@ def test_every_beginning_and_end_of_a_launch_is_on_record_once(tmp_path):
     ("change", "expected"),
     [
         ({}, "running"),
-        ({"started": psutil.Process().create_time() - 60}, "failed"),  # the number is another's by now
+        ({"started": 1}, "failed"),  # the number is another's by now
         ({"pid": 2**22 + 1}, "failed"),  # above what Linux gives
-        ({"host": "elsewhere", "pid": 2**22 + 1}, "running"),  # cannot be asked
+        ({"boot": "another"}, "failed"),  # this machine has started again since
+        ({"boot": "another", "host": "elsewhere"}, "running"),  # cannot be asked
+        ({"host": "elsewhere"}, "running"),  # this machine had another name
+        ({"host": "elsewhere", "pid": 2**22 + 1}, "failed"),
+        ({"namespace": "pid:[1]", "pid": 2**22 + 1}, "running"),  # a container of the same name: cannot be asked
     ],
 )
 def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
@@ -71,6 +77,38 @@ def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
     (tmp_path / "status.json").write_text(json.dumps(content))
     status.write_ended_early(tmp_path, "failed", "no")
     assert told(tmp_path)["status"] == expected
+
+
+def step_wall_clock(monkeypatch, seconds):
+    """As NTP does: dates of processes that are computed from the boot's move along."""
+    real_time, real_boot = time.time, psutil._pslinux.boot_time  # type: ignore[attr-defined]
+    monkeypatch.setattr(time, "time", lambda: real_time() + seconds)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: real_boot() + seconds)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seconds", [2, -3600])
+def test_a_step_of_the_wall_clock_neither_ends_a_launch_nor_begins_one(tmp_path, monkeypatch, seconds):
+    status.write_status(tmp_path, "running", 7)
+    step_wall_clock(monkeypatch, seconds)
+    assert status.read_status(tmp_path) == told(tmp_path)
+    status.write_status(tmp_path, "running", 9)
+    assert len((tmp_path / "launches.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_step_of_the_wall_clock_does_not_count_as_time_between_failures(tmp_path, monkeypatch):
+    status.write_status(tmp_path, "running", 7)
+    step_wall_clock(monkeypatch, 3600)
+    status.write_status(tmp_path, "failed", 7)
+    assert 0 < (status.seconds_between_failures(tmp_path) or 0) < 60
+
+
+def test_a_status_of_an_earlier_release_is_asked_of_its_process_too(tmp_path):
+    for pid, expected in ((os.getpid(), "running"), (2**22 + 1, "failed")):
+        process = {"host": socket.gethostname(), "pid": pid, "started": 1.5}
+        content = {"status": "running", "batch": 7, "reason": None, "process": process}
+        (tmp_path / "status.json").write_text(json.dumps(content))
+        found = status.read_status(tmp_path)
+        assert found is not None and found["status"] == expected
 
 
 @pytest.mark.parametrize(("asked_by", "expected"), [(None, "failed"), ("SIGTERM", "preempted")])

@@ -11,13 +11,13 @@ import re
 import socket
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import Folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
+from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, pid_namespace, start_ticks
 
 FOLDER = ".leases"
 KEPT = 8
@@ -31,7 +31,7 @@ CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(?:\.[0-9a-f]{32})?")
 class Lease:
     epoch: int
     owner: dict[str, Any]
-    """Host, boot, pid, when that process began, and a name no other claim has; empty if it cannot be read."""
+    """See `describe_this_process`, and a name no other claim has; empty if it cannot be read."""
 
 
 class Leases:
@@ -117,31 +117,13 @@ class Leases:
         return {}
 
 
-def describe_this_process() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "boot": _boot_id(), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
-
-
 def is_running_elsewhere(owner: dict[str, Any]) -> bool:
     """Whether a lease's owner is another process that certainly still runs: on this very boot of this machine."""
-    pid, boot = owner.get("pid"), owner.get("boot")
-    if type(pid) is not int or boot is None or boot != _boot_id() or pid == os.getpid():
+    pid, boot, namespace = owner.get("pid"), owner.get("boot"), owner.get("namespace", pid_namespace())
+    if type(pid) is not int or boot is None or boot != boot_id() or namespace != pid_namespace() or pid == os.getpid():
         return False
-    started = _start_ticks(pid)
+    started = start_ticks(pid)
     return started is not None and started == owner.get("started")
-
-
-def _boot_id() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return None
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When a process began, so that a reused pid is not taken for it; None if it does not run (or is a zombie)."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    return None
 
 
 def _name(epoch: int) -> str:

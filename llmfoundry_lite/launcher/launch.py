@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printa
 from llmfoundry_lite.launcher.server import MESSAGE_BYTES, open_channel
 from llmfoundry_lite.launcher.world import Outcome, World, log_of
 from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
+from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import pass_over_lost_words
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -94,7 +94,7 @@ class Launcher:
         pass_over_lost_words()
         for number in LEAVING_SIGNALS:
             signal.signal(number, self._hand_on)
-        launched_at = {LAUNCHED_AT: str(time.time()), RANK_LOGS: str(self.logs)}
+        launched_at = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
         environment = {**places(self.num_ranks), **launched_at, "MASTER_ADDR": "127.0.0.1"}
         num_restarts, num_in_vain, come_to = 0, 0, self.progress()
         try:

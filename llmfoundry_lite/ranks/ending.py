@@ -236,7 +236,7 @@ def _last_line(text: str) -> str:
 RANK_LOGS = "LLMFOUNDRY_LITE_RANK_LOGS"
 """Our launcher says where it keeps what ranks other than 0 print."""
 LAUNCHED_AT = "LLMFOUNDRY_LITE_LAUNCHED_AT"
-"""And when it began, in seconds since 1970: `max_wall_time` counts from there, over all restarts."""
+"""And when it began, by `identity.uptime`: `max_wall_time` counts from there, over all restarts."""
 
 
 def where_outputs_are() -> str:

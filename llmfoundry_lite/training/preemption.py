@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from llmfoundry_lite.errors import EXIT_PREEMPTED
@@ -33,6 +32,7 @@ from llmfoundry_lite.ranks.ending import (
     leaving_because,
 )
 from llmfoundry_lite.ranks.exchange import max_of
+from llmfoundry_lite.ranks.identity import age_seconds, uptime
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
 """What ranks tell each other is an index of these; the highest wins."""
@@ -55,9 +55,7 @@ class Preemption:
     ):
         self.stop_file = run_folder / STOP
         self.grace_seconds = grace_seconds
-        launched_at = float(os.environ.get(LAUNCHED_AT) or psutil.Process().create_time())
-        age_seconds = time.time() - launched_at
-        self.deadline = time.monotonic() - age_seconds + max_wall_seconds if max_wall_seconds is not None else None
+        self.deadline = time.monotonic() - age_of_launch() + max_wall_seconds if max_wall_seconds is not None else None
         self.on_timeout = on_timeout
         """Called with the reason just before the process is ended for being late; rank 0 writes status.json here."""
         self.on_request = on_request
@@ -200,6 +198,13 @@ class Preemption:
         with suppress(Exception):
             self.on_second_press("interrupted by Ctrl-C a second time: nothing more was saved; the last save stands")
         _exit(EXIT_INTERRUPTED)
+
+
+def age_of_launch() -> float:
+    """Seconds, restarts of ranks included. torchrun's agent, which restarts them, is their parent."""
+    if LAUNCHED_AT in os.environ:
+        return max(0.0, uptime() - float(os.environ[LAUNCHED_AT]))
+    return age_seconds(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
 def _exit(code: int) -> None:

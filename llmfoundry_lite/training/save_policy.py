@@ -1,5 +1,6 @@
 """When a run saves, and whether it leaves after that batch. Knows nothing of what is saved, or where."""
 
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ class SavePolicy:
         self.agreement = agreement
         interval = SaveInterval.parse(config.save_interval)
         self.span = interval.span
+        self._batch_ended_at = time.monotonic()
+        """Or the launch began. Composer measures batches by the wall clock, which may step."""
         self.timer: SaveTimer | None = None
         """Of rank 0 is the one that counts."""
         if self.span is None:
@@ -44,6 +47,7 @@ class SavePolicy:
     def start(self, at: Timestamp) -> None:
         """This launch begins `at` that time of the run."""
         self.started_at = at
+        self._batch_ended_at = time.monotonic()
         if self.timer is not None:
             self.timer.note_begun()
 
@@ -69,7 +73,8 @@ class SavePolicy:
 
     def _is_time(self, state: State) -> bool:
         assert self.timer is not None
-        self.timer.note_batch(state.timestamp.batch_wct.total_seconds(), self.agreement.is_saving())
+        before, self._batch_ended_at = self._batch_ended_at, time.monotonic()
+        self.timer.note_batch(self._batch_ended_at - before, self.agreement.is_saving())
         return self.timer.is_due()
 
     def _elapsed_in_launch(self, state: State) -> float:

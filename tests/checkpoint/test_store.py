@@ -19,7 +19,6 @@ import pytest
 from llmfoundry_lite.checkpoint import folders, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint import store as store_module
-from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest_json import encode
@@ -35,6 +34,7 @@ from llmfoundry_lite.errors import (
     UnreadableCheckpointError,
 )
 from llmfoundry_lite.ranks.codec import write_json
+from llmfoundry_lite.ranks.identity import describe_this_process, start_ticks
 from tests.checkpoint.mounts import mounted
 from tests.checkpoint.saves import flip, save, write_draft
 
@@ -176,6 +176,14 @@ def test_a_reused_process_id_is_not_the_writer():
     mine = describe_this_process()
     owner = mine | {"pid": os.getppid(), "started": mine["started"] + 1}
     assert not leases.is_running_elsewhere(owner)
+
+
+@pytest.mark.fault
+def test_a_process_of_another_container_of_this_machine_is_not_certainly_the_writer():
+    """Each counts its processes anew."""
+    parent = describe_this_process() | {"pid": os.getppid(), "started": start_ticks(os.getppid())}
+    assert leases.is_running_elsewhere(parent)
+    assert not leases.is_running_elsewhere(parent | {"namespace": "pid:[1]"})
 
 
 def test_leases_of_many_launches_do_not_pile_up(url):

@@ -48,7 +48,7 @@ def note(folder: Path, status: str, batch: int, options: dict[str, str]) -> None
     write_status(folder, status, batch, "preempted by SIGTERM" if status == "preempted" else None)
     if host := options.get("host"):
         content = json.loads((folder / STATUS).read_text())
-        content.get("process", {})["host"] = host
+        content.get("process", {}).update(host=host, boot=host)
         (folder / STATUS).write_text(json.dumps(content))
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks import ending as launching
+from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.rank import adopt_srun, first_host
 from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training.agreement import Agreement
@@ -288,6 +290,34 @@ def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came
     assert preemption.settle(preemption.reason) == "SIGINT"
     assert preemption.because("SIGTERM") == "interrupted by Ctrl-C", "the ranks had agreed before it was heard"
     assert preemption.leave_by == leave_by, "asked for once more is no reason to take longer"
+
+
+def seconds_left(tmp_path, max_wall_seconds):
+    deadline = Preemption(tmp_path, 30.0, max_wall_seconds, print, print, print).deadline
+    assert deadline is not None
+    return deadline - time.monotonic()
+
+
+@pytest.mark.parametrize("started_by", ["launcher", "composer"])
+@pytest.mark.parametrize("step_seconds", [7200, -7200])
+def test_a_step_of_the_wall_clock_moves_no_deadline(tmp_path, monkeypatch, started_by, step_seconds):
+    if started_by == "launcher":
+        monkeypatch.setenv(launching.LAUNCHED_AT, str(uptime() - 600))
+        expected = 3000
+    else:
+        monkeypatch.delenv(launching.LAUNCHED_AT, raising=False)
+        expected = 3600 - age_seconds(os.getpid())
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_seconds)
+    assert seconds_left(tmp_path, 3600) == pytest.approx(expected, abs=60)
+
+
+def test_a_rank_that_torchrun_has_started_again_leaves_by_the_first_one_s_deadline(tmp_path, monkeypatch):
+    ages = {os.getpid(): 5.0, os.getppid(): 3000.0}
+    monkeypatch.setattr("llmfoundry_lite.training.preemption.age_seconds", ages.__getitem__)
+    monkeypatch.delenv(launching.LAUNCHED_AT, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert seconds_left(tmp_path, 3600) == pytest.approx(600, abs=60)
 
 
 def test_only_a_later_press_is_a_second_one(monkeypatch):

@@ -1,0 +1,80 @@
+"""Processes told apart without a clock that anybody can set: by boot, pid namespace, pid and start in ticks. No torch.
+
+The wall clock may step, by NTP or by hand, and every date that is computed from it moves along. Containers of one
+machine share its boot, and each counts processes anew. A machine may get another name while it runs.
+"""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def describe_this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": boot_id(),
+        "namespace": pid_namespace(),
+        "pid": pid,
+        "started": start_ticks(pid),
+    }
+
+
+def lives(process: dict[str, Any]) -> bool | None:
+    """Whether the process of such a description still runs. None where that cannot be told from here: it is of another
+    machine, or of another container."""
+    boot, is_of_this_host = process.get("boot"), process.get("host") == socket.gethostname()
+    if boot is None or boot_id() is None:  # not Linux, or written by an earlier release
+        return _exists(process["pid"]) if is_of_this_host else None
+    if boot != boot_id():
+        return False if is_of_this_host else None  # this machine has started again since
+    if process.get("namespace") != pid_namespace():
+        return None
+    started = start_ticks(process["pid"])
+    return started is not None and started == process.get("started")
+
+
+def uptime() -> float:
+    """Seconds since this machine started, by a clock that all its processes share and that is never set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def age_seconds(pid: int) -> float:
+    """Since that process began; 0 where it cannot be told."""
+    started = start_ticks(pid)
+    return max(0.0, uptime() - started / os.sysconf("SC_CLK_TCK")) if started is not None else 0.0
+
+
+def boot_id() -> str | None:
+    """Another one after each start of the machine. None where there is none, as on macOS."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def pid_namespace() -> str | None:
+    """In which pids mean something, as each container has its own."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return None
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process began, so that a reused pid is not taken for it; None if it does not run (or is a zombie)."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
