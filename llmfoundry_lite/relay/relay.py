@@ -9,7 +9,8 @@ that goes on, waits for it, and carries on.
     on_preemption    a place keeps the run until it is preempted or fails; then it is the next one's
 
 A place that leaves early rests, twice as long each time in a row that it saved nothing. Exit code 2 is the user's to
-mend: that place is not tried again.
+mend: that place is not tried again. What may pass by itself, such as a server that does not answer or a full disk, is
+waited for. The relay gives up when no launch has saved anything for `patience`.
 """
 
 import contextlib
@@ -20,18 +21,22 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmfoundry_lite import journal
-from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Search
+from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.errors import (
+    EXIT_BUG,
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_USER,
     CheckpointError,
+    ConfigError,
+    NewerFormatError,
     UserError,
     printable,
 )
@@ -40,8 +45,11 @@ from llmfoundry_lite.relay import processes
 from llmfoundry_lite.relay.places import ARGUMENTS, Place, Relay
 from llmfoundry_lite.status import STATUS, is_sound, read_status
 
+T = TypeVar("T")
 LOCK, FOLDER = "relay.lock", "relay"
 LONGEST_REST_SECONDS = 3600.0
+LONGEST_PAUSE_SECONDS = 300.0
+"""Between looks at a folder that cannot be read or written now."""
 LOOK_SECONDS = 1.0
 """Between looks at what outlives its launcher."""
 KILL_SECONDS = 90.0
@@ -52,28 +60,49 @@ TAIL_BYTES = 1 << 16
 """Of a launch's output, in which its last line is looked for."""
 NOT_FOUND = (126, 127)
 """A shell's codes for a command that cannot be run, or is not there."""
+NO_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+MISTAKES = (*NO_PLACE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL)
+"""Answers that waiting does not change. In a folder that has been used before, the last four may pass."""
+
+
+class GivenUp(UserError):
+    """What may pass has not passed for as long as the user wants to wait."""
+
+    def __init__(self, text: str, exit_code: int = EXIT_BUG):
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 def run(relay: Relay) -> int:
     """Until the run is done (0), or this process is asked to leave and the place has left (75). Raises UserError when
-    no place is left, or the run folder cannot be used."""
-    with locked(relay.folder), processes.Ending() as ending:
-        try:
+    no place is left, or the run folder cannot be used, and GivenUp when its patience is over."""
+    try:
+        with processes.Ending() as ending, locked(relay, ending):
             return Runner(relay, ending).run()
-        except OSError as error:
-            where = error.filename or relay.folder
-            raise UserError(
-                f"run: {where}: {error.strerror or error}; when that is mended, start the relay again: a launch that "
-                "had begun goes on"
-            ) from error
+    except GivenUp as error:
+        with contextlib.suppress(OSError, ConfigError):  # by the journal: the checkpoints may be what cannot be read
+            if any(leg.to_batch or leg.from_batch for leg in read_legs(relay.folder)):
+                error.exit_code = EXIT_PREEMPTED
+        raise
+    except OSError as error:
+        where = error.filename or relay.folder
+        raise UserError(
+            f"run: {where}: {error.strerror or error}; when that is mended, start the relay again: a launch that "
+            "had begun goes on"
+        ) from error
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(relay: Relay, ending: processes.Ending) -> Iterator[None]:
     """Two relays would launch the run twice. The lock ends with the process that holds it, however that ends."""
-    try:
+    folder = relay.folder
+
+    def opened() -> Any:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
+        return (folder / LOCK).open("a")
+
+    try:
+        file = patiently(relay, ending, opened)
     except OSError as error:
         raise UserError(
             f"run: {folder} cannot be reached from here ({error.strerror}); name the run folder on a disk that the "
@@ -89,6 +118,40 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def patiently(
+    relay: Relay, ending: processes.Ending, call: Callable[[], T], may_pass: Callable[[Exception], bool] | None = None
+) -> T:
+    """Call it again after what may pass, until the relay's patience is over or somebody asks it to leave; then raises
+    GivenUp. Whatever else it raises comes through."""
+    began, pause = time.monotonic(), max(relay.rest_seconds, 0.1)
+    while True:
+        try:
+            return call()
+        except (CheckpointError, OSError) as error:
+            if not (may_pass or is_passing)(error):
+                raise
+            text = str(error)
+        if ending.num_asked:
+            raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
+        if time.monotonic() - began > relay.patience_seconds:
+            raise GivenUp(f"{text}; given up after {relay.patience} (patience); start the relay again")
+        say(f"{text}; looking again in {pause:g} s")
+        ending.wait(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether that may pass by itself: an answer of a disk or a server, and no mistake in what the user has named."""
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    if isinstance(error, NewerFormatError) or not isinstance(cause, OSError):
+        return False
+    if "expired" in str(cause).lower():  # credentials that somebody is about to renew
+        return True
+    if isinstance(cause, (PermissionError, FileNotFoundError)) or cause.errno in MISTAKES:  # s3fs gives them no number
+        return False
+    return type(cause.__cause__).__name__ != "NoCredentialsError"
+
+
 class Runner:
     """The relay of one run, which holds its lock."""
 
@@ -100,15 +163,21 @@ class Runner:
         """Place -> why it is not tried again."""
         self._launched: subprocess.Popen[bytes] | None = None
         self._has_read_saves = False
+        self._said: set[str] = set()
+        """Of checkpoints that are passed over, once each."""
+        self._ended_at: dict[int, float] = {}
+        """Leg -> when it ended, by the monotonic clock: the wall clock may step while a place rests."""
+        self._in_vain_since: float | None = None
+        """By that clock. None: the last launch has saved something."""
 
     def run(self) -> int:
-        legs = read_legs(self.folder)
+        legs = self._legs()
         leg = legs[-1] if legs and legs[-1].over is None else None
         status = read_status(self.folder) if not legs else None
         if status is not None and status["status"] == "running":
             raise UserError(
                 f"run: a launch that no relay began still runs in {self.folder}; touch {self.folder / 'STOP'}, and "
-                "start the relay when it has left"
+                f"start the relay when it has left; if it has died on another machine, remove {self.folder / STATUS}"
             )
         if leg is not None and leg.place not in self.relay.places:
             raise UserError(
@@ -131,6 +200,7 @@ class Runner:
             if leg.ended == DONE:
                 say(f"the run is done, at batch {leg.to_batch}, after {leg.number} legs")
                 return EXIT_DONE
+            self._check_patience(leg)
             leg = None
         say("asked to leave; start the relay again to carry on")
         return EXIT_PREEMPTED
@@ -139,32 +209,66 @@ class Runner:
 
     def _next_turn(self) -> int | None:
         """The index of the place that is to have the run now; None after waiting for one that rests."""
-        order, legs, now = self.relay.order, read_legs(self.folder), time.time()
+        order, legs = self.relay.order, self._legs()
         if set(order) <= set(self.refused):
             raise UserError("; ".join(f"{place} is not tried again: {why}" for place, why in self.refused.items()))
         turns = [turn for turn in turns_from(self.relay, legs, self._newest_batch()) if order[turn] not in self.refused]
-        rests = {turn: rest_until(self.relay, order[turn], legs) for turn in turns}
+        rests = {turn: self._rest_left(order[turn], legs) for turn in turns}
         for turn in turns:
-            if rests[turn] <= now:
+            if rests[turn] <= 0:
                 return turn
-        until = min(rests.values())
-        say(f"every place rests; the next try is in {until - now:.0f} s")
-        self.ending.wait(until - now)
+        seconds = min(rests.values())
+        say(f"every place rests; the next try is in {seconds:.0f} s")
+        self.ending.wait(seconds)
         return None
 
+    def _rest_left(self, place: str, legs: list[Leg]) -> float:
+        """Seconds until that place may have the run again."""
+        last = next((leg for leg in reversed(legs) if leg.place == place and leg.over is not None), None)
+        if last is None:
+            return 0.0
+        if last.number in self._ended_at:
+            return rest_of(self.relay, place, legs) - (time.monotonic() - self._ended_at[last.number])
+        rested = time.time() - (last.over or 0.0)  # another relay has ended it
+        # The clock has been set back, and nobody knows by how much.
+        return rest_of(self.relay, place, legs) - rested if rested >= 0 else 0.0
+
+    def _check_patience(self, leg: Leg) -> None:
+        """Raises GivenUp where this launch has saved nothing, nor has any other for longer than the user waits."""
+        if not leg.is_in_vain:
+            self._in_vain_since = self._in_vain_since if leg.ended == REFUSED else None
+            return
+        now = time.monotonic()
+        self._in_vain_since = now if self._in_vain_since is None else self._in_vain_since
+        if now - self._in_vain_since < self.relay.patience_seconds:
+            return
+        state = f"batch {leg.to_batch} is saved" if leg.to_batch else "nothing is saved"
+        why = f": {leg.reason}" if leg.reason else ""
+        raise GivenUp(
+            f"given up: no launch has saved anything for {self.relay.patience} (patience), and {state}; leg "
+            f"{leg.number} at {leg.place}: {leg.ended}{why}; mend that, and start the relay again"
+        )
+
     def _newest_batch(self) -> int:
-        """Of the newest save; 0 without one. Raises CheckpointError where that cannot be read, when it never could."""
-        while True:
-            try:
-                newest = CheckpointStore(self.relay.store).candidates()[:1]
-            except CheckpointError as error:
-                if not self._has_read_saves or self.ending.num_asked:
-                    raise
-                say(f"{error}; looking again in {self.relay.rest}")
-                self.ending.wait(self.relay.rest_seconds)
-                continue
-            self._has_read_saves = True
-            return newest[0].batch if newest else 0
+        """Of the newest save that a launch can carry on from; 0 without one."""
+
+        def may_pass(error: Exception) -> bool:
+            return is_passing(error) or (self._has_read_saves and not isinstance(error, NewerFormatError))
+
+        def look() -> Search:
+            return CheckpointStore(self.relay.store).newest_intact(check_present)
+
+        search = patiently(self.relay, self.ending, look, may_pass)
+        self._has_read_saves = True
+        for note in search.notes:
+            if note not in self._said:
+                self._said.add(note)
+                say(note)
+        return search.checkpoint.manifest.timestamp.batch if search.checkpoint is not None else 0
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """What reads or writes the run folder, which was there and allowed it, or starts a process."""
+        return patiently(self.relay, self.ending, call, lambda error: getattr(error, "errno", 0) not in NO_PLACE)
 
     # ------------------------------------------------------------------------------------------------ one launch
 
@@ -172,7 +276,7 @@ class Runner:
         """The journal knows of it first: should the relay be killed here, the next one looks for that launch."""
         name = self.relay.order[turn]
         place, batch = self.relay.places[name], self._newest_batch()
-        number = max((leg.number for leg in read_legs(self.folder)), default=0) + 1
+        number = max((leg.number for leg in self._legs()), default=0) + 1
         leg = Leg(
             number=number,
             place=name,
@@ -184,13 +288,13 @@ class Runner:
             status_before=self._status(place),
         )
         begun = ("number", "place", "turn", "began", "from_batch", "host", "price", "status_before")
-        journal.append(self.folder, **{key: getattr(leg, key) for key in begun})
+        self._patiently(lambda: journal.append(self.folder, **{key: getattr(leg, key) for key in begun}))
         arguments = ["autoresume=true"]
         if self.relay.every is not None:
             arguments.append(f"stop_after={self.relay.every - batch % self.relay.every}ba")
         say(f"leg {number} at {name}, from batch {batch}; its output: {self._output(leg)}")
         command = place.launch.replace(ARGUMENTS, " ".join(arguments))
-        self._launched = processes.begin(command, self._code_file(leg), self._output(leg))
+        self._launched = self._patiently(lambda: processes.begin(command, self._code_file(leg), self._output(leg)))
         return leg
 
     def _wait(self, leg: Leg) -> None:
@@ -235,23 +339,36 @@ class Runner:
             self.ending.wait(LOOK_SECONDS)
 
     def _wait_for_silence(self, leg: Leg, is_told: bool) -> None:
-        """A launch on another machine may go on when ssh has lost it; status.json tells."""
-        place = self.relay.places[leg.place]
-        is_told |= leg.host != socket.gethostname()  # its launcher may live there
+        """A launch on another machine may go on when ssh has lost it, or when the relay was started again elsewhere;
+        status.json tells. One that has not written it yet may still be on its way."""
+        place, is_mine = self.relay.places[leg.place], leg.host == socket.gethostname()
+        may_begin = processes.exit_code(self._code_file(leg)) is None and (not is_mine or place.leave is not None)
         status, heard_at = self._status(place), time.monotonic()
-        while self.ending.num_asked < 2 and status is not None and status["status"] == "running":
-            if status == leg.status_before or time.monotonic() - heard_at > self.relay.silence_seconds:
+        is_waiting = False
+        while self.ending.num_asked < 2 and time.monotonic() - heard_at <= self.relay.silence_seconds:
+            has_begun = status is not None and status != leg.status_before
+            if has_begun and status["status"] != "running":
                 return
-            if not is_told:
+            if not has_begun and (not may_begin or processes.exit_code(self._code_file(leg)) is not None):
+                return
+            if has_begun and not is_told and (is_mine or self.ending.num_asked):  # else its launcher may live elsewhere
                 is_told = True
                 self._ask(leg, None)
+            if not has_begun and not is_waiting:
+                is_waiting = True
+                say(
+                    f"leg {leg.number} at {leg.place} may be about to begin; waiting for {self.relay.silence} (silence)"
+                )
             self.ending.wait(LOOK_SECONDS)
-            status, before = self._status(place), status
-            heard_at = heard_at if status == before else time.monotonic()
+            news = self._status(place)
+            if news is not None and news != status:  # a file that cannot be read for a moment is no news
+                status, heard_at = news, time.monotonic()
 
     def _end(self, leg: Leg) -> Leg:
         code, status = processes.exit_code(self._code_file(leg)), self._status(self.relay.places[leg.place])
         ended, reason = how_it_ended(code, status, leg.status_before)
+        if code in NOT_FOUND and any(one.place == leg.place and one.code == EXIT_DONE for one in self._legs()):
+            ended = FAILED  # it was there: a disk may come back
         if reason is None and ended in (FAILED, REFUSED):
             reason = f"exit code {code}: {last_line(tail_of(self._output(leg)))}"
         batch = self._newest_batch()
@@ -260,18 +377,22 @@ class Runner:
                 f"checkpoints: {self.relay.store} has no save of batch {status['batch']}, at which {leg.place} "
                 "stopped; name the run's save_folder"
             )
-        journal.append(
-            self.folder, number=leg.number, over=time.time(), to_batch=batch, code=code, ended=ended, reason=reason
-        )
+        end = {"over": time.time(), "to_batch": batch, "code": code, "ended": ended, "reason": reason}
+        self._patiently(lambda: journal.append(self.folder, number=leg.number, **end))
+        self._ended_at[leg.number] = time.monotonic()
         say(f"leg {leg.number} at {leg.place}: {ended} at batch {batch}" + (f": {reason}" if reason else ""))
         if ended == REFUSED:
             self.refused[leg.place] = reason or f"exit code {code}"
-        return read_legs(self.folder)[-1]
+        return self._legs()[-1]
+
+    def _legs(self) -> list[Leg]:
+        return self._patiently(lambda: read_legs(self.folder))
 
     def _status(self, place: Place) -> dict[str, Any] | None:
         if place.status is None:
             return read_status(self.folder)
-        answer = processes.ask(place.status, ANSWER_SECONDS)
+        command = place.status
+        answer = self._patiently(lambda: processes.ask(command, ANSWER_SECONDS))
         if answer.code is None:
             say(f"{place.status}: not done in {ANSWER_SECONDS:.0f} s")
         with contextlib.suppress(ValueError, RecursionError):
@@ -296,15 +417,13 @@ def turns_from(relay: Relay, legs: list[Leg], batch: int) -> list[int]:
     return [(first + i) % num_turns for i in range(num_turns)]
 
 
-def rest_until(relay: Relay, place: str, legs: list[Leg]) -> float:
-    """In seconds since 1970: when that place may have the run again, by how its last legs ended."""
+def rest_of(relay: Relay, place: str, legs: list[Leg]) -> float:
+    """Seconds from the end of that place's last leg until it may have the run again, by how its last legs ended."""
     here = [leg for leg in legs if leg.place == place and leg.over is not None]
     if not here or not here[-1].is_early:
         return 0.0
     num_in_vain = next((i for i, leg in enumerate(reversed(here)) if not leg.is_in_vain), len(here))
-    rest = min(relay.rest_seconds * 2 ** max(0, num_in_vain - 1), LONGEST_REST_SECONDS)
-    over = here[-1].over or 0.0
-    return over + rest if over <= time.time() else 0.0  # the clock has been set back, and nobody knows by how much
+    return min(relay.rest_seconds * 2 ** max(0, num_in_vain - 1), LONGEST_REST_SECONDS)
 
 
 def how_it_ended(

@@ -4,9 +4,11 @@ Launches are real processes, but they do not train as those of `test_killed_at_r
 what a launch does.
 """
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,12 +20,14 @@ import psutil
 import pytest
 import yaml
 
-from llmfoundry_lite.errors import ConfigError, UserError
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.errors import CheckpointError, ConfigError, UserError
 from llmfoundry_lite.journal import JOURNAL, Leg, append, read_legs
 from llmfoundry_lite.relay import processes
 from llmfoundry_lite.relay import relay as relay_module
 from llmfoundry_lite.relay.places import load_relay
-from llmfoundry_lite.relay.relay import how_it_ended, rest_until, run, turns_from
+from llmfoundry_lite.relay.relay import GivenUp, how_it_ended, rest_of, run, turns_from
+from tests.checkpoint.saves import save
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
@@ -33,6 +37,7 @@ TRAINER = f"PYTHONPATH={ROOT} {sys.executable} -m tests.relay.trainer runs/x"
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(relay_module, "LOOK_SECONDS", 0.05)
 
 
 def write(places, policy: str | dict[str, Any] = "on_preemption", **more):
@@ -106,6 +111,13 @@ def leg(place, ended, turn=0, from_batch=0, to_batch=0, over=100.0):
     return Leg(number=1, place=place, turn=turn, began=0.0, host="h", **more)
 
 
+def begin_leg(place, turn=0, host=None):
+    """As a relay does right before it launches, of which nothing more is known here."""
+    Path("runs/x").mkdir(parents=True, exist_ok=True)
+    begun = {"turn": turn, "began": time.time(), "from_batch": 0, "price": None, "status_before": None}
+    append(Path("runs/x"), number=1, place=place, host=host or socket.gethostname(), **begun)
+
+
 def loaded(policy, **more):
     return load_relay(write(dict.fromkeys("abc", "true"), policy, **more))
 
@@ -127,12 +139,12 @@ def test_on_preemption_the_run_goes_to_the_next_in_the_list():
 def test_a_place_rests_twice_as_long_each_time_in_a_row_that_it_saved_nothing():
     relay = loaded("on_preemption", rest="5s")
     failed, moved = leg("a", "failed"), leg("a", "failed", to_batch=5)
-    assert rest_until(relay, "a", []) == 0
-    assert [rest_until(relay, "a", [failed] * n) - 100 for n in (1, 2, 3, 4)] == [5, 10, 20, 40]
-    assert rest_until(relay, "a", [failed] * 30) - 100 == 3600
-    assert rest_until(relay, "a", [failed, failed, moved]) - 100 == 5
-    assert rest_until(relay, "a", [failed, failed, leg("b", "stopped")]) - 100 == 10
-    assert rest_until(relay, "a", [failed, leg("a", "stopped")]) == 0
+    assert rest_of(relay, "a", []) == 0
+    assert [rest_of(relay, "a", [failed] * n) for n in (1, 2, 3, 4)] == [5, 10, 20, 40]
+    assert rest_of(relay, "a", [failed] * 30) == 3600
+    assert rest_of(relay, "a", [failed, failed, moved]) == 5
+    assert rest_of(relay, "a", [failed, failed, leg("b", "stopped")]) == 10
+    assert rest_of(relay, "a", [failed, leg("a", "stopped")]) == 0
 
 
 def test_a_place_that_fails_rests_and_others_go_on(capsys):
@@ -284,8 +296,7 @@ def test_one_relay_moves_a_run_and_its_lock_ends_with_it():
 @pytest.mark.fault
 def test_a_relay_that_was_killed_before_its_launch_had_begun_goes_on():
     Path("runs/x").mkdir(parents=True)
-    begun = {"turn": 1, "began": time.time(), "from_batch": 0, "host": "h", "price": None, "status_before": None}
-    append(Path("runs/x"), number=1, place="b", **begun)
+    begin_leg("b", turn=1)
     assert relay({"a": f"{TRAINER} 10", "b": f"{TRAINER} 10"}) == 0
     assert spans() == [("b", 0, 0, "lost"), ("a", 0, 10, "done")]
 
@@ -375,9 +386,7 @@ def test_a_launch_elsewhere_that_has_fallen_silent_is_given_up():
 
 
 def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_asked_to_leave():
-    Path("runs/x").mkdir(parents=True)
-    begun = {"turn": 0, "began": time.time(), "from_batch": 0, "price": None, "status_before": None}
-    append(Path("runs/x"), number=1, place="far", host="another", **begun)
+    begin_leg("far", host="another")
     running = {"status": "running", "batch": 3, "reason": None}
     Path("1.json").write_text(json.dumps(running))
     Path("2.json").write_text(json.dumps(PREEMPTED))
@@ -386,6 +395,38 @@ def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_as
     assert relay({"far": far, "here": f"{TRAINER} 10"}) == 0
     assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
     assert not Path("asked").exists()
+
+
+@pytest.mark.fault
+def test_a_launch_that_has_not_yet_written_its_status_is_waited_for_by_a_relay_on_another_machine():
+    """It imports and reads data for minutes. A second launch would begin beside it."""
+    begin_leg("far", host="another")
+    answers = {1: "", 2: {"status": "running", "batch": 3, "reason": None}, 3: PREEMPTED}
+    for number, answer in answers.items():
+        Path(f"{number}.json").write_text(json.dumps(answer))
+    looks = "n=$(cat n 2>/dev/null || echo 0); n=$((n < 3 ? n + 1 : 3)); echo $n > n; cat $n.json"
+    assert relay({"far": {"launch": "true", "leave": "true", "status": looks}, "here": f"{TRAINER} 10"}) == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
+
+
+@pytest.mark.fault
+def test_a_launch_that_never_began_on_another_machine_is_given_up_after_the_silence(capsys):
+    begin_leg("b", host="another")
+    assert relay({"a": f"{TRAINER} 10", "b": f"{TRAINER} 10"}, silence="0.1s") == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("b", "lost"), ("a", "done")]
+    assert "relay: leg 1 at b may be about to begin; waiting for 0.1s (silence)\n" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_status_that_cannot_be_read_for_a_moment_does_not_end_a_launch():
+    """The network that lost ssh loses the next question too."""
+    answers = {1: json.dumps({"status": "running", "batch": 3, "reason": None}), 2: "", 3: json.dumps(PREEMPTED)}
+    for number, answer in answers.items():
+        Path(f"{number}.json").write_text(answer)
+    looks = "n=$(cat n 2>/dev/null || echo -1); n=$((n < 3 ? n + 1 : 3)); echo $n > n; cat $n.json"
+    far = {"launch": "exit 255;:", "leave": "true", "status": looks}
+    assert relay({"far": far, "here": f"{TRAINER} 10"}) == 0
+    assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
 
 
 @pytest.mark.fault
@@ -458,18 +499,111 @@ def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
     assert process.wait(DEADLINE_SECONDS) == 75
 
 
-def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, capsys):
-    real, reads = relay_module.CheckpointStore, []
+class Answers:
+    """Of a bucket: errors for the first looks at it, then what there is."""
 
-    def broken(url):
-        reads.append(url)
-        if len(reads) == 2:
-            raise relay_module.CheckpointError("s3://b: no answer")
-        return real(url)
+    def __init__(self, monkeypatch, *errors):
+        self.errors, self.real, self.num_looks = list(errors), relay_module.CheckpointStore, 0
+        monkeypatch.setattr(relay_module, "CheckpointStore", self)
 
-    monkeypatch.setattr(relay_module, "CheckpointStore", broken)
+    def __call__(self, url):
+        self.num_looks += 1
+        if self.errors and (error := self.errors.pop(0)) is not None:
+            raise CheckpointError("s3://b: cannot be listed") from error
+        return self.real(url)
+
+
+SLOW_DOWN = OSError(errno.EBUSY, "Please reduce your request rate")
+EXPIRED = PermissionError("The provided token has expired.")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("errors", [(SLOW_DOWN, SLOW_DOWN), (EXPIRED,), (None, PermissionError("Access Denied"))])
+def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, capsys, errors):
+    """At the start too."""
+    answers = Answers(monkeypatch, *errors)
     assert relay({"a": f"{TRAINER} 10"}, {"every": "10ba"}) == 0
-    assert "relay: s3://b: no answer; looking again in 0.1s\n" in capsys.readouterr().out
+    assert "relay: s3://b: cannot be listed; looking again in 0.1 s\n" in capsys.readouterr().out
+    assert not answers.errors
+
+
+@pytest.mark.fault
+def test_a_bucket_that_the_user_may_not_read_is_refused_at_once(monkeypatch):
+    answers = Answers(monkeypatch, PermissionError("Access Denied"))
+    with pytest.raises(CheckpointError, match="cannot be listed"):
+        relay({"a": f"{TRAINER} 10"})
+    assert answers.num_looks == 1
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("num_batches", "code"), [(0, 1), (10, 75)])
+def test_a_bucket_that_stays_unreadable_ends_the_relay_when_its_patience_is_over(monkeypatch, num_batches, code):
+    if num_batches:
+        relay({"a": f"{TRAINER} {num_batches}"})
+    Answers(monkeypatch, *[SLOW_DOWN] * 50)
+    with pytest.raises(GivenUp, match=r"cannot be listed; given up after 0\.2s \(patience\); start the rel") as caught:
+        relay({"a": f"{TRAINER} 30"}, patience="0.2s")
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("before", "state", "code"), [("", "nothing is saved", 1), (5, "batch 5 is saved", 75)])
+def test_launches_that_all_fail_in_vain_end_the_relay_when_its_patience_is_over(before, state, code):
+    if before:
+        save(CheckpointStore("runs/x/checkpoints"), CheckpointStore("runs/x/checkpoints").acquire(), before)
+    launch = "echo tried >> tries; echo the disk is full; exit 1;:"
+    with pytest.raises(GivenUp) as caught:
+        relay({"a": launch}, patience="0.3s")
+    assert str(caught.value).endswith(": failed: exit code 1: the disk is full; mend that, and start the relay again")
+    assert f"no launch has saved anything for 0.3s (patience), and {state}; leg " in str(caught.value)
+    assert caught.value.exit_code == code
+    assert 1 < len(Path("tries").read_text().splitlines()) < 6
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE, errno.EROFS, errno.ENOENT])
+def test_a_run_folder_that_takes_nothing_for_a_while_is_waited_for(monkeypatch, capsys, number):
+    real, errors = relay_module.journal.append, [OSError(number, os.strerror(number))] * 2
+
+    def append_later(folder, **event):
+        if errors:
+            raise errors.pop()
+        real(folder, **event)
+
+    monkeypatch.setattr(relay_module.journal, "append", append_later)
+    assert relay({"a": f"{TRAINER} 10"}) == 0
+    assert f"{os.strerror(number)}; looking again in 0.2 s\n" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_command_that_was_there_before_may_come_back():
+    """Its disk is not mounted for a moment. A command that never was there is a mistake."""
+    there = f"[ -e moved ] || {{ touch moved; exit 127; }}; {TRAINER}"
+    first = f"[ -e first ] || {{ touch first; {TRAINER} 30 stop_after=5ba; exit 0; }}; {there} 30"
+    assert relay({"a": f"{first} {{arguments}}"}, {"every": "10ba"}) == 0
+    assert [(leg.ended, leg.code) for leg in legs()][:2] == [("stopped", 0), ("failed", 127)]
+    assert legs()[-1].ended == "done"
+
+
+@pytest.mark.fault
+def test_a_folder_that_looks_newest_and_holds_no_checkpoint_does_not_make_the_relay_crawl(capsys):
+    """What an interrupted `rm -r` leaves. Each leg would be a batch long."""
+    Path("runs/x/checkpoints/ba999").mkdir(parents=True)
+    Path("runs/x/checkpoints/ba999/shard-00000.safetensors").touch()
+    assert relay({"a": f"{TRAINER} 30", "b": f"{TRAINER} 30"}, {"every": "10ba"}) == 0
+    assert spans() == [("a", 0, 10, "stopped"), ("b", 10, 20, "stopped"), ("a", 20, 30, "done")]
+    said = "relay: passed over incomplete checkpoint: runs/x/checkpoints/ba999/manifest.json: missing\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+@pytest.mark.fault
+def test_a_save_that_has_lost_a_shard_is_not_where_a_launch_carries_on():
+    store = CheckpointStore("runs/x/checkpoints")
+    lease = store.acquire()
+    for batch in (5, 10):
+        save(store, lease, batch)
+    next(Path("runs/x/checkpoints/ba10").glob("shard-*")).unlink()
+    assert runner(loaded("on_preemption"))._newest_batch() == 5
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
@@ -568,8 +702,7 @@ def test_a_run_folder_that_cannot_be_reached_is_refused():
 
 def test_a_place_that_has_the_run_must_be_in_the_file():
     Path("runs/x").mkdir(parents=True)
-    begun = {"turn": 1, "began": time.time(), "from_batch": 0, "host": "h", "price": None, "status_before": None}
-    append(Path("runs/x"), number=1, place="gone", **begun)
+    begin_leg("gone", turn=1)
     with pytest.raises(
         UserError, match=r"places: gone is missing, where the run still is, by runs/x/relay\.jsonl; put"
     ):
@@ -610,6 +743,18 @@ def test_a_journal_with_a_line_that_is_not_the_relay_s_is_refused_before_anythin
     assert not batches()
 
 
+def runner(relay) -> Any:
+    return relay_module.Runner(relay, None)  # type: ignore[arg-type]
+
+
 def test_a_clock_that_was_set_back_lets_no_place_rest_for_as_long():
-    relay = loaded("on_preemption")
-    assert rest_until(relay, "a", [leg("a", "failed", over=time.time() + 86400)]) == 0
+    """Where another relay has ended that place's last leg."""
+    tomorrow = leg("a", "failed", over=time.time() + 86400)
+    assert runner(loaded("on_preemption"))._rest_left("a", [tomorrow]) == 0
+
+
+@pytest.mark.parametrize("seconds", [-86400, -60, 60, 86400])
+def test_a_step_of_the_clock_changes_no_rest(monkeypatch, seconds):
+    resting, last = runner(loaded("on_preemption", rest="10m")), leg("a", "failed", over=time.time() + seconds)
+    resting._ended_at[last.number] = time.monotonic() - 120
+    assert resting._rest_left("a", [last]) == pytest.approx(480, abs=30)

@@ -25,9 +25,9 @@ def main(folder: Path, num_batches: int, options: dict[str, str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(folder / "checkpoints")
-    newest = store.candidates()[:1]
+    newest = store.newest_intact().checkpoint
     lease = store.acquire()
-    batch = newest[0].batch if newest else 0
+    batch = newest.manifest.timestamp.batch if newest is not None else 0
     stop_at = batch + int(options.get("stop_after", "1000000ba").removesuffix("ba"))
     note(folder, "running", batch, options)
     while batch < min(num_batches, stop_at) and not asked:
