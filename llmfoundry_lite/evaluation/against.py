@@ -39,6 +39,12 @@ class Against:
     def refuse(self, task: Prepared, results: Results) -> None:
         """Raises DataError where the stored task was asked otherwise, now that the tokenizer is known."""
         refuse_if_different(task.name, self.reference, _asked_now(task, results), "icl_tasks")
+        stored = {item["index"]: item.get("cluster") for item in self.reference.items[task.name]}
+        if any(stored.get(item.index, item.cluster) != item.cluster for item in task.items):
+            raise DataError(
+                f"against: {task.name} of {self.reference.path} does not say which items repeat another: it is of an "
+                "earlier release; evaluate it again with redo=true"
+            )
 
     def plan(self, task: Prepared) -> Plan:
         units = [unit_of(item.index, item.cluster) for item in task.items]
@@ -139,6 +145,7 @@ def _asked_now(task: Prepared, results: Results) -> Loaded:
     }
     sizes = [
         {"index": item.index, "log_probability": [0.0], "num_characters": [item.requests[0].num_characters]}
+        | ({} if item.cluster is None else {"cluster": item.cluster})
         for item in task.items
     ]
     facts = {"model": results.model, "tokenizer": results.tokenizer, "tasks": {task.name: record}}

@@ -4,6 +4,7 @@ Only what was asked in the same way: the same items, prompts and scoring, which 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,21 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded, left_out_by: st
                 f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
                 f"evaluate both on a text file, or {leave_out}"
             )
+
+
+def share_clusters(tasks: Sequence[str], first: Loaded, other: Loaded) -> tuple[Loaded, Loaded]:
+    """Both with the clusters that either knows: a result of an earlier release does not say which items repeat one."""
+    found = []
+    for one, two in ((first, other), (other, first)):
+        items = dict(one.items)
+        for task in tasks:
+            known = {item["index"]: item["cluster"] for item in two.items[task] if "cluster" in item}
+            if known and not any("cluster" in item for item in items[task]):
+                items[task] = [
+                    {**item, "cluster": known.get(item["index"], str(item["index"]))} for item in items[task]
+                ]
+        found.append(replace(one, items=items))
+    return found[0], found[1]
 
 
 def refuse_partial(task: str, first: Loaded, other: Loaded) -> None:
@@ -156,6 +172,11 @@ def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
     if note := note_on_unshared(task, first, other):
         notes.append(note)
     answers = answers_of(task, first, other, records[0]["metric"])
+    if answers.clusters is None and (repeated := records[0].get("num_repeated")):
+        notes.append(
+            f"warning: {repeated:,} items repeat an earlier one and count as independent, as an earlier release does "
+            "not say which; evaluate again with redo=true"
+        )
     shares: dict[object, float] = {}
     for unit, weight in zip(answers.clusters or answers.items, answers.weights, strict=True):
         shares[unit] = shares.get(unit, 0.0) + weight

@@ -33,6 +33,7 @@ from llmfoundry_lite.evaluation.comparable import (
     notes_on,
     refuse_if_different,
     refuse_partial,
+    share_clusters,
     text_units,
 )
 from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte
@@ -198,6 +199,7 @@ def _compare_two(
     for task in common:
         refuse_if_different(task, first, other)
         refuse_partial(task, first, other)
+    first, other = share_clusters(common, first, other)
     tasks, seen = [], [dict(first.items), dict(other.items)]
     for task in common:
         metric = main_metric(first, task, texts_alone)

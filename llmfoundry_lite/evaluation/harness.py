@@ -18,6 +18,7 @@ from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.reading import (
     Record,
     bits_per_byte_error,
+    document_of,
     has_categories,
     hash_of,
     mean_and_error,
@@ -270,7 +271,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
     }
     for name in METRICS[task.kind]:
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
-    if any("cluster" in item for item in items):
+    if task.kind != "perplexity" and any("cluster" in item for item in items):
         record["num_clusters"] = len({item["cluster"] for item in items})
     if task.kind in ("multiple_choice", "schema"):
         chances = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
@@ -284,7 +285,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         rows = [(-item["log_probability"][0], item["num_tokens"][0]) for item in items]
         nats = sum(row[0] for row in rows)
         record |= _perplexity(nats / sum(row[1] for row in rows), ratio_error(items, rows))
-        record["num_documents"] = len({item["index"] for item in items})
+        record["num_documents"] = len({document_of(item) for item in items})
         record["bits_per_byte"] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
         if (error := bits_per_byte_error(items)) is not None:
             record["bits_per_byte_stderr"] = error

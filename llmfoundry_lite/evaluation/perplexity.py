@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ class Document(NamedTuple):
 
 def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
     """Windows of `max_seq_len` tokens that do not overlap, each after the token before it, as
-    lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes; an
-    item's `index` is its document's, because windows of one document are not independent.
+    lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes. An item's
+    `index` is its document's, because windows of one document are not independent. Equal documents are a cluster.
 
     A text file is one document; of a JSONL file each row's `text` is one; both begin after the tokenizer's beginning,
     or after an end of text where it has none. Of an MDS split each sample is one, and its first token is given, not
@@ -35,15 +36,20 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
+    first_of: dict[str, int] = {}
     digest, is_cut = hashlib.sha256(), False
     for number, document in enumerate(_documents(config, tokenizer)):
         if is_cut := limit is not None and len(items) >= limit:
             break
-        digest.update(json.dumps(document.source).encode())
+        source = json.dumps(document.source)
+        digest.update(source.encode())
+        cluster = str(first_of.setdefault(source, number))
         for request in _windows(document, tokenizer, max_seq_len):
-            items.append(Item(index=number, requests=(request,)))
+            items.append(Item(index=number, requests=(request,), cluster=cluster))
     is_cut = is_cut or (limit is not None and len(items) > limit)
     items = items[:limit]
+    if all(item.cluster == str(item.index) for item in items):  # no document is there twice
+        items = [replace(item, cluster=None) for item in items]
     if not items:
         raise DataError(f"{config.label}: {config.dataset_uri} has no text")
     settings = {"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit if is_cut else None}

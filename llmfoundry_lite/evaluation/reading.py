@@ -293,13 +293,19 @@ def text_row(item: Record) -> tuple[float, float]:
 
 
 def by_document(items: Sequence[Record]) -> Floats:
-    sums: dict[int, list[float]] = {}
+    """(n, [nats, bytes]) of documents; equal ones are one."""
+    sums: dict[int | str, list[float]] = {}
     for item in items:
         nats, num_bytes = text_row(item)
-        known = sums.setdefault(item["index"], [0.0, 0.0])
+        known = sums.setdefault(document_of(item), [0.0, 0.0])
         known[0] += nats
         known[1] += num_bytes
-    return np.array([sums[index] for index in sorted(sums)])
+    return np.array([sums[document] for document in sorted(sums)])  # pyright: ignore[reportArgumentType]
+
+
+def document_of(item: Record) -> int | str:
+    """What a window of text is independent in: its document, or the cluster of equal ones."""
+    return item.get("cluster", item["index"])
 
 
 def bits_per_byte(nats_and_bytes: Floats) -> Floats:
@@ -314,9 +320,9 @@ def ratio_error(items: Sequence[Record], rows: Sequence[tuple[float, float]]) ->
     sum(x)²: the linearised ratio estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its
     finite-population correction.
     """
-    sums: dict[int, Floats] = {}
+    sums: dict[int | str, Floats] = {}
     for item, row in zip(items, rows, strict=True):
-        sums[item["index"]] = sums.get(item["index"], np.zeros(2)) + row
+        sums[document_of(item)] = sums.get(document_of(item), np.zeros(2)) + row
     units = np.array(list(sums.values()) if len(sums) > 1 else rows)
     n = len(units)
     if n == 1:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # comparing needs no torch
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
     "num_duplicates": "{} that repeat a choice",
-    "num_repeated": "{} that repeat an earlier item, and count as independent",
+    "num_repeated": "{} that repeat an earlier item",
     "num_trimmed": "{} with a context cut to fit the model",
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }

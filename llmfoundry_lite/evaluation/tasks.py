@@ -89,7 +89,7 @@ class Prepared:
     beginning: list[int] = field(default_factory=list)
     """Token ids before every text, which the tokenizer's template decides."""
     num_repeated: int = 0
-    """Items that are the same as an earlier one, and so not independent of it."""
+    """Items that ask the same as an earlier one, with which they are a cluster."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> items that could not be asked."""
     config: TaskConfig
@@ -134,6 +134,7 @@ def prepare(
     described = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
+    clusters = find_clusters(config, rows)
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
     items, skipped = [], {}
     for index in indices:
@@ -142,7 +143,8 @@ def prepare(
         if isinstance(item, str):
             skipped[item] = skipped.get(item, 0) + 1
         else:
-            items.append(replace(item, num_missing_examples=num_fewshot - len(examples)))
+            missing = num_fewshot - len(examples)
+            items.append(replace(item, num_missing_examples=missing, cluster=clusters.get(index)))
     if not items:
         reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
         raise DataError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
@@ -157,7 +159,7 @@ def prepare(
         settings=described,
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
-        num_repeated=0 if config.cluster else len(items) - len({fingerprint(rows[item.index]) for item in items}),
+        num_repeated=len(items) - len({question_of(config, rows[item.index]) for item in items}),
         skipped=skipped,
         config=replace(config, tokenization=tokenization),
     )
@@ -171,6 +173,34 @@ def fingerprint(content: Any) -> str:
 def data_fingerprint(rows: list[dict[str, Any]]) -> str:
     """The same whether strip_dataset is set or not."""
     return fingerprint([{key: strip(value) for key, value in row.items()} for row in rows])
+
+
+def question_of(config: TaskConfig, row: dict[str, Any]) -> str:
+    """What a row asks, whatever else it says, such as its number."""
+    contexts, answers, _ = _options(config, row)
+    return fingerprint([contexts, answers])
+
+
+def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, str]:
+    """The cluster of each row: rows are in one that share the column `cluster`, or ask the same. Empty where all rows
+    are independent."""
+    root, first_of = list(range(len(rows))), dict[tuple[str, str], int]()
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = index = root[root[index]]
+        return index
+
+    for index, row in enumerate(rows):
+        keys = [("question", question_of(config, row))]
+        keys += [] if config.cluster is None else [("cluster", str(row[config.cluster]))]
+        for key in keys:
+            ends = find(first_of.setdefault(key, index)), find(index)
+            root[max(ends)] = min(ends)
+    if config.cluster is None and len(first_of) == len(rows):
+        return {}
+    found = {index: find(index) for index in range(len(rows))}
+    return {i: str(first) if config.cluster is None else str(rows[first][config.cluster]) for i, first in found.items()}
 
 
 def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: int) -> list[int]:
@@ -250,7 +280,6 @@ def _build_item(
         requests=tuple(requests),
         gold=gold,
         category=str(row["category"]) if config.has_categories and "category" in row else None,
-        cluster=None if config.cluster is None else str(row[config.cluster]),
         answers=tuple(accepted),
         has_duplicates=len({option.strip() for option in options}) < len(options),
     )

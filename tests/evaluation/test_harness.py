@@ -21,15 +21,18 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError, UserError
 from llmfoundry_lite.evaluation import harness, models
 from llmfoundry_lite.evaluation import results as results_module
+from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
 from llmfoundry_lite.evaluation.reading import hash_of, load_results, mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Score
+from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plots.evaluations import Panel
 from tests.helpers.launch import launch, train
+from tests.helpers.results import write_result
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
 CPU = torch.device("cpu")
@@ -748,7 +751,7 @@ def ask_by_hand(kind, rows, nats, greedy=()):
 
 def test_three_scores_by_hand():
     """Two words of 5 letters and a space, three of 2 letters: what is best depends on what the sum is divided by."""
-    rows = [{"query": "q", "choices": ["a", "bbbbbb cccccc", "d e f"], "gold": 2}] * 2
+    rows = [{"query": query, "choices": ["a", "bbbbbb cccccc", "d e f"], "gold": 2} for query in "qr"]
     record, items = ask_by_hand("multiple_choice", rows, [-3.0, -4.0, -4.5, -1.0, -2.0, -3.0])
     # -3, -4, -4.5; over 1, 2 and 3 tokens -3, -2, -1.5; over 1, 13 and 5 characters -3, -0.31, -0.9.
     assert items[0]["chosen"] == {"acc_per_token": 2, "acc": 0, "acc_norm": 1}
@@ -773,9 +776,49 @@ def test_language_modelling_by_hand():
 
 
 def test_a_perplexity_has_an_error():
-    rows = [{"context": "a", "continuation": "b"}] * 3
+    rows = [{"context": context, "continuation": "b"} for context in "abc"]
     record, _ = ask_by_hand("language_modeling", rows, [-2.0, -1.0, -3.0])
     assert record["perplexity_stderr"] == pytest.approx(math.exp(2) / math.sqrt(3))
+
+
+def test_rows_alike_are_one_cluster_however_often_they_are_there(tmp_path):
+    rows = [{"context": f"q{i}", "continuation": "b"} for i in range(24)]
+    right = {"base": set(range(12)), "ours": set(range(3, 21))}  # 9 won, 3 lost
+
+    def verdict(copies, rule=None):
+        paths = []
+        for name, won in right.items():
+            more = [{**row, "id": number} for number in range(copies) for row in rows]
+            greedy = {i for i in range(len(more)) if i % 24 in won}
+            record, items = ask_by_hand("language_modeling", more, [-1.0] * len(more), greedy)
+            paths.append(write_result(tmp_path / str(copies), name, {"t/0-shot": (record, items)}))
+        results = load_results(paths)
+        (task,) = compare(results, sequential=rule)[0].tasks
+        return results[0].facts["tasks"]["t/0-shot"]["acc_stderr"], task.p, task.low, task.high, task.verdict
+
+    once = verdict(1)
+    assert once[1] > 0.05 and once[-1] == "no detectable difference"
+    assert verdict(20)[:-1] == pytest.approx(once[:-1]) and verdict(20)[-1] == once[-1]
+    assert verdict(20, Rule())[-1] == "no detectable difference"
+
+
+def test_a_result_of_an_earlier_release_is_compared_by_the_clusters_of_the_other(tmp_path):
+    rows = [{"context": f"q{i % 12}", "continuation": "b"} for i in range(48)]
+    paths = {}
+    for name, greedy in (("new", set(range(24))), ("old", set(range(12, 48)))):
+        record, items = ask_by_hand("language_modeling", rows, [-1.0] * 48, greedy)
+        paths[name] = write_result(tmp_path, name, {"t/0-shot": (record, items)})
+        for item in items if name == "old" else []:
+            del item["cluster"]
+        record.pop("items_hash")
+        paths[name] = write_result(tmp_path, name, {"t/0-shot": (record, items)})
+    for order in (("new", "old"), ("old", "new")):
+        (pair,) = compare(load_results([paths[name] for name in order]))
+        assert "t/0-shot: 48 items in 12 clusters, which are what is independent" in pair.notes
+    shutil.copy(paths["old"], tmp_path / "older.json")
+    shutil.copy(tmp_path / "old.items.jsonl", tmp_path / "older.items.jsonl")
+    (pair,) = compare(load_results([paths["old"], tmp_path / "older.json"]))
+    assert any("36 items repeat an earlier one and count as independent" in note for note in pair.notes)
 
 
 def test_a_result_names_its_code_and_items():

@@ -141,6 +141,17 @@ def test_windows_bytes_add_up_to_the_texts_wherever_they_cut_a_character(tmp_pat
     assert {item.index for item in items} == {0}
 
 
+def test_equal_documents_are_one_cluster(tmp_path, model, tokenizer) -> None:
+    texts = [f"{TEXT} {number}" for number in range(4)]
+    errors = []
+    for copies in (1, 5):
+        path = tmp_path / f"{copies}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * copies))
+        found = measure(model, tokenizer, path)
+        errors.append((found["num_documents"], found["bits_per_byte"], found["bits_per_byte_stderr"]))
+    assert errors[1] == pytest.approx(errors[0])
+
+
 def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(TEXT.encode())

@@ -670,11 +670,24 @@ def test_the_same_questions_have_the_same_fingerprints_however_a_file_is_written
     assert len({(found.fingerprint, found.data_fingerprint) for found in prepared}) == 1
 
 
-def test_items_that_repeat_others_are_counted_unless_they_are_of_one_cluster():
-    rows = [{**row, "passage": i} for i, row in enumerate(QUESTIONS)]
-    assert ask(task(), rows=rows)[0].num_repeated == 0
-    assert ask(task(), rows=[*rows, *rows[:2], rows[0]])[0].num_repeated == 3
-    assert ask(task(cluster="passage"), rows=[*rows, rows[0]])[0].num_repeated == 0
+def test_items_that_ask_the_same_are_counted_and_are_a_cluster():
+    rows = [{**row, "passage": f"p{i}"} for i, row in enumerate(QUESTIONS)]
+    alone = ask(task(), rows=rows)[0]
+    assert alone.num_repeated == 0 and {item.cluster for item in alone.items} == {None}
+    twice = ask(task(), rows=[*rows, {**rows[0], "passage": "other"}, rows[1], rows[0]])[0]
+    assert twice.num_repeated == 3
+    assert [item.cluster for item in twice.items][-3:] == ["0", "1", "0"]
+    assert len({item.cluster for item in twice.items}) == len(rows)
+
+
+def test_clusters_that_ask_the_same_are_one():
+    rows = [{**row, "passage": f"p{i // 2}"} for i, row in enumerate(QUESTIONS)]
+    rows += [{**rows[0], "passage": "q"}, {**rows[0], "query": "Another?", "passage": "q"}]
+    clusters = [item.cluster for item in ask(task(cluster="passage"), rows=rows)[0].items]
+    assert (
+        clusters[:2] == clusters[-2:] == ["p0", "p0"]
+        and len(set(clusters)) == len({row["passage"] for row in rows}) - 1
+    )
 
 
 def test_a_cluster_must_be_a_column(tmp_path):

@@ -4,8 +4,8 @@ import csv
 import gzip
 import io
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
