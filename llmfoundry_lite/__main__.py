@@ -1,5 +1,19 @@
-"""`python -m llmfoundry_lite` is `llmfoundry-lite`."""
+"""The `llmfoundry-lite` program, and `python -m llmfoundry_lite`: asked to leave from the first moment on."""
 
-from llmfoundry_lite.cli.main import main
+import sys
 
-main()
+from llmfoundry_lite.early_exit import leave_with_75_when_asked
+
+LEAVE_WITH_75 = ("train", "eval", "relay")
+
+
+def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in LEAVE_WITH_75:
+        leave_with_75_when_asked()
+    from llmfoundry_lite.cli.main import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,11 @@ composer -n 8 -m llmfoundry_lite.eval icl-zero-shot models.ours=runs/mpt-1b
 python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks whose data are here
 """
 
+if __name__ == "__main__":  # before the imports below, which take a moment
+    from llmfoundry_lite.early_exit import leave_with_75_when_asked
+
+    leave_with_75_when_asked()
+
 import os
 from collections.abc import Sequence
 

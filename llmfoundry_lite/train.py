@@ -7,6 +7,11 @@
 Owns the order of a launch: configuration, preflight, environment, then the heavy imports. No torch before those.
 """
 
+if __name__ == "__main__":  # before the imports below, which take a moment
+    from llmfoundry_lite.early_exit import leave_with_75_when_asked
+
+    leave_with_75_when_asked()
+
 import os
 from collections.abc import Sequence
 

@@ -140,7 +140,11 @@ class Launcher:
         module, imports, packages = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
         command = [sys.executable, "-m", "llmfoundry_lite.launcher.server", *names]
-        process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
+        try:
+            process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         its.close()
         return process, mine
 

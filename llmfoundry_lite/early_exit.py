@@ -1,0 +1,26 @@
+"""Exit code 75 for a request to leave that comes while a program still imports; Python's own answer is 143.
+
+Owns the handlers of the first seconds, and imports nothing that takes time. `ranks.ending`, the launcher and the relay
+replace them with their own.
+"""
+
+import os
+import signal
+from typing import Any
+
+from llmfoundry_lite.errors import EXIT_PREEMPTED
+
+
+def leave_with_75_when_asked() -> None:
+    """First of all, in each program whose exit code 75 means: run the same command again."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        name = signal.Signals(number).name
+        because = "interrupted by Ctrl-C" if number == signal.SIGINT else f"preempted by {name}"
+        os.write(2, f"{because} before anything had begun; run the same command again\n".encode())
+    os._exit(EXIT_PREEMPTED)
