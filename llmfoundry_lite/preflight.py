@@ -49,6 +49,8 @@ class Preflight:
     text_keys: list[str] = field(default_factory=list)
     """Data sets of text rather than tokens: they need the tokenizer while they are read."""
     not_checked: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """One line for each thing that is allowed, and may not mean what it seems to."""
 
 
 def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight:
@@ -268,11 +270,15 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
                 f"train_loader.dataset.{token}_token_id: {token_id} is not the tokenizer's, {theirs[token]} ({name}); "
                 f"change it, or set train_loader.dataset.{override}: true"
             )
-    vocab_size = tokenizer.vocab_size
-    if vocab_size > config.model.vocab_size:
+    if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {vocab_size} ({name}); "
-            f"set it to {_round_up(vocab_size)}"
+            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} "
+            f"({name}); set it to {_round_up(tokenizer.vocab_size)}"
+        )
+    if config.tokenizer.kwargs.get("pad_token", tokenizer.pad_token) == tokenizer.eos_token:
+        found.notes.append(
+            f"tokenizer.name: {name} pads with its end of text, {tokenizer.eos_token}; it is learned here like any "
+            "token, and LLM Foundry computes no loss on it"
         )
 
 

@@ -75,6 +75,7 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
             preflight.check_installed("composer", "streaming")
         layout = layout_here(config)
         found = preflight.check(config, layout, must_exist=invocation.dry_run != "plan")
+        invocation.notes.extend(found.notes)
         if not invocation.dry_run:
             invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(config, layout))
         if invocation.dry_run == "here":

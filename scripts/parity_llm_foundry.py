@@ -50,6 +50,7 @@ BASE = {
 }
 GROUPED = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 ROPE = {"rope": True, "rope_impl": "hf", "rope_theta": 500}
+RMS = {"norm_type": "rmsnorm", "norm_eps": 1e-2}
 
 
 def attention(**options: Any) -> dict[str, Any]:
@@ -95,6 +96,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "low_precision_rmsnorm": {"norm_type": "low_precision_rmsnorm", "norm_eps": 1e-3},
     "no_bias": {"no_bias": True},
     "no_bias, qk_ln": {"no_bias": True, **attention(qk_ln=True)},
+    "qk_ln, norm_eps": {"norm_eps": 1e-2, **attention(qk_ln=True)},
+    "qk_ln, layernorm": {"norm_type": "layernorm", "norm_eps": 1e-2, **attention(qk_ln=True)},
+    "qk_ln, rmsnorm": {"norm_type": "rmsnorm", **attention(qk_ln=True)},
+    "qk_ln, rmsnorm, no_bias": {"norm_type": "rmsnorm", "no_bias": True, **attention(qk_ln=True)},
+    "qk_gn, low_precision_rmsnorm": {"norm_type": "low_precision_rmsnorm", "norm_eps": 1e-2, **attention(qk_gn=True)},
+    "qk_ln of another norm than the model's": attention(qk_ln=True, norm_type="rmsnorm", norm_eps=1e-2),
+    "qk_gn of the model's norm": {"norm_type": "rmsnorm", "norm_eps": 1e-2, **attention(qk_gn=True, **RMS)},
     "embedding_fraction": {"embedding_fraction": 0.25},
     "logit_scale": {"logit_scale": 0.3},
     "logit_scale: inv_sqrt_d_model": {"logit_scale": "inv_sqrt_d_model"},

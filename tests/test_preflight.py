@@ -182,6 +182,22 @@ def test_the_tokenizer_must_be_the_one_that_made_the_shards(tmp_path):
         check(tmp_path, config)
 
 
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.kwargs"])
+def test_an_end_of_text_that_also_pads_is_noted_for_llm_foundry_learns_nothing_of_it(tmp_path, data, where):
+    tokenizer = train_tokenizer(["one two three"] * 3, 260)
+    tokenizer.save(tmp_path / "tokenizer")
+    options = {"tokenizer__name": str(tmp_path / "tokenizer"), "model__vocab_size": 300}
+    assert not check(tmp_path, tiny_config(data, **options))[1].notes
+    pad = {"pad_token": tokenizer.eos_token}
+    if where == "tokenizer.kwargs":
+        options["tokenizer__kwargs"] = pad
+    else:
+        file = tmp_path / "tokenizer" / where
+        file.write_text(json.dumps({**json.loads(file.read_text()), **pad}))
+    [note] = check(tmp_path, tiny_config(data, **options))[1].notes
+    assert "pads with its end of text, <|endoftext|>; it is learned here" in note
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path):
     folder = write_data(tmp_path / "data", num_train=20, num_val=5)
     tokenizer = train_tokenizer(["one two three"] * 3, 260)

@@ -46,6 +46,7 @@ from llmfoundry_lite.checkpoint.manifest import (
     TensorRecord,
     Timestamp,
 )
+from llmfoundry_lite.config.recorded import in_words_of_today
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 from llmfoundry_lite.ranks.codec import Item, count_values, decode_value, encode_value, parse_json, shorten, write_json
 
@@ -213,6 +214,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     item.get("version").expect(version >= 1, "1 or more")
     _refuse_newer(version, where)
     files, files_extra, tensors = _decode_format_1(item) if version == 1 else _decode_format_2(item)
+    config, scalars = decode_value(item.get("config").value, f"{where}: config"), _decode_dict(item.get("scalars"))
     manifest = Manifest(
         save_id=item.get("save_id").string(),
         parent_save_id=item.get("parent_save_id").optional_string(),
@@ -221,9 +223,9 @@ def decode(raw: bytes, where: str) -> Manifest:
         timestamp=_decode_timestamp(item.get("timestamp")),
         written_at=item.get("written_at").optional_string(),
         fingerprints=item.get("fingerprints").strings(),
-        config=decode_value(item.get("config").value, f"{where}: config"),
+        config=in_words_of_today(config, is_imported="imported_from" in scalars),
         segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
-        scalars=_decode_dict(item.get("scalars")),
+        scalars=scalars,
         optimizer=None if item.get("optimizer").value is None else _decode_dict(item.get("optimizer")),
         aliases=item.get("aliases").strings(),
         tensors=tensors,

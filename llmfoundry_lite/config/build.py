@@ -179,7 +179,7 @@ def _suggest(key: str, path: str, fields: Mapping[str, Any]) -> str:
     if path == "loggers":
         return f"valid keys here: {', '.join(fields)}; metrics.jsonl is always written"
     if elsewhere:
-        return f"did you mean {max(elsewhere, key=lambda other: _num_shared_parts(other, full))}?"
+        return f"did you mean {max(elsewhere, key=lambda other: (_num_shared_parts(other, full), -other.count('.')))}?"
     if far:
         return f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
     return f"valid keys here: {', '.join(fields) or 'none'}"

@@ -29,6 +29,9 @@ SCHEDULES_KEYS = {
 
 MUON_KEYS = ("adamw_lr", "momentum", "ns_steps", "ns_dtype", "adjust_lr_fn")
 
+TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
+"""Of LLM Foundry's, those that are checked, and those that no id depends on."""
+
 LONGEST_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
@@ -297,6 +300,10 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
         if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
             key = f"scheduler.{key}"
             notes.append(f"{source_of(key, layers)}: {key}: {span} is longer than the run, {run}: {meaning}")
+    for name in config.tokenizer.kwargs:
+        if name not in TOKENIZER_OPTIONS:
+            key = f"tokenizer.kwargs.{name}"
+            notes.append(f"{source_of(key, layers)}: {key} has no effect: the tokenizer's own files decide")
     notes += [f"{source_of(key, layers)}: {key}: {what}" for key, what in find_undivided(config).items()]
     dataset, batch = config.train_loader.dataset, config.global_train_batch_size
     if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:

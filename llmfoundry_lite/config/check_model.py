@@ -85,6 +85,8 @@ def _check_attention(model: ModelConfig, refuse: Refuse) -> None:
         refuse(
             "model.attn_config.rope_hf_config.factor", "given without a type; add type: linear, dynamic, ntk or llama3"
         )
+    if options.rope and options.rope_impl == "dail" and scaling.type != "no_scaling":
+        refuse("model.attn_config.rope_impl", f"dail has no {scaling.type} scaling; use rope_impl: hf")
     if scaling.factor < 1:
         refuse("model.attn_config.rope_hf_config.factor", f"{scaling.factor} given, expected 1 or more")
     for key in LLAMA3_KEYS:

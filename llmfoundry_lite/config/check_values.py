@@ -32,6 +32,7 @@ CHOICES = {
     "model.init_device": ("meta", "cpu", "mixed"),
     "model.attn_config.attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
     "model.attn_config.attn_impl": ("auto", "sdpa", "blocked", "flex", "flash", "reference", "torch"),
+    "model.attn_config.norm_type": ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm"),
     "model.attn_config.rope_impl": ("dail", "hf"),
     "model.attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "ntk", "llama3"),
     "model.ffn_config.ffn_type": ("mptmlp", "mptglu"),
@@ -69,7 +70,8 @@ CHOICES = {
 
 POSITIVE = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.expansion_ratio", "model.max_seq_len"),
-    *("model.vocab_size", "model.norm_eps", "model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
+    *("model.vocab_size", "model.norm_eps", "model.attn_config.norm_eps"),
+    *("model.attn_config.clip_qkv", "model.attn_config.softmax_scale"),
     *("model.attn_config.kv_n_heads", "model.attn_config.rope_theta", "model.attn_config.rope_hf_config.factor"),
     *(f"model.attn_config.rope_hf_config.{key}" for key in LLAMA3_KEYS),
     *("model.ffn_config.ffn_hidden_size", "model.attn_config.alibi_bias_max", "max_seq_len"),

@@ -240,6 +240,18 @@ def _keys_of(pattern: str) -> list[str]:
     return [pattern.replace("*", block) for block in (("train_loader", "eval_loader") if "*" in pattern else ("",))]
 
 
+def drop_unused_scaling(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
+    """Take rope_hf_config out where rope_impl, dail by default, ignores it in LLM Foundry. Returns a note if so."""
+    attention = get(values, "model.attn_config")[1]
+    scaling = attention.get("rope_hf_config") if isinstance(attention, dict) else None
+    kind = scaling.get("type", "no_scaling") if isinstance(scaling, dict) else "no_scaling"
+    if kind == "no_scaling" or not attention.get("rope") or attention.get("rope_impl", "dail") != "dail":
+        return []
+    key = "model.attn_config.rope_hf_config"
+    pop(values, key)
+    return [f"{source_of(key, layers)}: {key} has no effect: rope_impl is dail; rope_impl: hf scales positions"]
+
+
 def refuse_left_out_keys(
     values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:

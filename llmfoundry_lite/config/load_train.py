@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_config, find_surprises
 from llmfoundry_lite.config.check_values import check_kinds
-from llmfoundry_lite.config.foundry import drop_keys_without_effect, refuse_fine_tuning, refuse_left_out_keys
+from llmfoundry_lite.config.foundry import (
+    drop_keys_without_effect,
+    drop_unused_scaling,
+    refuse_fine_tuning,
+    refuse_left_out_keys,
+)
 from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
@@ -46,7 +51,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     values = merge_layers(layers)
     refuse_fine_tuning(values, layers)
     notes = [layer.note for layer in layers if layer.note]
-    notes += drop_keys_without_effect(values, layers)
+    notes += drop_keys_without_effect(values, layers) + drop_unused_scaling(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     check_kinds(values, layers)

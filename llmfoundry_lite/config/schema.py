@@ -119,6 +119,10 @@ class AttentionConfig:
     """Norm over the whole of q and of k, before heads are split."""
     qk_gn: bool = False
     """Norm over each head of q and of k."""
+    norm_type: str = "low_precision_layernorm"
+    """Kind of norm that qk_ln and qk_gn compute. As in LLM Foundry, it does not follow model.norm_type."""
+    norm_eps: float = 1e-5
+    """Added to the variance by the norms of q and k."""
     clip_qkv: float | None = None
     """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
     softmax_scale: float | None = None
@@ -137,9 +141,9 @@ class AttentionConfig:
     rope_theta: float = 10_000
     """The longest wavelength is 2 * pi * theta tokens."""
     rope_impl: str = "dail"
-    """dail or hf: LLM Foundry's two implementations, the same here."""
+    """dail or hf: LLM Foundry's two implementations, the same here but that hf alone has rope_hf_config."""
     rope_hf_config: RopeScaling = field(default_factory=RopeScaling)
-    """Scaling beyond the trained length, whatever rope_impl says."""
+    """Scaling beyond the trained length."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -329,6 +333,9 @@ class LoaderConfig:
 NEWTON_SCHULZ_STEPS = 5
 """Of muon, unless `ns_steps` says otherwise."""
 
+COMPOSERS_WEIGHT_DECAY = 1e-5
+"""Default of its DecoupledAdamW."""
+
 LOSS_CHUNK_MIB = 256
 
 
@@ -351,10 +358,17 @@ class OptimizerConfig:
     adjust_lr_fn: str | None = None
     """muon, as in torch: match_rms_adamw (default) makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled optimizers: multiplied by lr/initial lr alone; the others: by lr."""
+    weight_decay: float | None = None
+    """Decoupled optimizers: multiplied by lr/initial lr alone; the others: by lr. Default: 1e-5 for decoupled_adamw, as
+    in Composer, 0 for the others."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """For python: optimizers."""
+
+    @property
+    def decay(self) -> float:
+        if self.weight_decay is None:
+            return COMPOSERS_WEIGHT_DECAY if self.name == "decoupled_adamw" else 0.0
+        return self.weight_decay
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -739,7 +753,9 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return plain(asdict(config))
+    values = plain(asdict(config))
+    values["optimizer"]["weight_decay"] = config.optimizer.decay  # a default may change; what a run did may not
+    return values
 
 
 # ----------------------------------------------------------------------------------------- evaluation

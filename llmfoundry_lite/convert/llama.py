@@ -171,6 +171,7 @@ def _read_rope(hf_config: HFConfig, where: str) -> dict[str, Any]:
             )
             raise ExportError(f"{where}: {key}.{name} {wrong} in config.json; rope_type {rope['rope_type']} {does} it")
     return {
+        "rope_impl": "dail" if ours == "no_scaling" else "hf",
         "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta", 10_000)),
         "rope_hf_config": RopeScaling(type=ours, **{name: rope[name] for name in expected}),
     }

@@ -145,6 +145,8 @@ class Tokenizer:
     vocab_size: int
     """The largest id plus one, added tokens included: the smallest embedding table that fits."""
     backend: tokenizers.Tokenizer = field(repr=False)
+    pad_token: str | None = None
+    """Named by its files; nothing is padded with it here."""
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     """What `tokenizer_config.json` says beside the ids; kept for `save`."""
 
@@ -251,6 +253,7 @@ def build_tokenizer(
         eos_token_id=eos_token_id,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         backend=backend,
+        pad_token=token_text(config.get("pad_token")) or token_text(special_tokens.get("pad_token")),
         config=config,
     )
 
@@ -321,7 +324,7 @@ def convert_with_transformers(name: str) -> Tokenizer:
         raise DataError(
             f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"
         ) from error
-    return build_tokenizer(name, backend, {"eos_token": loaded.eos_token}, {})
+    return build_tokenizer(name, backend, {"eos_token": loaded.eos_token}, {"pad_token": loaded.pad_token})
 
 
 def looks_like_a_path(name: str) -> bool:

@@ -10,12 +10,14 @@ def count_parameters(model: ModelConfig) -> int:
     """
     d, f, kv_dim = model.d_model, model.ffn_dim, model.num_kv_heads * model.head_dim
     has_bias = 0 if model.no_bias else 1
-    norm_rows = 1 if model.norm_type.endswith("rmsnorm") else 1 + has_bias
+    norm_rows, qk_norm_rows = (
+        1 if norm.norm_type.endswith("rmsnorm") else 1 + has_bias for norm in (model, model.attn_config)
+    )
     attention = 2 * d * d + 2 * d * kv_dim + has_bias * (2 * d + 2 * kv_dim)
     if model.attn_config.qk_ln:
-        attention += norm_rows * (d + kv_dim)
+        attention += qk_norm_rows * (d + kv_dim)
     elif model.attn_config.qk_gn:
-        attention += norm_rows * 2 * model.head_dim
+        attention += qk_norm_rows * 2 * model.head_dim
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
     feed_forward = (num_up + 1) * d * f + has_bias * (num_up * f + d)
     embeddings = model.vocab_size * d * (1 if model.tie_word_embeddings else 2)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmfoundry_lite.config.schema import FFNActivation, ModelConfig
+from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, ModelConfig
 from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build_mask, build_rotation, rotate
 from llmfoundry_lite.models.products import Linear, logits
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         for number in stage.blocks:
             self.blocks.add_module(str(number), Block(config))
         if stage.is_last:
-            self.norm_f = Norm(config, config.d_model)
+            self.norm_f = Norm(config.d_model, config, has_bias=not config.no_bias)
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
         self._slopes_h: torch.Tensor | None = None
@@ -150,9 +150,9 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm_1 = Norm(config, config.d_model)
+        self.norm_1 = Norm(config.d_model, config, has_bias=not config.no_bias)
         self.attn = Attention(config)
-        self.norm_2 = Norm(config, config.d_model)
+        self.norm_2 = Norm(config.d_model, config, has_bias=not config.no_bias)
         self.ffn = GatedFeedForward(config) if config.ffn_config.ffn_type == "mptglu" else FeedForward(config)
         self.resid_drop = nn.Dropout(config.resid_pdrop)
 
@@ -175,10 +175,9 @@ class Attention(nn.Module):
             self.Wk = Linear(d, self.kv_dim, bias=bias)
             self.Wv = Linear(d, self.kv_dim, bias=bias)
         self.out_proj = Linear(d, d, bias=bias)
-        if options.qk_ln:
-            self.q_ln, self.k_ln = Norm(config, d), Norm(config, self.kv_dim)
-        elif options.qk_gn:
-            self.q_ln, self.k_ln = Norm(config, self.head_dim), Norm(config, self.head_dim)
+        if options.qk_ln or options.qk_gn:
+            widths = (d, self.kv_dim) if options.qk_ln else (self.head_dim, self.head_dim)
+            self.q_ln, self.k_ln = (Norm(width, options, has_bias=bias) for width in widths)
         self.options = options
 
     def forward(
@@ -242,12 +241,12 @@ class Norm(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, config: ModelConfig, width: int):
+    def __init__(self, width: int, config: ModelConfig | AttentionConfig, *, has_bias: bool):
+        """`has_bias`: a LayerNorm has one; RMSNorm never has."""
         super().__init__()
         self.is_rms = config.norm_type.endswith("rmsnorm")
-        has_bias = not (config.no_bias or self.is_rms)
         self.weight = nn.Parameter(torch.empty(width))
-        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if has_bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if has_bias and not self.is_rms else None)
         self.eps = config.norm_eps
         self.in_fp32 = not config.norm_type.startswith("low_precision_")
 

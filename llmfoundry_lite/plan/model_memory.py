@@ -287,7 +287,7 @@ def _shapes_outside(model: ModelConfig, num_rows: int) -> Shapes:
     shapes = [(num_rows, d)] * (1 if model.tie_word_embeddings else 2)
     if model.uses_learned_positions:
         shapes.append((model.max_seq_len, d))
-    return shapes + _shapes_of_norm(model, d)
+    return shapes + _shapes_of_norm(model, d, model.norm_type)
 
 
 def _shapes_of_block(model: ModelConfig, tensor_parallel_degree: int) -> Shapes:
@@ -300,16 +300,17 @@ def _shapes_of_block(model: ModelConfig, tensor_parallel_degree: int) -> Shapes:
     shapes += [(d, columns // tensor_parallel_degree) for columns in (d, f)]
     if not model.no_bias:
         shapes += [(rows, 1) for rows in (*first, d, d)]
-    widths = [d, d]
-    if model.attn_config.qk_ln:
-        widths += [d, kv_dim]
-    elif model.attn_config.qk_gn:
-        widths += [model.head_dim] * 2
-    return shapes + [shape for width in widths for shape in _shapes_of_norm(model, width)]
+    options = model.attn_config
+    norms = [(d, model.norm_type)] * 2
+    if options.qk_ln:
+        norms += [(d, options.norm_type), (kv_dim, options.norm_type)]
+    elif options.qk_gn:
+        norms += [(model.head_dim, options.norm_type)] * 2
+    return shapes + [shape for width, kind in norms for shape in _shapes_of_norm(model, width, kind)]
 
 
-def _shapes_of_norm(model: ModelConfig, width: int) -> Shapes:
-    return [(width, 1)] * (1 if model.no_bias or model.norm_type.endswith("rmsnorm") else 2)
+def _shapes_of_norm(model: ModelConfig, width: int, kind: str) -> Shapes:
+    return [(width, 1)] * (1 if model.no_bias or kind.endswith("rmsnorm") else 2)
 
 
 def _block_bytes_per_token(
@@ -327,7 +328,9 @@ def _block_bytes_per_token(
         max(stream_bytes, FP32_BYTES) if not model.norm_type.startswith("low_precision_") else stream_bytes
     )
     # RMSNorm as accelerators' fused kernel keeps it; torch's CPU computes it in steps that keep more.
-    norm_statistics = (1 if model.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES
+    norm_statistics, qk_norm_statistics = (
+        (1 if norm.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES for norm in (model, model.attn_config)
+    )
     kv_dim = model.num_kv_heads * model.head_dim
     norms = 2 * ((norm_input + norm_statistics) // num_runs + d * compute_bytes)
     attention = (2 * d + 2 * kv_dim) * compute_bytes + model.n_heads * FP32_BYTES
@@ -341,7 +344,7 @@ def _block_bytes_per_token(
     if model.attn_config.clip_qkv is not None:
         attention += (d + 2 * kv_dim) * compute_bytes
     if model.attn_config.qk_ln or model.attn_config.qk_gn:
-        attention += (d + kv_dim) * compute_bytes + 2 * norm_statistics
+        attention += (d + kv_dim) * compute_bytes + 2 * qk_norm_statistics
     if model.attn_config.rope:
         attention += (d + kv_dim) * compute_bytes
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).

@@ -78,7 +78,7 @@ class Muon(Optimizer):
         self._owners: Owners | None = None
         options = {
             "lr": config.lr,
-            "weight_decay": config.weight_decay,
+            "weight_decay": config.decay,
             "momentum": 0.95 if config.momentum is None else config.momentum,
             "ns_steps": config.ns_steps or NEWTON_SCHULZ_STEPS,
             "adjust_lr_fn": config.adjust_lr_fn or "match_rms_adamw",
@@ -88,7 +88,7 @@ class Muon(Optimizer):
             lr=config.adamw_lr or config.lr,
             betas=config.betas or (0.9, 0.95),
             eps=config.eps,
-            weight_decay=config.weight_decay,
+            weight_decay=config.decay,
             fused=True,
         )
         super().__init__([{"params": [m.parameter for m in matrices], **options}, *self.adamw.param_groups], {})

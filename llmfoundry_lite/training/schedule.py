@@ -12,15 +12,21 @@ Clock = Callable[[str], float]
 """Unit (ba, ep, sp, tok) -> how much of it has been trained."""
 
 
-def learning_rate_multiplier(schedule: SchedulerConfig, max_duration: Duration, elapsed: Clock) -> float:
+def learning_rate_multiplier(
+    schedule: SchedulerConfig, max_duration: Duration, elapsed: Clock, batches_per_epoch: int = 1
+) -> float:
     """What the learning rate is multiplied by for the next batch. Formulas as in Composer and LLM Foundry.
 
-    All spans are counted in the unit of `max_duration` (config.check checks that they can be).
+    All spans are counted in the unit of `max_duration` (config.check checks that they can be). A fraction of the run is
+    cut to a whole number of them, and of epochs to one of batches, as Composer's `_convert_time` does.
     """
 
     def span(text: str | int) -> float:
         duration = Duration.parse(text)
-        return duration.value * max_duration.value if duration.unit == "dur" else duration.value
+        if duration.unit != "dur":
+            return duration.value
+        steps = batches_per_epoch if max_duration.unit == "ep" else 1
+        return int(duration.value * steps * max_duration.value) / steps
 
     t, t_warmup, t_max = elapsed(max_duration.unit), span(schedule.t_warmup), span(schedule.t_max)
     if schedule.name == "inv_sqrt_with_warmup":
@@ -84,7 +90,10 @@ class LearningRate(Callback):
         self.max_duration = max_duration
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        multiplier = learning_rate_multiplier(self.schedule, self.max_duration, lambda unit: elapsed(state, unit))
+        num_batches = int(state.dataloader_len or 1)
+        multiplier = learning_rate_multiplier(
+            self.schedule, self.max_duration, lambda unit: elapsed(state, unit), num_batches
+        )
         for group in state.optimizers[0].param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * multiplier
 

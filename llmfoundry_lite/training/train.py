@@ -196,6 +196,8 @@ def build_trainer(
 
 def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
     """With everything in place that takes memory: the model, and the optimizer's state if it has been restored."""
+    if config.device_train_microbatch_size is None and dist.get_rank() == 0:
+        say_whole_batch(config)
     if config.device_train_microbatch_size != "auto":
         return
     layout = layout_here(config)
@@ -214,6 +216,17 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
     trainer.state.device_train_microbatch_size = size
     if dist.get_rank() == 0:
         print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)
+
+
+def say_whole_batch(config: TrainConfig) -> None:
+    """LLM Foundry measures what fits, though Composer cannot on a CPU. A pipeline has a default of its own."""
+    if devices.device_type() != "cpu" and config.pipeline.pipeline_parallel_degree == 1:
+        size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
+        print(
+            f"device_train_microbatch_size: not given, so each device computes its {size} samples at once; auto, LLM "
+            "Foundry's default, computes as many at a time as fit",
+            flush=True,
+        )
 
 
 def make_up_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkpointing) -> None:

@@ -289,3 +289,11 @@ def test_what_would_not_be_read_is_not_written():
         encode(sound(tensors={"model/embed": tensor_record(Boxes((Slice(0, (0, 0), (2, 3)),)))}))
     with pytest.raises(CheckpointError, match="scalars"):
         encode(sound(scalars={"x": {1, 2}}))
+
+
+@pytest.mark.parametrize(("scalars", "norm_type"), [({}, "rmsnorm"), ({"imported_from": {"kind": "x"}}, None)])
+def test_a_model_that_an_earlier_release_recorded_is_the_model_that_it_trained(scalars, norm_type):
+    """Its norms of q and k were the model's; those of weights from LLM Foundry never were."""
+    recorded = {"model": {"norm_type": "rmsnorm", "norm_eps": 1e-6, "attn_config": {"qk_ln": True}}}
+    manifest = sound(config=recorded, scalars=scalars)
+    assert decode(encode(manifest), "m").config["model"]["attn_config"].get("norm_type") == norm_type

@@ -551,6 +551,30 @@ def test_what_has_no_effect_or_may_not_be_meant_is_noted(argument, note):
     assert load(argument).notes == [f"command line: {note}"]
 
 
+def test_scaling_that_llm_foundry_ignores_is_left_out_and_said():
+    rope, scaling = "model.attn_config.rope=true", "model.attn_config.rope_hf_config={type: linear, factor: 2}"
+    ignored, used = load(rope, scaling), load(rope, scaling, "model.attn_config.rope_impl=hf")
+    assert ignored.notes == [
+        "command line: model.attn_config.rope_hf_config has no effect: rope_impl is dail; "
+        "rope_impl: hf scales positions"
+    ]
+    assert ignored.config.model.attn_config.rope_hf_config.type == "no_scaling"
+    assert used.config.model.attn_config.rope_hf_config.type == "linear" and not used.notes
+
+
+def test_options_of_a_tokenizer_that_nobody_asks_for_are_noted():
+    options = "tokenizer.kwargs={model_max_length: 128, eos_token: '</s>', use_fast: true}"
+    assert load(options).notes == [
+        "command line: tokenizer.kwargs.eos_token has no effect: the tokenizer's own files decide"
+    ]
+
+
+def test_the_weight_decay_of_a_run_is_in_its_record():
+    assert as_dict(load().config)["optimizer"]["weight_decay"] == 1e-5
+    assert as_dict(load("optimizer.name=adamw").config)["optimizer"]["weight_decay"] == 0.0
+    assert as_dict(load("optimizer.weight_decay=0.1").config)["optimizer"]["weight_decay"] == 0.1
+
+
 def test_a_window_below_two_batches_is_noted_for_it_shuffles_nothing():
     window = "train_loader.dataset.shuffle_block_size"
     assert load("train_loader.dataset.shuffle=true", f"{window}=15").notes == [
@@ -621,7 +645,7 @@ def test_a_configuration_as_a_run_folder_has_it_is_accepted_again(tmp_path):
     for name in ("cosine_with_warmup", "warmup_stable_decay", "inv_sqrt_with_warmup"):
         config = load(f"scheduler.name={name}", "scheduler.t_scale=1ba").config
         Path("config.yaml").write_text(yaml.safe_dump(as_dict(config)))
-        assert load_train_config(["config.yaml"], {}).config == config
+        assert as_dict(load_train_config(["config.yaml"], {}).config) == as_dict(config)
 
 
 def test_the_same_blocks_serve_a_smaller_cluster_with_a_degree_of_1():

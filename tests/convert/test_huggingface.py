@@ -567,6 +567,28 @@ def test_llm_foundry_folders_keep_biases_and_learned_positions():
     MPT(imported_config).load_state_dict(state_dict)
 
 
+@pytest.mark.parametrize("norms", [{}, {"norm_type": "rmsnorm", "norm_eps": 1e-2}], ids=["default", "its own"])
+@pytest.mark.parametrize("kind", ["qk_ln", "qk_gn"])
+def test_norms_of_q_and_k_in_llm_foundry_folders_do_not_follow_the_models(kind, norms):
+    config = replace(SMALL, norm_type="rmsnorm", norm_eps=1e-6, attn_config=AttentionConfig(**{kind: True}, **norms))
+    model = random_model(config)
+    foundry = {**FOUNDRY_SIZES, "norm_type": "rmsnorm", "norm_eps": 1e-6, "attn_config": {kind: True, **norms}}
+    imported_config, _ = from_hugging_face(model.state_dict(), foundry)
+    assert imported_config == config
+    norm = model.transformer.blocks[0].attn.q_ln
+    assert (norm.bias is None, norm.eps) == ((True, 1e-2) if norms else (False, 1e-5))
+
+
+@pytest.mark.parametrize(("architecture", "has_biases"), [("MptForCausalLM", False), ("MPTForCausalLM", True)])
+def test_a_config_that_lacks_no_bias_has_its_writers_default(architecture, has_biases):
+    config = replace(SMALL, no_bias=not has_biases, attn_config=AttentionConfig(alibi=True))
+    foundry = {**FOUNDRY_SIZES, "architectures": [architecture], "attn_config": {"alibi": True}}
+    if architecture == "MptForCausalLM":
+        foundry["layer_norm_epsilon"] = foundry.pop("norm_eps")
+    imported_config, _ = from_hugging_face(random_model(config).state_dict(), foundry)
+    assert imported_config.no_bias is not has_biases
+
+
 def test_llm_foundry_folders_of_the_whole_family_are_read():
     attention = AttentionConfig(
         attn_type="grouped_query_attention",

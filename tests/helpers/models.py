@@ -48,7 +48,7 @@ def with_attention(config: ModelConfig, **options) -> ModelConfig:
 
 
 def with_scaling(config: ModelConfig, **options) -> ModelConfig:
-    return with_attention(config, rope_theta=500.0, rope_hf_config=RopeScaling(**options))
+    return with_attention(config, rope_theta=500.0, rope_impl="hf", rope_hf_config=RopeScaling(**options))
 
 
 BASE = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_size=97)
@@ -90,6 +90,10 @@ FAMILY = {
     "quick gelu": replace(BASE, ffn_config=FFNConfig(ffn_act_fn=FFNActivation(name="quick_gelu"))),
     "rmsnorm": replace(BASE, norm_type="rmsnorm"),
     "low-precision rmsnorm": replace(BASE, norm_type="low_precision_rmsnorm", attn_config=AttentionConfig(qk_ln=True)),
+    "norms of heads, not the model's": replace(
+        BASE, norm_type="rmsnorm", attn_config=AttentionConfig(**GQA, qk_gn=True, norm_eps=1e-3)
+    ),
+    "rmsnorm of q and k": attention(qk_ln=True, norm_type="rmsnorm", norm_eps=1e-3),
     "untied": replace(BASE, tie_word_embeddings=False),
     "no bias": replace(BASE, no_bias=True, attn_config=AttentionConfig(**GQA, qk_ln=True)),
 }

@@ -26,6 +26,18 @@ def test_decoupled_adamw_is_composers():
     torch.testing.assert_close(result, steps(DecoupledAdamW([theirs], **options), theirs), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("decoupled_adamw", 1e-5), ("adamw", 0.0), ("lion", 0.0), ("decoupled_lionw", 0.0)]
+)
+def test_without_a_weight_decay_there_is_composers(name, expected):
+    options = OptimizerConfig(name=name, lr=0.1)
+    assert options.decay == expected
+    assert name != "decoupled_adamw" or DecoupledAdamW([parameter()], lr=0.1).defaults["weight_decay"] == expected
+    build = build_adamw if "adamw" in name else build_lion
+    decay = build([parameter()], options).param_groups[0]["weight_decay"]
+    assert decay == (expected / 0.1 if name == "decoupled_adamw" else expected)
+
+
 def test_adamw_is_torchs():
     ours, theirs = parameter(), parameter()
     config = OptimizerConfig(name="adamw", lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)

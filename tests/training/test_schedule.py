@@ -24,6 +24,24 @@ def test_a_fraction_of_the_run_is_counted_in_the_unit_of_the_run():
     assert at(5e6, "1e7tok", **options) == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize(
+    ("max_duration", "num_batches", "t_warmup", "batches"),
+    [("4810ba", 1, "0.05dur", 240), ("100ba", 1, "0.29dur", 28), ("3ep", 37, "0.1dur", 11), ("1ep", 50, "0.29dur", 14)],
+)
+def test_a_fraction_of_the_run_is_cut_to_whole_batches_as_in_composer(max_duration, num_batches, t_warmup, batches):
+    from types import SimpleNamespace
+
+    from composer.core import Time
+    from composer.optim.scheduler import _convert_time
+
+    state = SimpleNamespace(max_duration=Time.from_timestring(max_duration), dataloader_len=num_batches)
+    assert _convert_time(t_warmup, state).value == batches  # pyright: ignore[reportArgumentType]
+    schedule, run = SchedulerConfig(name="constant_with_warmup", t_warmup=t_warmup), Duration.parse(max_duration)
+    steps = num_batches if run.unit == "ep" else 1
+    rates = [learning_rate_multiplier(schedule, run, lambda unit, t=t: t / steps, steps) for t in range(batches + 1)]
+    assert rates == pytest.approx([t / batches for t in range(batches + 1)])
+
+
 def test_linear_and_constant():
     linear = {"name": "linear_decay_with_warmup", "t_warmup": "10ba", "alpha_i": 2.0, "alpha_f": 0.5}
     assert [at(t, **linear) for t in (5, 10, 55, 100)] == pytest.approx([1.0, 2.0, 1.25, 0.5])

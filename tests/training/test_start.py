@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmfoundry_lite.checkpoint.manifest import Manifest, Timestamp
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.training.start import look
+from llmfoundry_lite.training.start import check_fit, look
 from tests.helpers.tiny import tiny_config, write_config
 
 
@@ -53,6 +55,24 @@ def test_a_run_whose_checkpoints_have_gone_is_never_started_over(tmp_path, autor
 def test_a_log_of_no_batch_is_no_hindrance(tmp_path):
     write_log(tmp_path, {"batch": 0, "eval/loss": 4.0})
     assert look(config_of(tmp_path), {}) == (False, "")
+
+
+@pytest.mark.parametrize("is_said", [False, True])
+def test_a_default_that_has_changed_since_does_not_change_a_run(tmp_path, is_said):
+    optimizer = {"name": "decoupled_adamw", "lr": 0.1}
+    recorded = as_dict(config_of(tmp_path, optimizer={**optimizer, "weight_decay": 0.0}))
+    manifest = Manifest(
+        save_id="s",
+        timestamp=Timestamp(batch=1),
+        config=recorded,
+        optimizer={},
+        scalars={"timestamp": {}},
+    )
+    if is_said:
+        check_fit(config_of(tmp_path, optimizer={**optimizer, "weight_decay": 1e-5}), {}, manifest)
+        return
+    with pytest.raises(CheckpointError, match=r"optimizer.weight_decay is 1e-05 here and 0.0 in .* set optimizer\.w"):
+        check_fit(config_of(tmp_path, optimizer=optimizer), {}, manifest)
 
 
 def test_weights_of_others_are_answered_with_how_to_import_them(tmp_path):
