@@ -31,7 +31,7 @@ from llmfoundry_lite.doctor.collectives import OTHER_FIX, Report, judge_clocks
 from llmfoundry_lite.doctor.examine import as_dict, check_json_file, exit_code, print_table
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.gemm import BROKEN, LENGTH, Product, first_wrong
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import EXIT_USER, UserError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import gather_json, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
@@ -89,7 +89,7 @@ def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sab
         check_json_file(json_file)
     device = choose_device(kind)
     try:
-        start_process_group(kind, machine.ranks_limit_seconds)
+        start_process_group(kind, machine.ranks_limit_seconds, EXIT_USER)
         if sabotage is not None:
             sabotage(here.rank)
         findings = list(examine_ranks(machine, device))

@@ -93,6 +93,23 @@ def raise_when_interrupted() -> None:
 
 
 @contextmanager
+def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
+    """Around what may wait in C++ for ever: the process then ends after so many seconds, with that line."""
+
+    def end() -> None:
+        print(text, file=sys.stderr, flush=True)
+        _leave(exit_code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def leaving_within(seconds: float) -> Iterator[None]:
     """Around what keeps the main thread inside of C++, where Python's handlers do not run, with nothing to save yet. A
     signal that asks to leave then ends the process after so many seconds, if it is still there."""
@@ -135,6 +152,8 @@ def leaving_because(reason: str) -> str:
 
 
 PREEMPTED = "llmfoundry_lite/preempted"
+STORE_SECONDS = 10.0
+"""For the process group's store to answer a rank that fails."""
 
 
 def announce_preemption(reason: str) -> None:
@@ -223,10 +242,29 @@ def first_error(text: str) -> FirstError | None:
     store = _process_group_store()
     if store is None:
         return None
-    rank, first = (
-        store.compare_set("llmfoundry_lite/first_error", "", f"{this_rank().rank} {text}").decode().split(" ", 1)
-    )
+    mine = f"{this_rank().rank} {text}"
+    told = answer_in_time(lambda: store.compare_set("llmfoundry_lite/first_error", "", mine).decode())
+    rank, first = (mine if told is None else told).split(" ", 1)
     return FirstError(int(rank), first)
+
+
+def answer_in_time(ask: Callable[[], str]) -> str | None:
+    """What the store answers. None after `STORE_SECONDS`: rank 0 keeps the store, and torch waits for a frozen one for
+    ever. Raises RuntimeError when rank 0 is gone."""
+    answers: list[str | RuntimeError] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except RuntimeError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
+    if answers and isinstance(answers[0], RuntimeError):
+        raise answers[0]
+    return answers[0] if answers else None
 
 
 def _last_line(text: str) -> str:

@@ -6,7 +6,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.ranks.ending import leaving_within
+from llmfoundry_lite.errors import EXIT_BUG
+from llmfoundry_lite.ranks.ending import ending_after, leaving_within
 from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import this_rank
 
@@ -14,14 +15,22 @@ RENDEZVOUS_GRACE_SECONDS = 5.0
 """For a rank that is asked to leave while it waits for others: they may have left without it."""
 
 
-def start_process_group(device_type: str, timeout_seconds: float) -> None:
-    """Nothing happens when one has started. A process that no launcher has started is a world of one, on no network."""
+def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_BUG) -> None:
+    """Nothing happens when one has started. A process that no launcher has started is a world of one, on no network.
+
+    torch keeps to the timeout where a rank is missing. Where rank 0 is frozen it waits for ever: the process then ends
+    after twice that time, with `exit_code`.
+    """
     if dist.is_initialized():
         return
     here, backend = this_rank(), "nccl" if device_type == "cuda" else "gloo"
     if here.world_size > 1:
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        with leaving_within(RENDEZVOUS_GRACE_SECONDS):
+        apart = (
+            f"error: rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
+            f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"
+        )
+        with leaving_within(RENDEZVOUS_GRACE_SECONDS), ending_after(2 * timeout_seconds, apart, exit_code):
             dist.init_process_group(backend, timeout=timeout)
             if backend != "gloo":
                 open_host_group(timeout)

@@ -4,10 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from llmfoundry_lite.ranks import ending
+from llmfoundry_lite.ranks.start import start_process_group
 from tests.helpers.launch import ROOT, free_port
 
 WAITS = """
@@ -41,3 +45,34 @@ def test_a_rank_that_waits_for_others_leaves_though_they_never_come(number):
         rank.kill()
     reason = "preempted by SIGTERM" if number == signal.SIGTERM else "interrupted by Ctrl-C"
     assert (rank.returncode, said) == (75, f"{reason}; run the same command again\n")
+
+
+@pytest.mark.fault
+def test_a_rank_whose_rank_0_freezes_while_they_meet_ends_by_itself(monkeypatch, capsys):
+    """torch connects, as the kernel does that for a frozen process, and then waits for an answer for ever."""
+    left, codes = threading.Event(), []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: left.wait(60))
+    monkeypatch.setattr(ending, "_leave", lambda code: (codes.append(code), left.set()))
+    start_process_group("cpu", 0.05, 2)
+    assert codes == [2]
+    said = "error: rank 1: the ranks have not met in 0.1 s, and rank 0 at node0 does not answer: it is frozen, or its "
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.fault
+def test_a_rank_that_fails_beside_a_frozen_rank_0_says_why_and_ends(monkeypatch):
+    frozen = threading.Event()
+
+    class Store:
+        def compare_set(self, *arguments):
+            frozen.wait(60)
+            raise RuntimeError
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ending, "_process_group_store", Store)
+    monkeypatch.setattr(ending, "STORE_SECONDS", 0.05)
+    first = ending.first_error("error: lost contact")
+    frozen.set()
+    assert first == (1, "error: lost contact")
