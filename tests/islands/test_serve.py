@@ -165,6 +165,72 @@ def test_who_knows_the_token_and_says_nothing_is_closed(tmp_path, monkeypatch):
                 assert receive(silent)["kind"] == "beat"
 
 
+def attend(server, *heard: bytes) -> list[bytes]:
+    """One connection that says `heard` and then nothing, without sockets: what the server writes to it."""
+    import asyncio
+
+    async def talk():
+        reader, written = asyncio.StreamReader(), []
+        for raw in heard:
+            reader.feed_data(raw)
+        transport = SimpleNamespace(abort=lambda: None, get_write_buffer_size=lambda: 0)
+        writer: Any = SimpleNamespace(
+            write=written.append, close=lambda: None, transport=transport, get_extra_info=lambda name: ("there", 1)
+        )
+        await asyncio.wait_for(server.attend(reader, writer), 60.0)
+        return written
+
+    return asyncio.run(talk())
+
+
+def unstarted(num_founders=1):
+    return serve.Server(SECRET.encode(), Coordinator(num_founders, 4.0), handles_signals=False)
+
+
+def test_a_stranger_that_says_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.01)
+    assert len(attend(unstarted())) == 1  # its own question
+
+
+def test_a_stranger_may_not_announce_a_long_message(capsys):
+    attend(unstarted(), HEADER.pack(serve.MAX_STRANGER_BYTES + 1))
+    assert f"at most {serve.MAX_STRANGER_BYTES} are allowed" in capsys.readouterr().out
+
+
+def test_a_stranger_without_the_token_is_greeted_by_nobody(capsys):
+    server = unstarted()
+    server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
+    attend(server, pack({"kind": "answer", "challenge": "c", "proof": "0" * 64}))
+    assert "the other end does not know the token" in capsys.readouterr().out
+
+
+def test_the_coordinator_hears_of_every_connection_that_ends(monkeypatch):
+    monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.01)
+    server, lost = unstarted(), []
+    server.coordinator.lose = lambda number, now: lost.append(number)  # type: ignore[method-assign]
+    attend(server)
+    assert lost == [0] and not server.attended
+
+
+@pytest.mark.parametrize(("waiting_bytes", "beats"), [(0, 1), (1, 0)])
+def test_who_does_not_read_gets_no_further_beat(waiting_bytes, beats):
+    server, written = unstarted(), []
+    transport = SimpleNamespace(get_write_buffer_size=lambda: waiting_bytes)
+    server.writers[0] = cast(Any, SimpleNamespace(transport=transport, write=written.append))
+    server.beat()
+    assert len(written) == beats
+
+
+@pytest.mark.parametrize(("waiting_bytes", "is_written"), [(serve.LONGEST_BACKLOG, True), (1 << 29, False)])
+def test_who_has_not_read_for_long_is_cut_off(waiting_bytes, is_written):
+    server, said = unstarted(), []
+    transport = SimpleNamespace(get_write_buffer_size=lambda: waiting_bytes, abort=lambda: said.append("cut off"))
+    server.writers[0] = cast(Any, SimpleNamespace(transport=transport, write=lambda raw: said.append("written")))
+    server.coordinator.outbox = [(0, {"kind": "view"})]
+    server.deliver()
+    assert said == ["written" if is_written else "cut off"]
+
+
 @contextmanager
 def threaded(coordinator=None):
     """A server in this process: its port, and what it raises in the end."""
