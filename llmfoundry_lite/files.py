@@ -1,8 +1,10 @@
 """Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.places`.)"""
 
+import errno
 import glob
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +36,20 @@ def _is_record(path: Path) -> bool:
         content = json.loads(path.read_bytes())
         return isinstance(content, dict) and any(keys <= content.keys() for keys in RECORDS)
     return False
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor, for `open`'s `opener` too. Raises IsADirectoryError for anything but a file: a pipe would make its
+    reader wait for ever."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket
+            raise
+    raise IsADirectoryError(errno.EISDIR, "not a regular file", str(path))
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:

@@ -133,7 +133,7 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
         if sizes[parent].get(name) != num_bytes:
             try:
                 source = folder.source(path, is_anew=True)
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 return path, None
             size = source.num_bytes
             source.close()

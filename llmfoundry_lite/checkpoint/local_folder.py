@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import NO_FILE, PASSING, PAUSE_SECONDS, Buffer, persistently
+from llmfoundry_lite.files import open_regular
 
 MAX_VECTORS = 512
 """Of one readv or writev; the kernel takes 1024."""
@@ -74,7 +75,7 @@ class LocalFolder:
 
     def read(self, name: str, max_bytes: int) -> bytes:
         def content() -> bytes:
-            with open(self.path / name, "rb") as file:
+            with open(self.path / name, "rb", opener=open_regular) as file:
                 return file.read(max_bytes + 1)
 
         try:
@@ -229,7 +230,7 @@ def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
 class LocalSource:
     def __init__(self, path: Path, is_anew: bool = False):
         self.path = path
-        self._descriptor = persistently(lambda: os.open(path, os.O_RDONLY), PASSING)
+        self._descriptor = persistently(lambda: open_regular(path), PASSING)
         self.num_bytes = os.fstat(self._descriptor).st_size
         if is_anew and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -246,7 +247,7 @@ class LocalSource:
 
     def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
         """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""
-        descriptor = os.open(self.path, os.O_RDONLY)
+        descriptor = open_regular(self.path)
         try:
             _transfer(os.preadv, descriptor, offset, pieces, if_none)
         finally:

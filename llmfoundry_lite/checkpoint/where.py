@@ -48,8 +48,8 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    with contextlib.suppress(OSError), open(folder / MANIFEST, "rb") as file:
-        return FORMAT.encode() in file.read(HEAD_BYTES)
+    with contextlib.suppress(OSError):
+        return FORMAT.encode() in LocalFolder(folder).read(MANIFEST, HEAD_BYTES)
     return False
 
 

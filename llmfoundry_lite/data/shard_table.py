@@ -23,6 +23,7 @@ from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.hashing import is_hash
 
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import open_regular
 
 Column = NDArray[Any]
 
@@ -201,7 +202,7 @@ class _Rows:
         return f"{label or 'sizes'}:{digest.hexdigest()}"
 
     def _read(self) -> None:
-        with open(self.index, "rb") as file:
+        with open(self.index, "rb", opener=open_regular) as file:
             if file.read(len(_OPENING)) == _OPENING and self._read_regular(file):
                 return
             file.seek(0)

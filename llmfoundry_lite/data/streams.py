@@ -27,6 +27,7 @@ from streaming.base.format import FileInfo, Reader
 from llmfoundry_lite.data.agreement import one_line
 from llmfoundry_lite.data.shard_table import ShardTable
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import open_regular
 
 INDEX = "index.json"
 PART = ".part"
@@ -239,7 +240,7 @@ def _check_local_folder(folder: str, where: str) -> None:
 
 def find_damage(path: str, info: FileInfo) -> str:
     """What a file has otherwise than `index.json` says; empty if nothing. Raises FileNotFoundError."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != info.bytes:
             return f"it has {num_bytes} bytes, {info.bytes} according to its index.json"

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -18,7 +19,7 @@ from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.shards import write_file
-from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 from tests.checkpoint.saves import save, write_draft
@@ -240,3 +241,36 @@ def test_what_was_saved_beside_the_tensors_is_looked_for_too(tmp_path, lost):
         IncompleteCheckpointError if lost == "attachment" else DamagedCheckpointError, match=r"rng\.bin"
     ):
         check_present(checkpoint)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "manifest.json"])
+def test_what_is_no_file_in_the_place_of_one_is_passed_over_and_not_waited_for(tmp_path, kind, name):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    for batch in (1, 2):
+        newest = save(store, lease, batch)
+    path = tmp_path / "ba2" / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as end, contextlib.chdir(path.parent):
+            end.bind(name)
+    found = store.newest_intact(verify_checkpoint, quarantine=lease)
+    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert f"{name}: " in found.notes[0] and "passed over incomplete checkpoint" in found.notes[0]
+    with pytest.raises(IncompleteCheckpointError):
+        check_present(newest) if name != "manifest.json" else verify_checkpoint(open_checkpoint(tmp_path / "ba2"))
+
+
+@pytest.mark.fault
+def test_a_pipe_in_the_place_of_a_lease_is_nobody_s(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.acquire()
+    (tmp_path / ".leases" / "00000001.json").unlink()
+    os.mkfifo(tmp_path / ".leases" / "00000001.json")
+    assert store.acquire().epoch == 2

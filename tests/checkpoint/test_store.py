@@ -670,8 +670,8 @@ class Disk:
             self.answer(pieces[-1])
         return done
 
-    def open_file(self, path, mode):
-        content = bytearray(self.open(path, mode).read())
+    def open_file(self, path, mode, **options):
+        content = bytearray(self.open(path, mode, **options).read())
         if self.is_hit(str(path)):
             self.answer(content)
         return io.BytesIO(content)

@@ -572,6 +572,15 @@ def test_names_like_patterns_are_read_as_they_are(tmp_path, name):
     assert numbers_of(dataset) == expected_numbers(dataset)
 
 
+@pytest.mark.parametrize("name", ["shard.00003.mds", "index.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path, name):
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    (shards / name).unlink()
+    os.mkfifo(shards / name)
+    message = message_of(lambda: numbers_of(open_data(shards)))
+    assert f"{shards}" in message and name in message and "not a regular file" in message
+
+
 def test_only_downloads_of_ours_that_were_left_are_removed(tmp_path):
     remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
     cache.mkdir()
