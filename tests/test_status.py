@@ -79,6 +79,18 @@ def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
     assert told(tmp_path)["status"] == expected
 
 
+def test_a_zombie_does_not_run(tmp_path):
+    """Its parent has not asked yet how it ended, as a container's first process may never do."""
+    code = (
+        f"from pathlib import Path\nfrom llmfoundry_lite import status\nstatus.write_status(Path({str(tmp_path)!r}), "
+    )
+    child = subprocess.Popen([sys.executable, "-c", f"{code}'running', 7)"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    found = status.read_status(tmp_path)
+    assert told(tmp_path)["process"]["pid"] == child.pid and found is not None and found["status"] == "failed"
+    child.wait()
+
+
 def step_wall_clock(monkeypatch, seconds):
     """As NTP does: dates of processes that are computed from the boot's move along."""
     real_time, real_boot = time.time, psutil._pslinux.boot_time  # type: ignore[attr-defined]

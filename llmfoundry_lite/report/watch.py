@@ -6,7 +6,7 @@ Reads status.json, config.yaml and the end of metrics.jsonl, again and again, un
 run is about to replace or to append to is read as it stands. Asks nothing of the process that trains. No torch.
 """
 
-import re
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +20,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import Duration
-from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.errors import CheckpointError, DataError, printable
 from llmfoundry_lite.log_lines import Record, console_line, duration_text, number_of, read_lines
 from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, VALIDATION, runs_within
 from llmfoundry_lite.status import read_status
@@ -101,8 +102,9 @@ class Watched:
         where = str(self.config.get("save_folder") or self.folder / "checkpoints")
         if "://" in where:
             return None
-        found = [path.parent.name for path in Path(where).glob("ba*/manifest.json")]
-        return max((name for name in found if re.fullmatch(r"ba\d+", name)), key=lambda n: int(n[2:]), default=None)
+        with contextlib.suppress(CheckpointError):  # a disk that does not answer now
+            return next((f"ba{one.batch}" for one in CheckpointStore(where).candidates() if one.is_listed), None)
+        return None
 
 
 def watch(

@@ -8,9 +8,11 @@ import re
 import pytest
 from rich.console import Console
 
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.report.watch import Watched, picture, watch
 from llmfoundry_lite.status import write_status
+from tests.checkpoint.saves import save as save_checkpoint
 
 LINE = {
     "batch": 1,
@@ -36,15 +38,15 @@ def append(folder, batch, **more):
 
 
 def save(folder, batch):
-    (folder / f"checkpoints/ba{batch}").mkdir(parents=True)
-    (folder / f"checkpoints/ba{batch}/manifest.json").write_text("{}")
+    store = CheckpointStore(folder / "checkpoints")
+    save_checkpoint(store, store.acquire(), batch)
 
 
 def test_a_pipe_gets_a_line_whenever_the_run_is_further_and_its_end(run):
     steps = [
         lambda: append(run, 1),
         lambda: None,
-        lambda: (append(run, 2, **{"eval/loss": 4.25}), save(run, 2), save(run, 1)),
+        lambda: (append(run, 2, **{"eval/loss": 4.25}), save(run, 1), save(run, 2)),
         lambda: (append(run, 3), write_status(run, "failed", 3, "out of memory")),
     ]
     console = Console(file=io.StringIO(), width=200)
@@ -56,6 +58,15 @@ def test_a_pipe_gets_a_line_whenever_the_run_is_further_and_its_end(run):
         "failed at batch 3: out of memory",
     ]
     assert status["status"] == "failed" and not steps
+
+
+def test_the_last_save_is_the_one_a_launch_carries_on_from(run):
+    """Not a leftover of `rm -r`, nor one of before the run was started again from an older save."""
+    save(run, 4)
+    save(run, 2)
+    (run / "checkpoints/ba999").mkdir()
+    (run / "checkpoints/ba999/manifest.json").write_text("{}")
+    assert Watched(run).last_checkpoint() == "ba2"
 
 
 def test_a_terminal_shows_batch_loss_rate_remaining_time_and_the_last_save(run):
