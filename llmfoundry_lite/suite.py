@@ -264,9 +264,10 @@ def tell(lines: Sequence[str]) -> None:
 
 def start(config: EvalConfig) -> torch.device:
     devices.set_tf32(config.precision == "tf32")
+    device = choose_device(devices.device_type())
     if this_rank().world_size > 1 or config.fsdp:
         start_process_group(devices.device_type(), config.dist_timeout)
-    return choose_device(devices.device_type())
+    return device
 
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.cli.options import refuse_beside
+from llmfoundry_lite.errors import ConfigError
 
 IN_A_LAUNCH = "it compares the launch's ranks, --alone examines this machine"
 
@@ -30,12 +31,17 @@ def doctor_command(
     if not alone:
         import llmfoundry_lite.ranks.ending  # noqa: F401 - before torch, of whose words in C++ it leaves the errors
 
-        adopt_srun()
-        if this_rank().world_size > 1:
-            from llmfoundry_lite.doctor.nodes import examine_nodes
+        try:
+            adopt_srun()
+            if this_rank().world_size > 1:
+                from llmfoundry_lite.doctor.nodes import examine_nodes
 
-            refuse_beside(context, "doctor in a launch", IN_A_LAUNCH, only=("folder", "num_ranks"))
-            raise typer.Exit(examine_nodes(machine, json_file))
+                refuse_beside(context, "doctor in a launch", IN_A_LAUNCH, only=("folder", "num_ranks"))
+                raise typer.Exit(examine_nodes(machine, json_file))
+        except ConfigError as error:
+            if this_rank().local_rank > 0:  # its node's first rank has the same error
+                raise typer.Exit(error.exit_code) from None
+            raise
     code = doctor(machine, json_file)
     leave_without_waiting(code)
     raise typer.Exit(code)

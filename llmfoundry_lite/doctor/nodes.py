@@ -31,7 +31,7 @@ from llmfoundry_lite.doctor.collectives import OTHER_FIX, Report, judge_clocks
 from llmfoundry_lite.doctor.examine import as_dict, check_json_file, exit_code, print_table
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.gemm import BROKEN, LENGTH, Product, first_wrong
-from llmfoundry_lite.errors import EXIT_USER, UserError
+from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import gather_json, tell_all
 from llmfoundry_lite.ranks.rank import this_rank
@@ -82,7 +82,8 @@ class Pair(NamedTuple):
 def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sabotage | None = None) -> int:
     """On every rank of a launch. Rank 0 prints the table and writes the JSON. Returns 0 when nothing failed, else 2.
 
-    Raises UserError where the ranks do not find each other, and for a JSON file that cannot be.
+    Raises UserError where the ranks do not find each other, and for a JSON file that cannot be. ConfigError: on all
+    ranks of a node alike.
     """
     here, kind = this_rank(), device_type()
     if here.rank == 0:
@@ -93,6 +94,8 @@ def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sab
         if sabotage is not None:
             sabotage(here.rank)
         findings = list(examine_ranks(machine, device))
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError) as error:  # torch's DistError is one of the first
         words = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # gloo's own file and line
         words = words.partition(". This is typically")[0][:300]

@@ -1,8 +1,9 @@
 """This process among the ranks of its launch, as `composer`, `torchrun` or `srun` tell it. No torch."""
 
+import itertools
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
@@ -20,7 +21,8 @@ class Rank(NamedTuple):
 def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     """Say in torch's words what `srun` says in its own; nothing if another launcher has spoken, or none.
 
-    Raises ConfigError when nodes have different numbers of tasks: a node's ranks are counted from those of the first.
+    Raises ConfigError when nodes have different numbers of tasks, or do not have consecutive ranks: local ranks, and
+    which ranks share a node, are computed from both. On all of a node's ranks alike.
 
     SLURM_STEP_NUM_TASKS is set for the tasks of a step, not for the batch script around it, which would otherwise
     look like the first task of many.
@@ -29,13 +31,14 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
         return
     num_tasks, num_nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(num_tasks // num_nodes)))
+    is_told = "MASTER_ADDR" in environment
     defaults = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(num_tasks),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(per_node[0]),
         "NODE_RANK": environment["SLURM_NODEID"],
-        "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_ADDR": host_of_rank_0(environment),
         # Steps of one job share its nodes, jobs may too: the port comes from both numbers.
         "MASTER_PORT": str(20000 + (int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])) % 20000),
     }
@@ -46,6 +49,20 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
             f"srun: nodes with {', '.join(map(str, per_node))} tasks; every node must have as many as the others "
             "(--ntasks-per-node)"
         )
+    rank, node, local = (int(environment[f"SLURM_{name}"]) for name in ("PROCID", "NODEID", "LOCALID"))
+    expected = list(range(node * per_node[0], (node + 1) * per_node[0]))
+    ranks = [int(text) for text in environment.get("SLURM_GTIDS", "").split(",") if text] or [rank]
+    if rank != expected[0] + local or ranks not in (expected, [rank]):
+        raise ConfigError(
+            f"srun: node {node} has the ranks {', '.join(map(str, ranks))}, expected {', '.join(map(str, expected))}; "
+            "give each node consecutive ranks, in the order of the nodes (--distribution=block)"
+        )
+    here = environment.get("SLURMD_NODENAME", environment["MASTER_ADDR"])
+    if rank == 0 and not is_told and here != environment["MASTER_ADDR"]:
+        raise ConfigError(
+            f"srun: rank 0 is on {here}, and {environment['MASTER_ADDR']} is the first of SLURM's list of nodes; "
+            f"set MASTER_ADDR={here}"
+        )
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -54,11 +71,34 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(count[1]) for count in counts if count for _ in range(int(count[2] or 1))]
 
 
-def first_host(node_list: str) -> str:
-    """The first of SLURM's `gpu[003-007,012],login` (gpu003); names may have several brackets."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
-    assert first is not None
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+def host_of_rank_0(environment: Mapping[str, str]) -> str:
+    """The step's first node. The list of a step over several components of a heterogeneous job is sorted, and ranks
+    go through the components in turn: then the first node of the first of them."""
+    step = hosts(environment["SLURM_STEP_NODELIST"])
+    in_turn = list[str]()
+    for number in itertools.count():
+        # PACK is what 22.05 still says to the tasks of `srun … : …`.
+        names = (f"SLURM_JOB_NODELIST_{word}_GROUP_{number}" for word in ("HET", "PACK"))
+        component = next((environment[name] for name in names if name in environment), None)
+        if component is None:
+            break
+        in_turn += [host for host in hosts(component) if host in step]
+    return in_turn[0] if len(in_turn) == len(step) else step[0]
+
+
+def hosts(node_list: str) -> list[str]:
+    """SLURM's `gpu[003-004,012],login` is gpu003, gpu004, gpu012, login; names may have several brackets."""
+    names = list[str]()
+    for text in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
+        parts = [[part] if i % 2 == 0 else _numbers(part) for i, part in enumerate(re.split(r"\[([^\]]*)\]", text))]
+        names += map("".join, itertools.product(*parts))
+    return names
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`003-005,012` is 003, 004, 005, 012."""
+    bounds = [part.split("-") for part in ranges.split(",")]
+    return [str(i).zfill(len(b[0])) for b in bounds for i in range(int(b[0]), int(b[-1]) + 1)]
 
 
 def this_rank() -> Rank:

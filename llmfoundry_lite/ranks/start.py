@@ -2,11 +2,13 @@
 
 import datetime
 import os
+import socket
+import sys
 
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.errors import EXIT_BUG
+from llmfoundry_lite.errors import EXIT_BUG, ConfigError
 from llmfoundry_lite.ranks.ending import ending_after, leaving_within
 from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import this_rank
@@ -26,6 +28,7 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
     here, backend = this_rank(), "nccl" if device_type == "cuda" else "gloo"
     if here.world_size > 1:
         timeout = datetime.timedelta(seconds=timeout_seconds)
+        check_address(os.environ.get("MASTER_ADDR", ""))
         apart = (
             f"error: rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
             f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"
@@ -41,10 +44,34 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def check_address(address: str) -> None:
+    """Raises ConfigError where rank 0's address does not resolve: torch would try for minutes, and say nothing.
+
+    A name server that does not answer may answer later: that is left to torch, which tries until its timeout.
+    """
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        said = f"MASTER_ADDR: {address!r} does not resolve on {socket.gethostname()} ({error})"
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+            print(f"{said}; trying on", file=sys.stderr, flush=True)
+            return
+        raise ConfigError(f"{said}; set it to a name or an address of rank 0's node that all nodes know") from None
+
+
 def choose_device(device_type: str) -> torch.device:
-    """This rank's device; on a CPU, its share of the cores."""
+    """This rank's device; on a CPU, its share of the cores. Raises ConfigError where ranks see too few devices: on
+    all of a node's ranks alike."""
     here = this_rank()
     if device_type == "cuda":
+        count = torch.cuda.device_count()
+        if count < here.local_world_size:
+            raise ConfigError(
+                f"{here.local_world_size} ranks on {socket.gethostname()}, and rank {here.rank} sees {count} "
+                f"device{'s' * (count > 1)}, expected {here.local_world_size}: each rank must see all devices of its "
+                "node. Start no more ranks than devices; under srun use --gpus-per-node, not --gpus-per-task or "
+                "--gpu-bind"
+            )
         device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
         return device

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.config.schema import parse_seconds
-from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
-from llmfoundry_lite.ranks.rank import adopt_srun, first_host
 from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -426,37 +424,6 @@ def test_srun_s_words_are_understood(tmp_path, data):
     outputs = [task.communicate(timeout=300)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert len(read_metrics(tmp_path / "runs/tiny")) == 2
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[003-007,012],login", "gpu003"),
-        ("node7", "node7"),
-        ("a-1,a-2", "a-1"),
-        ("rack[2-3]-n[01-16]", "rack2-n01"),
-        ("x[5],y", "x5"),
-    ],
-)
-def test_the_rendezvous_is_on_the_first_node(nodes, first):
-    assert first_host(nodes) == first
-
-
-def test_a_batch_script_is_not_taken_for_a_task():
-    environment = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
-    adopt_srun(environment)
-    assert "RANK" not in environment
-
-
-def test_nodes_with_different_numbers_of_tasks_are_refused():
-    names = ("STEP_NUM_TASKS", "STEP_NUM_NODES", "STEP_TASKS_PER_NODE", "STEP_NODELIST", "PROCID", "LOCALID", "NODEID")
-    values = ("20", "3", "8(x2),4", "a[1-3]", "9", "1", "1")
-    environment = {f"SLURM_{name}": value for name, value in zip(names, values, strict=True)}
-    environment |= {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
-    with pytest.raises(ConfigError, match="srun: nodes with 8, 8, 4 tasks; every node must have as many"):
-        adopt_srun(environment)
-    environment = {name: value for name, value in environment.items() if name.startswith("SLURM")}
-    adopt_srun(environment | {"SLURM_STEP_NUM_TASKS": "24", "SLURM_STEP_TASKS_PER_NODE": "8(x3)"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""srun's words in torch's, and the steps that are refused."""
+
+import pytest
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.ranks.rank import adopt_srun, hosts
+
+
+def adopted(others: dict[str, str] | None = None, **step: str) -> dict[str, str]:
+    """Return what a rank's environment becomes: rank 3 of 2 nodes with 2 tasks each, but for `step`. `others`:
+    variables that do not begin with SLURM_."""
+    usual = {
+        "JOB_ID": "1",
+        "STEP_ID": "0",
+        "STEP_NUM_TASKS": "4",
+        "STEP_NUM_NODES": "2",
+        "STEP_TASKS_PER_NODE": "2(x2)",
+        "STEP_NODELIST": "n[1-2]",
+        "PROCID": "3",
+        "LOCALID": "1",
+        "NODEID": "1",
+        "GTIDS": "2,3",
+    }
+    environment = {f"SLURM_{name}": value for name, value in (usual | step).items()} | (others or {})
+    adopt_srun(environment)
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("gpu[003-004,012],login", ["gpu003", "gpu004", "gpu012", "login"]),
+        ("node7", ["node7"]),
+        ("a-1,a-2", ["a-1", "a-2"]),
+        ("rack[2-3]-n[09-10]", ["rack2-n09", "rack2-n10", "rack3-n09", "rack3-n10"]),
+        ("x[5],y", ["x5", "y"]),
+    ],
+)
+def test_a_list_of_nodes_is_read(text, names):
+    assert hosts(text) == names
+
+
+def test_the_rendezvous_is_on_the_first_node():
+    environment = adopted()
+    assert [environment[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")] == ["3", "1", "1", "4"]
+    assert environment["MASTER_ADDR"] == "n1"
+
+
+@pytest.mark.parametrize(("word", "number"), [("HET", 0), ("PACK", 0), ("HET", 1)])
+def test_the_rendezvous_of_a_heterogeneous_step_is_on_its_first_component(word, number):
+    """The step's own list is sorted. A step may leave out the job's first component."""
+    components = ["n9", "n[1-2]"] if number == 0 else ["n5", "n9", "n[1-2]"]
+    lists = {f"JOB_NODELIST_{word}_GROUP_{i}": nodes for i, nodes in enumerate(components)}
+    step = {"STEP_NODELIST": "n[1-2,9]", "STEP_TASKS_PER_NODE": "2(x3)", "STEP_NUM_TASKS": "6"}
+    assert adopted(**step, **lists)["MASTER_ADDR"] == "n9"
+
+
+def test_components_of_another_job_do_not_count():
+    """A job that another one has submitted inherits them."""
+    assert adopted(JOB_NODELIST_HET_GROUP_0="n[2,7]")["MASTER_ADDR"] == "n1"
+
+
+def test_a_batch_script_is_not_taken_for_a_task():
+    environment = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    adopt_srun(environment)
+    assert "RANK" not in environment
+
+
+def test_nodes_with_different_numbers_of_tasks_are_refused():
+    with pytest.raises(ConfigError, match="srun: nodes with 8, 8, 4 tasks; every node must have as many"):
+        adopted(STEP_NUM_TASKS="20", STEP_NUM_NODES="3", STEP_TASKS_PER_NODE="8(x2),4")
+
+
+@pytest.mark.parametrize(
+    ("step", "has"),
+    [
+        ({"PROCID": "3", "LOCALID": "1", "NODEID": "1", "GTIDS": "1,3"}, "node 1 has the ranks 1, 3, expected 2, 3"),
+        ({"PROCID": "0", "LOCALID": "0", "NODEID": "0", "GTIDS": "0,2"}, "node 0 has the ranks 0, 2, expected 0, 1"),
+        ({"PROCID": "0", "LOCALID": "0", "NODEID": "1", "GTIDS": "0,1"}, "node 1 has the ranks 0, 1, expected 2, 3"),
+        ({"PROCID": "2", "LOCALID": "1", "NODEID": "0", "GTIDS": ""}, "node 0 has the ranks 2, expected 0, 1"),
+    ],
+    ids=["cyclic", "cyclic, rank 0", "arbitrary", "cyclic, no list"],
+)
+def test_nodes_whose_ranks_do_not_follow_each_other_are_refused(step, has):
+    """By every rank of the node, though rank 0 of a cyclic step has its own place."""
+    with pytest.raises(ConfigError) as error:
+        adopted(**step)
+    assert str(error.value) == (
+        f"srun: {has}; give each node consecutive ranks, in the order of the nodes (--distribution=block)"
+    )
+
+
+def test_rank_0_refuses_an_address_that_is_not_its_own_and_keeps_one_that_was_given():
+    place, here = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "GTIDS": "0,1"}, {"SLURMD_NODENAME": "n2"}
+    with pytest.raises(ConfigError, match=r"srun: rank 0 is on n2, and n1 is the first of .*; set MASTER_ADDR=n2"):
+        adopted(here, **place)
+    assert adopted(here | {"MASTER_ADDR": "10.0.0.2"}, **place)["MASTER_ADDR"] == "10.0.0.2"

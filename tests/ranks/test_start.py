@@ -1,0 +1,64 @@
+"""What a rank checks before it waits for the others."""
+
+import socket
+
+import pytest
+import torch
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.ranks.start import choose_device, start_process_group
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """Calls of `init_process_group` by one rank of two, which do nothing."""
+    calls = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **options: calls.append(args))
+    return calls
+
+
+def test_an_address_that_does_not_resolve_is_refused_before_ranks_wait_for_each_other(monkeypatch, met):
+    def unknown(host, port):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: 'n1' does not resolve on .* not known.*; set it to a name"):
+        start_process_group("cpu", 600)
+    assert met == []
+
+
+@pytest.mark.parametrize("address", ["", "a" * 64, "a..b"])
+def test_an_address_that_is_no_name_is_refused(monkeypatch, met, address):
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(ConfigError, match="does not resolve"):
+        start_process_group("cpu", 600)
+
+
+def test_a_name_server_that_does_not_answer_ends_no_run(monkeypatch, met, capsys):
+    def busy(host, port):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr("socket.getaddrinfo", busy)
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    start_process_group("cpu", 600)
+    assert met == [("gloo",)]
+    assert "MASTER_ADDR: 'n1' does not resolve on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("local_rank", ["0", "3"])
+def test_ranks_that_see_one_device_each_are_refused(monkeypatch, local_rank):
+    """As under `srun --gpus-per-task=1`: on every rank, though the first would find its device."""
+    for name, value in {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "LOCAL_RANK": local_rank,
+        "RANK": local_rank,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match=f"4 ranks on .*, and rank {local_rank} sees 1 device, expected 4: .*per-task"
+    ):
+        choose_device("cuda")
