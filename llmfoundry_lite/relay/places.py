@@ -152,6 +152,8 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
                 f"missing; SIGTERM to {far} does not let the launch save, so say which command "
                 f"asks it to leave, such as touching STOP in its run folder",
             )
+        if problem := _problem_of_sbatch(place.launch):
+            yield f"places.{name}.launch", problem
         if place.price is not None and not 0 <= place.price < float("inf"):
             yield f"places.{name}.price", f"{place.price:g} given, expected the price of an hour, 0 or more"
         if not any(ARGUMENTS in word for word in words):
@@ -199,6 +201,18 @@ def _problem_of_command(command: str) -> str | None:
     known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
     if known.returncode != 0:
         return f"{program}: command not found; install it, or give its path"
+    return None
+
+
+def _problem_of_sbatch(command: str) -> str | None:
+    """The batch scripts have their job queued again when the run leaves early, and the relay has other plans."""
+    words = [part for word in words_of(command) for part in (words_of(word) if " " in word else [word])]
+    if not any(PurePosixPath(word).name == "sbatch" for word in words):
+        return None
+    if not {"--wait", "-W"} & set(words):
+        return "sbatch without --wait ends when the job is queued; add --wait"
+    if "--no-requeue" not in words:
+        return "sbatch without --no-requeue waits for a job that SLURM queues again and again; add --no-requeue"
     return None
 
 

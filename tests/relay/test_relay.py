@@ -639,6 +639,14 @@ def test_a_save_that_has_lost_a_shard_is_not_where_a_launch_carries_on():
             {"places": {"a": {"launch": "cd x && A=b nice /usr/bin/ssh x y"}}},
             "places.a.leave: missing; SIGTERM to /usr/bin/ssh does not let the launch",
         ),
+        (
+            {"places": {"a": {"launch": "ssh x sbatch y {arguments}", "leave": "true"}}},
+            "places.a.launch: sbatch without --wait ends when the job is queued; add --wait",
+        ),
+        (
+            {"places": {"a": {"launch": "ssh x 'cd y && sbatch -W z {arguments}'", "leave": "true"}}},
+            "places.a.launch: sbatch without --no-requeue waits for a job that SLURM queues again and again; add",
+        ),
         ({"places": {True: {"launch": "true"}}}, "places: YAML does not read on, yes or y as a name; put it in quotes"),
         ({"places": {1.5: {"launch": "true"}}}, "places: YAML does not read 1.5 as a name; put it in quotes"),
         (

@@ -2,7 +2,7 @@
 
     python -m tests.relay.trainer runs/x 60 [seconds_per_batch=0.01] [host=elsewhere] autoresume=true stop_after=20ba
 
-Saves every 5 batches and when it leaves; SIGTERM makes it leave with 75.
+Saves every 5 batches and when it leaves; SIGTERM or SIGUSR1 makes it leave with 75.
 """
 
 import json
@@ -22,7 +22,8 @@ SAVE_INTERVAL = 5
 
 def main(folder: Path, num_batches: int, options: dict[str, str]) -> int:
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: asked.append(number))
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(folder / "checkpoints")
     newest = store.newest_intact().checkpoint
