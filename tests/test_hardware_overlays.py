@@ -188,8 +188,10 @@ def test_a_long_grace_is_questioned():
         "command line: preemption_grace_seconds: 60 is for srun alone; `composer` and `torchrun` kill after 30 s "
         "(25 or less leaves them time)"
     ]
-    srun = {"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"}
-    assert load_train_config([run, "preemption_grace_seconds=60"], srun).notes == []
+    for srun in ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"}, {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert load_train_config([run, "preemption_grace_seconds=60"], srun).notes == []
+    composer = {"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    assert len(load_train_config([run, "preemption_grace_seconds=60"], composer).notes) == 1
 
 
 @pytest.mark.slow

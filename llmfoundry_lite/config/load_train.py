@@ -58,7 +58,9 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     config = build_block(TrainConfig, _gather_extras(values), "", layers)
     check_config(config, layers)
     # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
-    under_srun = "WORLD_SIZE" in environ and environ["WORLD_SIZE"] == environ.get("SLURM_STEP_NUM_TASKS")
+    # For several tasks `adopt_srun` has set WORLD_SIZE, for one it has not, and another launcher has.
+    tasks = environ.get("SLURM_STEP_NUM_TASKS")
+    under_srun = tasks is not None and environ.get("WORLD_SIZE") == (None if tasks == "1" else tasks)
     notes += find_surprises(config, layers, under_srun=under_srun)
     return Invocation(config, dry_run=DRY_RUNS[flags[-1]] if flags else "", notes=notes)
 

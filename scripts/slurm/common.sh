@@ -6,19 +6,30 @@
 set -uo pipefail
 # A signal that reaches this shell must not end it before its ranks: bash handles it when srun has returned. SLURM sends
 # USR1 to the ranks alone. TERM comes here too, and is `scancel`, or SLURM's own preemption, which requeues by itself.
+# By which SLURM's commands find this job and no other: an array's last task has the number of the whole array.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 cancelled=
 trap 'cancelled=yes' TERM
 trap : USR1
 
 # Without a launcher that kills after 30 s, a save may take longer; SLURM signals 120 s before the end.
 options=(autoresume=true preemption_grace_seconds=60)
-if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
+end=${SLURM_JOB_END_TIME:-} # SLURM 22.05 does not set it
+if [[ -z $end ]]; then
+    end=$(squeue --noheader --jobs="$job" --format=%e 2> /dev/null)
+    # `date` takes nothing for midnight, and a job without a limit has no end.
+    if [[ $end == [0-9]* ]]; then end=$(date --date="$end" +%s); else end=; fi
+fi
+if [[ -n $end ]]; then
     # Should the signal not come: leave 90 s before the job's end.
-    options+=("max_wall_time=$((SLURM_JOB_END_TIME - $(date +%s) - 90))s")
+    options+=("max_wall_time=$((end - $(date +%s) - 90))s")
 fi
 
-# One task for each device, all of them visible to every task. The rendezvous is on the first node of the step:
-# ranks/rank.py reads srun's variables. When a rank has left the others have two minutes; the first to leave with 75 must
+# Since 22.05 srun does not read sbatch's --cpus-per-task from SLURM_CPUS_PER_TASK any more.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+
+# One task for each device, all of them visible to every task. The rendezvous is on rank 0's node: ranks/rank.py reads
+# srun's variables. When a rank has left the others have two minutes; the first to leave with 75 must
 # not have the others killed. (Bash before 4.4 takes an empty array for one that is not set.)
 started=$(date +%s)
 srun --kill-on-bad-exit=0 --wait=120 ${srun_options[@]+"${srun_options[@]}"} \
@@ -34,7 +45,7 @@ elif ((code > 128)); then
     srun --nodes=1 --ntasks=1 ${srun_options[@]+"${srun_options[@]}"} ${container[@]+"${container[@]}"} \
         python3 scripts/slurm/was_preempted.py "$started" "${options[@]}" "$@" && preempted=yes
 fi
-if [[ -n $preempted && -z $cancelled && ! -e "STOP-$SLURM_JOB_ID" ]]; then
-    scontrol requeue "$SLURM_JOB_ID"
+if [[ -n $preempted && -z $cancelled && ! -e "STOP-$job" ]]; then
+    scontrol requeue "$job"
 fi
 exit "$code"

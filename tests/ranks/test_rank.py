@@ -52,7 +52,7 @@ def test_the_rendezvous_of_a_heterogeneous_step_is_on_its_first_component(word, 
     components = ["n9", "n[1-2]"] if number == 0 else ["n5", "n9", "n[1-2]"]
     lists = {f"JOB_NODELIST_{word}_GROUP_{i}": nodes for i, nodes in enumerate(components)}
     step = {"STEP_NODELIST": "n[1-2,9]", "STEP_TASKS_PER_NODE": "2(x3)", "STEP_NUM_TASKS": "6"}
-    assert adopted(**step, **lists)["MASTER_ADDR"] == "n9"
+    assert adopted(None, **step, **lists)["MASTER_ADDR"] == "n9"
 
 
 def test_components_of_another_job_do_not_count():
