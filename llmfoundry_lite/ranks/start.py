@@ -28,7 +28,8 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
     here, backend = this_rank(), "nccl" if device_type == "cuda" else "gloo"
     if here.world_size > 1:
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        check_address(os.environ.get("MASTER_ADDR", ""))
+        if address := os.environ.get("MASTER_ADDR"):
+            check_address(address)
         apart = (
             f"error: rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
             f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"

@@ -29,7 +29,7 @@ def test_an_address_that_does_not_resolve_is_refused_before_ranks_wait_for_each_
     assert met == []
 
 
-@pytest.mark.parametrize("address", ["", "a" * 64, "a..b"])
+@pytest.mark.parametrize("address", ["a" * 64, "a..b"])
 def test_an_address_that_is_no_name_is_refused(monkeypatch, met, address):
     monkeypatch.setenv("MASTER_ADDR", address)
     with pytest.raises(ConfigError, match="does not resolve"):
