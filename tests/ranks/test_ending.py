@@ -51,13 +51,13 @@ def test_a_rank_that_waits_for_others_leaves_though_they_never_come(number):
 def test_a_rank_whose_rank_0_freezes_while_they_meet_ends_by_itself(monkeypatch, capsys):
     """torch connects, as the kernel does that for a frozen process, and then waits for an answer for ever."""
     left, codes = threading.Event(), []
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: left.wait(60))
     monkeypatch.setattr(ending, "_leave", lambda code: (codes.append(code), left.set()))
     start_process_group("cpu", 0.05, 2)
     assert codes == [2]
-    said = "error: rank 1: the ranks have not met in 0.1 s, and rank 0 at node0 does not answer: it is frozen, or its "
+    said = "error: rank 1: the ranks have not met in 0.1 s, and rank 0 at localhost does not answer: it is frozen, or its "
     assert said in capsys.readouterr().err
 
 
