@@ -181,6 +181,13 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
     @property
+    def prefix_token_id(self) -> int:
+        """The beginning-of-text token, or the end-of-text token where there is none, as in lm-evaluation-harness."""
+        bos_token = token_text(self.config.get("bos_token"))
+        found = None if bos_token is None else self.backend.token_to_id(bos_token)
+        return self.eos_token_id if found is None else found
+
+    @property
     def beginning(self) -> list[int]:
         """What the template puts before every text, such as Llama's `<s>`; nothing for most byte-level tokenizers."""
         whole, plain = (self.backend.encode("a", add_special_tokens=templated).ids for templated in (True, False))
@@ -247,6 +254,8 @@ def build_tokenizer(
     eos_token_id = backend.token_to_id(eos_token)
     if eos_token_id is None:
         raise DataError(f"tokenizer {name}: its eos_token {eos_token!r} is not in its vocabulary; repair {CONFIG_FILE}")
+    if config.get("bos_token") is None and (bos_token := token_text(special_tokens.get("bos_token"))):
+        config = {**config, "bos_token": bos_token}  # which `save` keeps
     return Tokenizer(
         name=name,
         eos_token=eos_token,

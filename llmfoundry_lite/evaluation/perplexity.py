@@ -11,7 +11,7 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.rows import is_broken_text
-from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, Request
+from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Encoder, Item, Prepared, Request
 
 
 class Document(NamedTuple):
@@ -26,14 +26,16 @@ class Document(NamedTuple):
 
 
 def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
-    """Windows of `max_seq_len` tokens that do not overlap, each after the token before it, as
-    lm-evaluation-harness's rolling perplexity has them. Of each request, `num_characters` counts bytes. An item's
-    `index` is its document's, because windows of one document are not independent. Equal documents are a cluster.
+    """Windows that each predict the next `max_seq_len` tokens after the token before them. The last one has fewer to
+    predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
 
-    A text file is one document; of a JSONL file each row's `text` is one; both begin after the tokenizer's beginning,
-    or after an end of text where it has none. Of an MDS split each sample is one, and its first token is given, not
-    predicted. The documents in a sample see each other unless the model was trained with attn_uses_sequence_id.
-    `limit` counts windows. Raises DataError.
+    A text file is one document; of a JSONL file each row's `text` is one. Both are predicted from the tokenizer's
+    beginning, or its beginning-of-text token, or its end-of-text token where it has neither. Of an MDS split each
+    sample is one, and its first token is given, not predicted. The documents in a sample see each other unless the
+    model was trained with attn_uses_sequence_id.
+
+    Of each request, `num_characters` counts bytes. An item's `index` is its document's, because windows of one document
+    are not independent. Equal documents are a cluster. `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
     first_of: dict[str, int] = {}
@@ -52,7 +54,7 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
         items = [replace(item, cluster=None) for item in items]
     if not items:
         raise DataError(f"{config.label}: {config.dataset_uri} has no text")
-    settings = {"icl_task_type": "perplexity", "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
+    settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     digest_of_data = digest.hexdigest()[:16]
     digest.update(json.dumps(settings).encode())
     return Prepared(
@@ -77,7 +79,9 @@ def _windows(document: Document, tokenizer: Encoder, max_seq_len: int) -> Iterat
         is_last = start + max_seq_len >= len(ids)
         num_bytes = left if is_last else min(left, len(tokenizer.decode(window).encode()))
         left -= num_bytes
-        yield Request((ids[start - 1] if start else document.before,), tuple(window), num_bytes, 0)
+        first = start + len(window) - max_seq_len - 1
+        context = ids[first:start] if start else [document.before]
+        yield Request(tuple(context), tuple(window), num_bytes, 0)
 
 
 def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
@@ -93,7 +97,7 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
         return
     for text in _texts(path, config.label):
         if ids := tokenizer.encode(text):
-            before = [tokenizer.eos_token_id, *tokenizer.beginning][-1]
+            before = [tokenizer.prefix_token_id, *tokenizer.beginning][-1]
             yield Document(before, ids, len(text.encode()), text)
 
 

@@ -21,7 +21,14 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.reading import Record, cut_at, num_unasked, read_facts
 from llmfoundry_lite.evaluation.rows import read_rows
-from llmfoundry_lite.evaluation.tasks import Prepared, data_fingerprint, find_askable, limit_that_cuts, settings_of
+from llmfoundry_lite.evaluation.tasks import (
+    TEXT_SETTINGS,
+    Prepared,
+    data_fingerprint,
+    find_askable,
+    limit_that_cuts,
+    settings_of,
+)
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.exchange import rank_and_size
 
@@ -100,7 +107,7 @@ def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | N
     found = []
     for config in tasks:
         if config.icl_task_type == "perplexity":
-            found.append(Outline(f"{config.label}/0-shot", {"icl_task_type": "perplexity", "limit": limit}, None))
+            found.append(Outline(f"{config.label}/0-shot", {**TEXT_SETTINGS, "limit": limit}, None))
             continue
         rows = read_rows(config)
         data = data_fingerprint(rows)

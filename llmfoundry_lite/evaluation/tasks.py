@@ -24,11 +24,20 @@ THOUGHT_ALLOWANCE = 10
 """Tokens by which a model's reasoning may be longer than the longest in the file, as in LLM Foundry."""
 
 
+TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
+"""Of held-out text, the same for all."""
+
+
 class Encoder(Protocol):
     """What is needed of a tokenizer."""
 
     @property
     def eos_token_id(self) -> int: ...
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without anything before it is predicted from."""
+        ...
 
     @property
     def beginning(self) -> list[int]:
@@ -377,7 +386,7 @@ class _Encoding:
         room = self.max_tokens - num_tokens
         if room < 1:
             return "an answer longer than the model"
-        ids = ids or [self.tokenizer.eos_token_id]  # something to predict the first token from
+        ids = ids or [self.tokenizer.prefix_token_id]  # something to predict the first token from
         return Request(tuple(ids[-room:]), tuple(answer_ids), num_characters, max(0, len(ids) - room))
 
     def _separate(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:

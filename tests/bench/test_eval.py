@@ -102,7 +102,14 @@ def test_another_perplexity_is_not_the_same():
     for one in (ours, theirs):
         del one["acc_norm"]
     assert not parity.is_same(parity.compare(ours, theirs, "language_modeling"))
+    assert not parity.is_same(parity.compare(ours, theirs, "perplexity"))
     assert parity.is_same(parity.compare(ours, {**theirs, "perplexity": 7.0}, "language_modeling"))
+
+
+def test_forty_rows_are_a_document_of_held_out_text():
+    rows = [{"context": f"a{i}", "continuation": "b"} for i in range(81)]
+    texts = [row["text"] for row in parity.documents_of(rows)]
+    assert [text.count("\n") for text in texts] == [39, 39, 0] and texts[2] == "a80 b"
 
 
 def test_parity_wants_a_model_and_a_peer(tmp_path, capsys):

@@ -734,7 +734,7 @@ def ask_by_hand(kind, rows, nats, greedy=()):
         shares_prefixes, max_seq_len, vocab_size = True, 64, 384
 
     class Words:
-        eos_token_id, beginning = 0, []
+        eos_token_id, prefix_token_id, beginning = 0, 0, []
 
         def encode(self, text):
             return [1 + sum(map(ord, word)) % 300 for word in text.split()]

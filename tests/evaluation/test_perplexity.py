@@ -48,14 +48,16 @@ def measure(model, tokenizer, path: Path):
 
 @torch.no_grad()
 def by_hand(model, samples):
-    """(nats, tokens) of samples of tokens: every one but the first of a sample predicted once, sixteen at a time."""
+    """(nats, tokens) of samples of tokens: every one but the first of a sample predicted once, sixteen at a time; the
+    last ones, which are fewer, from the sixteen tokens that end before the last."""
     nats, count = 0.0, 0
     for sample in samples:
         for start in range(1, len(sample), 16):
-            window = torch.tensor([sample[start - 1 : start + 16]])
-            logits = model.model(window[:, :-1])[0].double()
-            nats += float(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum"))
-            count += window.size(1) - 1
+            end = min(start + 16, len(sample))
+            window = torch.tensor([sample[max(0, end - 17) : end]])
+            logits = model.model(window[:, :-1])[0].double()[start - end :]
+            nats += float(torch.nn.functional.cross_entropy(logits, window[0, start - end :], reduction="sum"))
+            count += end - start
     return nats, count
 
 
@@ -150,6 +152,24 @@ def test_equal_documents_are_one_cluster(tmp_path, model, tokenizer) -> None:
         found = measure(model, tokenizer, path)
         errors.append((found["num_documents"], found["bits_per_byte"], found["bits_per_byte_stderr"]))
     assert errors[1] == pytest.approx(errors[0])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16])
+def test_windows_are_those_of_lm_evaluation_harness(tmp_path, tokenizer, length) -> None:
+    """Beside `get_rolling_token_windows` and `make_disjoint_window` of lm_eval 0.4.13, retold."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode())
+    ids, expected, predicted = tokenizer.encode(TEXT), [], 0
+    while predicted < len(ids):
+        num = min(len(ids) - predicted, length)
+        end = predicted + num
+        inputs = [0, *ids[: num - 1]] if not predicted else ids[end - length - 1 : end - 1]
+        expected.append((tuple(inputs[: len(inputs) - (num - 1)]), tuple(ids[predicted:end])))
+        predicted = end
+    found = prepare_text(task(path), tokenizer, max_seq_len=length, limit=None).items
+    requests = [item.requests[0] for item in found]
+    assert tokenizer.eos_token_id == 0 and len(ids) % 16
+    assert [(request.context, request.continuation) for request in requests] == expected
 
 
 def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:

@@ -361,6 +361,27 @@ def test_a_beginning_of_text_stands_once_and_never_in_an_answer(llama, tokenizat
     assert (item.requests[0].context, item.requests[0].continuation) == ((1,), (8,))
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_without_a_beginning_an_empty_context_is_the_beginning_of_text_token_if_there_is_one(llama, tmp_path, file):
+    """As in lm-evaluation-harness; a tokenizer may have one that no template puts before a text, such as BLOOM's."""
+    stored = json.loads(llama.backend.to_str()) | {"post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    for bos, token in (("<s>", 1), (None, 2)):
+        contents = {"tokenizer_config.json": {"eos_token": "</s>"}, "special_tokens_map.json": {}}
+        contents[file] |= {"bos_token": bos} if bos else {}
+        for name, content in contents.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        tokenizer = load_tokenizer(tmp_path)
+        tokenizer.save(tmp_path / "saved")
+        for each in (tokenizer, load_tokenizer(tmp_path / "saved")):
+            rows = [{"context": "", "continuation": "yes"}]
+            (item,) = ask(task("language_modeling", continuation_delimiter=""), rows=rows, tokenizer=each)[0].items
+            (tmp_path / "t.txt").write_text("Is ice cold?")
+            config = task("perplexity", dataset_uri=str(tmp_path / "t.txt"))
+            (text,) = prepare_text(config, each, max_seq_len=9, limit=None).items
+            assert item.requests[0].context == text.requests[0].context == (token,)
+
+
 def test_a_beginning_of_text_is_trimmed_with_the_context_as_elsewhere(llama):
     (item,) = ask(task(), rows=QUESTIONS[:1], tokenizer=llama, max_seq_len=4)[0].items
     assert [request.context for request in item.requests] == [(4, 5, 7), (5, 7)]

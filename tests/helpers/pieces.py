@@ -10,7 +10,7 @@ class Pieces:
 
     def __init__(self):
         self.pieces = ["<eos>"]
-        self.eos_token_id = 0
+        self.eos_token_id = self.prefix_token_id = 0
         self.beginning = []
 
     def encode(self, text):

@@ -4,7 +4,8 @@ llmfoundry-lite bench eval --parity data/eval --model runs/mpt-quickstart/huggin
 
 Each side makes its prompts from the same rows, zero-shot: ours by the task's YAML, the peer by a template of its own
 that says the same. Compared are the choice by summed and by per-character log-probability, the log-probabilities
-themselves, and LAMBADA's accuracy and perplexity. Where two options are closer to each other than the two sides are,
+themselves, and LAMBADA's accuracy and perplexity. Its rows, forty to a document, are also predicted as held-out text in
+windows; of these the perplexity is per byte. Where two options are closer to each other than the two sides are,
 rounding decides; such items are counted apart. An item whose answer is longer than the model is left out: ours skips
 and counts it, the peer ends there. Of schemas (Winograd) the peer divides by the length of the context rather than of
 the answer, and its own schema tasks leave that number out; so does this.
@@ -30,6 +31,8 @@ from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.rows import read_rows
 
+TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40
+"""The task whose rows become documents, and how many become one: more than a window of tokens."""
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
 TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
 """Whichever is more: the log-probability of a long answer is a sum of thousands of nats in fp32."""
@@ -69,6 +72,12 @@ def run(
             report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type) | {
                 "num_skipped": len(rows) - len(ours["index"])
             }
+            if task.label == TEXT:
+                write_rows(documents_of(rows), items)
+                text = TaskConfig(label="text", icl_task_type="perplexity", dataset_uri=str(items))
+                theirs = ask_peer(items=str(items), kind="perplexity")
+                found = compare(ask_ours(model, text, Path(scratch)), theirs, "perplexity")
+                report["tasks"]["held-out text"] = found | {"num_skipped": 0}
     report["is_same"] = all(is_same(found) for found in report["tasks"].values())
     verdict = "the same answers" if report["is_same"] else "NOT the same answers"
     notes = [f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)"]
@@ -83,6 +92,11 @@ def write_rows(rows: Sequence[Record], path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def documents_of(rows: Sequence[Record]) -> list[Record]:
+    texts = [row["context"] + " " + row["continuation"] for row in rows]
+    return [{"text": "\n".join(texts[i : i + ROWS_OF_A_TEXT])} for i in range(0, len(texts), ROWS_OF_A_TEXT)]
+
+
 def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
     subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     files = ResultFiles(folder, "parity", task.label)
@@ -90,6 +104,11 @@ def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
     items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
     names = ("acc", "acc_norm") if task.icl_task_type == "multiple_choice" else ("acc",)
     (record,) = results.tasks.values()
+    if task.icl_task_type == "perplexity":  # a document's windows are added up
+        nats = {item["index"]: 0.0 for item in items}
+        for item in items:
+            nats[item["index"]] += item["log_probability"][0]
+        return {"log_probability": [[value] for value in nats.values()], "perplexity": 2 ** record["bits_per_byte"]}
     return {
         **{name: [item[name] for item in items] for name in names},
         "log_probability": [item["log_probability"] for item in items],
@@ -124,7 +143,7 @@ def compare(ours: Record, theirs: Record, kind: str) -> Record:
         found[f"peer_{metric}"] = sum(b for _, b in answers) / len(answers)
         found[f"{metric}_differ"] = len(differ)
         found[f"{metric}_differ_by_rounding"] = ties
-    if kind == "language_modeling":
+    if kind in ("language_modeling", "perplexity"):
         found |= {"perplexity": ours["perplexity"], "peer_perplexity": theirs["perplexity"]}
     return found
 

@@ -35,6 +35,7 @@ def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: s
     seconds = count_seconds(model)
     found = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
     model.loglikelihood = answer
+    of_all = found["results"]["bench"]
     samples = sorted(found["samples"]["bench"], key=lambda sample: sample["doc_id"])
     names = [name for name in ("acc", "acc_norm") if name in samples[0]]
     return {
@@ -42,10 +43,15 @@ def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: s
         "seconds": seconds[0],
         "cpu_seconds": seconds[1],
         **{name: [int(sample[name]) for sample in samples] for name in names},
-        "log_probability": [[float(response[0][0]) for response in sample["resps"]] for sample in samples],
-        "perplexity": found["results"]["bench"].get("perplexity,none"),
+        "log_probability": [[nats_of(response[0]) for response in sample["resps"]] for sample in samples],
+        "perplexity": next((of_all[key] for key in ("perplexity,none", "byte_perplexity,none") if key in of_all), None),
         "versions": {"lm-eval": lm_eval.__version__, "transformers": transformers.__version__},
     }
+
+
+def nats_of(response: object) -> float:
+    """Of an answer with whether it is the likeliest, or of a whole document."""
+    return float(response[0] if isinstance(response, (tuple, list)) else response)
 
 
 def count_seconds(model: HFLM) -> list[float]:
@@ -85,6 +91,13 @@ def ask(kind: str, delimiter: str) -> dict:
             "doc_to_target": "{{continuation}}",
             "target_delimiter": head + space,
             "metric_list": [{"metric": "acc"}],
+        }
+    if kind == "perplexity":
+        return {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "byte_perplexity"}],
         }
     return {
         "output_type": "loglikelihood",
