@@ -3,7 +3,13 @@
 Whoever raises one of these owns its sentence: what was given, what was expected, where, and what to do
 next, in one line. `ranks.ending` and `cli` print that line and exit with the error's code; anything else
 that escapes is a bug and keeps its traceback.
+
+A mistake of the user comes again with every try. A fault of the world may pass: a full disk, a server's 5xx, an expired
+token, a lost link. `is_transient` tells them apart by what an error was raised `from`; `from None` keeps a mistake one.
 """
+
+import errno
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -25,10 +31,110 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
-class UserError(ValueError):
-    """Something outside our code is wrong: configuration, data, disk. One line, exit code 2."""
+BRIEF_ERRNOS = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+)
+"""Answers of disks and of the servers behind them that may be others a moment later."""
+TRANSIENT_ERRNOS = {*BRIEF_ERRNOS, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EBUSY} - {errno.EAGAIN}
+"""May be others an hour later, too. EAGAIN is what a lock says that somebody else holds."""
+TRANSIENT_STATUSES = (408, 425, 429)
+"""Of HTTP, besides 5xx: too slow, too early, too many requests."""
+EXPIRED_CODES = ("400", "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
+"""Of S3. The answer to a HEAD request has no body: an expired token is a bare 400 there."""
+TRANSIENT_CODES = (*EXPIRED_CODES, "SlowDown", "RequestTimeout", "BandwidthLimitExceeded", "RequestLimitExceeded")
+"""Of S3 and what speaks its language; also every code with `Throttl` in it."""
+TRANSIENT_CLASSES = {
+    *(
+        "HTTPClientError",
+        "ConnectionError",
+        "CredentialRetrievalError",
+        "TokenRetrievalError",
+        "MetadataRetrievalError",
+    ),
+    *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "ClientConnectionError", "ClientPayloadError"),
+    *("TransportError", "IncompleteRead", "ResponseParserError"),
+}
+"""Of clients with errors of their own for a link or for credentials: botocore, aiohttp, requests, httpx, urllib3."""
 
-    exit_code = EXIT_USER
+
+class TransientError(OSError):
+    """A fault that may pass, on another rank, whose own error does not travel."""
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether what led to `error` may pass without anybody changing the command. A server's answer, if there is one,
+    decides; then the operating system's."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__
+    answers = [answer for one in chain if (answer := _answer_of(one)) is not None]
+    if answers:
+        return answers[0]
+    return any(_is_transient_here(one) for one in chain)
+
+
+def has_expired(error: BaseException | None) -> bool:
+    """Whether a server has refused credentials that were good once."""
+    while error is not None:
+        if _code_of(error) in EXPIRED_CODES:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _code_of(error: BaseException) -> str | None:
+    """Of botocore's ClientError: such as SlowDown."""
+    response: Any = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None
+
+
+def _answer_of(error: BaseException) -> bool | None:
+    """By a server's answer; None if `error` is none."""
+    code, response = _code_of(error), getattr(error, "response", None)
+    if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
+        return True
+    if isinstance(response, dict):
+        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        asked = ((response, "status_code"), (error, "status_code"), (error, "status"), (error, "code"))
+        status = next((found for where, name in asked if isinstance(found := getattr(where, name, None), int)), None)
+    if not isinstance(status, int) or not 400 <= status < 600:
+        return None
+    return status in TRANSIENT_STATUSES or (status >= 500 and status != 501)
+
+
+def _is_transient_here(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, (TransientError, TimeoutError)) or bool(names & TRANSIENT_CLASSES)
+
+
+class UserError(ValueError):
+    """Something outside our code is wrong. One line; exit code 2 for a mistake, 75 for a fault that may pass."""
+
+    has_lost = False
+    """Batches have been trained that no save holds: not 75, but 1."""
+    _exit_code: int | None = None
+
+    @property
+    def is_transient(self) -> bool:
+        return is_transient(self.__cause__)
+
+    @property
+    def exit_code(self) -> int:
+        if self._exit_code is not None:
+            return self._exit_code
+        if not self.is_transient:
+            return EXIT_USER
+        return EXIT_BUG if self.has_lost else EXIT_PREEMPTED
+
+    @exit_code.setter
+    def exit_code(self, code: int) -> None:
+        self._exit_code = code
 
 
 class ConfigError(UserError):
@@ -37,6 +143,14 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A data set, a document or a tokenizer is missing, damaged or does not match."""
+
+
+class TransientDataError(DataError):
+    """The same from a worker process, which what led to it does not leave."""
+
+    @property
+    def is_transient(self) -> bool:
+        return True
 
 
 class ExportError(UserError):

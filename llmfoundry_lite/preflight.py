@@ -26,7 +26,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
@@ -118,12 +118,13 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
         )
 
 
-def record_refusal(arguments: Sequence[str], reason: str) -> None:
-    """Where an earlier launch of the run has left a status, that is now `failed`. Nothing is made that is not there."""
+def record_refusal(arguments: Sequence[str], error: UserError) -> None:
+    """Where an earlier launch of the run has left a status, that is now `failed`, or `preempted` by a fault that may
+    pass. Nothing is made that is not there."""
     folder = find_run_folder(arguments)
     if folder is not None and (folder / STATUS).exists():
         with contextlib.suppress(OSError):
-            write_ended_early(folder, "failed", reason)
+            write_ended_early(folder, "preempted" if error.is_transient else "failed", str(error))
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:

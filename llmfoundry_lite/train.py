@@ -36,7 +36,8 @@ hardware=auto    the overlay for the devices of this machine; hardware=h100-8 na
 
 With -n, ranks that die or freeze start again from the newest save: llmfoundry-lite train -n 8 --max-restarts 3 ...
 
-Exit codes: 0 done, 2 the configuration or the data is wrong, 75 preempted (run the same command again), 1 a bug.
+Exit codes: 0 done, 2 the configuration or the data is wrong, 1 a bug, 75 preempted or stopped by a fault that may pass
+(run the same command again).
 """
 
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
 def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Preflight]:
     """Everything that can be said before anything heavy starts.
 
-    Raises UserError; the status of an earlier launch of that run then says that this one has failed.
+    Raises UserError; the status of an earlier launch of that run then says how this one has ended.
     """
     try:
         invocation = load_train_config(arguments)
@@ -82,7 +83,7 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
             check_this_machine(config, layout)
     except UserError as error:
         if this_rank().local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
-            preflight.record_refusal(arguments, str(error))
+            preflight.record_refusal(arguments, error)
         raise
     return invocation, layout, found
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from llmfoundry_lite.errors import (
+    BRIEF_ERRNOS,
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnreadableCheckpointError,
@@ -25,12 +26,7 @@ Buffer = Any
 """Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
 
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
-PASSING = (
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.ENOTCONN, errno.ESHUTDOWN),
-    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
-)
-"""Answers of disks and of the servers behind them that may be others a moment later."""
+PASSING = BRIEF_ERRNOS
 
 ATTEMPTS = 4
 PAUSE_SECONDS = 0.2

@@ -23,7 +23,7 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
     import fsspec
 
-    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
+    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem
 
     try:
         filesystem, path = fsspec.core.url_to_fs(text)
@@ -32,5 +32,5 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
         raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
     except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
-        raise CheckpointError(f"{text}: {first_line(error)}") from None
-    return RemoteFolder(filesystem, path, text.rstrip("/"))
+        raise CheckpointError(f"{text}: {first_line(error)}") from error
+    return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))

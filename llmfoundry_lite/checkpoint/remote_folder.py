@@ -5,11 +5,13 @@ No torch, and fsspec when such a folder is opened.
 
 import contextlib
 import errno
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, persistently
+from llmfoundry_lite.errors import has_expired
 
 REMOTE_PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
@@ -18,10 +20,42 @@ MAX_PARTS = 10_000
 REMOVALS_AT_ONCE = 16
 
 
+class RenewingFilesystem:
+    """A file system of fsspec's. When a server says that its credentials have expired, another takes its place, which
+    reads them anew, and is asked again; fsspec itself would hand out the old one, with the old credentials."""
+
+    def __init__(self, filesystem: Any):
+        self._filesystem = filesystem
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        before = self._filesystem
+        call = getattr(before, name)
+
+        def asked(*arguments: Any, **options: Any) -> Any:
+            try:
+                return call(*arguments, **options)
+            except Exception as error:
+                if not has_expired(error):
+                    raise
+            self.renew(before)
+            return getattr(self._filesystem, name)(*arguments, **options)
+
+        return asked if callable(call) else call
+
+    def renew(self, before: Any = None) -> None:
+        """Unless another thread has done so since it was `before`."""
+        with self._lock:
+            if before in (None, self._filesystem):
+                kind, old = type(self._filesystem), self._filesystem
+                kind.clear_instance_cache()
+                self._filesystem = kind(*old.storage_args, **old.storage_options)
+
+
 class RemoteFolder:
     is_local = False
 
-    def __init__(self, filesystem: Any, path: str, url: str):
+    def __init__(self, filesystem: RenewingFilesystem, path: str, url: str):
         self.filesystem = filesystem
         self.path = path.rstrip("/")
         self.url = url
@@ -181,8 +215,9 @@ class RemoteSink:
 
     any_order = False
 
-    def __init__(self, filesystem: Any, path: str, part_bytes: int):
+    def __init__(self, filesystem: RenewingFilesystem, path: str, part_bytes: int):
         self.path = path
+        self.filesystem = filesystem
         with as_os_errors():
             self._file = filesystem.open(path, "wb", block_size=part_bytes)
         self._offset = 0
@@ -202,6 +237,7 @@ class RemoteSink:
     def abandon(self) -> None:
         with contextlib.suppress(Exception):
             self._file.discard()
+        self.filesystem.renew()  # an upload belongs to the file system that began it; the next one begins afresh
 
 
 def part_bytes(num_bytes: int) -> int:
@@ -211,7 +247,7 @@ def part_bytes(num_bytes: int) -> int:
 
 
 class RemoteSource:
-    def __init__(self, filesystem: Any, path: str):
+    def __init__(self, filesystem: RenewingFilesystem, path: str):
         self.filesystem = filesystem
         self.path = path
         self.num_bytes = int(persistently(lambda: filesystem.info(path))["size"])

@@ -36,6 +36,7 @@ from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
+    TransientError,
     UnsoundCheckpointError,
 )
 from llmfoundry_lite.ranks import exchange
@@ -176,23 +177,27 @@ def _judge(error: Exception | None, checkpoint: Checkpoint, group: Group) -> Exc
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.max_of([int(is_unsound)], group)):
         return error
-    report = [error.file, socket.gethostname(), str(error)] if isinstance(error, UnsoundCheckpointError) else None
+    report = None
+    if isinstance(error, UnsoundCheckpointError):
+        report = [error.file, socket.gethostname(), str(error), error.is_transient]
     reports = exchange.gather_json(report, group)
     if error is not None or exchange.rank_and_size(group)[0] != 0:
         return error
     complaints = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
-    accused = {name for _, name, _, _ in complaints}
+    accused = {name for _, name, *_ in complaints}
     for file in [file for file in checkpoint.manifest.files if file.name in accused][:MAX_JUDGED]:
         try:
             verify_file(checkpoint.folder, file)
-        except UnsoundCheckpointError as seen:
-            return seen
-    rank, _, host, text = complaints[0]
-    return CheckpointError(
+        except UnsoundCheckpointError as found:
+            return found
+    rank, _, host, text, may_pass = complaints[0]
+    seen = CheckpointError(
         f"rank {rank} on host {host}: {text}; rank 0 on host {socket.gethostname()} finds this file sound, so nothing "
         f"is wrong with the checkpoint: see on {host} whether the disk is mounted, may be read and works, then run the "
         "same command again"
     )
+    seen.__cause__ = TransientError(text) if may_pass else None
+    return seen
 
 
 # ----------------------------------------------------------------------------------------------------- what is wanted

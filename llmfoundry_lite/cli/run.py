@@ -30,6 +30,7 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
 
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
+    from llmfoundry_lite.config.schema import parse_seconds
     from llmfoundry_lite.launcher.launch import Launcher, Program
     from llmfoundry_lite.lean_imports import HEAVY
     from llmfoundry_lite.status import read_status
@@ -43,7 +44,8 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
         return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
 
     restarts = DEFAULT_RESTARTS if max_restarts is None else max_restarts
-    raise typer.Exit(Launcher(program, num_ranks, restarts, logs, batch).run(context.args))
+    launcher = Launcher(program, num_ranks, restarts, logs, batch, parse_seconds(config.retry_for))
+    raise typer.Exit(launcher.run(context.args))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:

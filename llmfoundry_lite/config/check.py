@@ -79,11 +79,12 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
             refuse("device_train_microbatch_size", f"{microbatch!r} given, expected a number of samples, or auto")
         if microbatch > batch:
             refuse("device_train_microbatch_size", f"{microbatch} is more than global_train_batch_size, {batch}")
-    if config.max_wall_time is not None:
+    for key, time in (("max_wall_time", config.max_wall_time), ("retry_for", config.retry_for)):
         try:
-            parse_seconds(config.max_wall_time)
+            if time is not None:
+                parse_seconds(time)
         except ValueError as error:
-            refuse("max_wall_time", f"{config.max_wall_time!r} given, expected {error}")
+            refuse(key, f"{time!r} given, expected {error}")
     fsdp = config.fsdp_config
     if fsdp and fsdp.data_parallel_shard_degree is not None and fsdp.sharding_strategy != "HYBRID_SHARD":
         refuse(

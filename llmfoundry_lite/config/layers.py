@@ -197,6 +197,7 @@ HARDWARE_KEYS = (
     "dist_timeout",
     "max_wall_time",
     "preemption_grace_seconds",
+    "retry_for",
     "environment",
     "model.attn_config.attn_impl",
     "model.init_device",

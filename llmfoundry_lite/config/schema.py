@@ -669,6 +669,9 @@ class TrainConfig:
     """Leave, saved, with exit code 75 when this launch is so old: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = 20.0
     """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
+    retry_for: str | int | float = "30m"
+    """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
+    token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
     compile_config: dict[str, Any] | None = None
     """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
     deterministic: bool = False

@@ -57,7 +57,7 @@ def published(folder: Path) -> Iterator[Path]:
             draft.rename(folder)
             sync(folder.parent)
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise ExportError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextlib.contextmanager
@@ -255,7 +255,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ExportError(f"{path}: cannot be read as JSON: {error}") from None
+        raise ExportError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -182,7 +182,7 @@ def _first_byte(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(1)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or os.fspath(path)}") from None
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or os.fspath(path)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -33,7 +33,7 @@ from llmfoundry_lite.data.order import (
 )
 from llmfoundry_lite.data.shard_cache import CachedShards
 from llmfoundry_lite.data.streams import folder_of
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, TransientDataError
 from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.ranks.memory import return_freed_memory
 
@@ -380,6 +380,14 @@ class TextDataset(CachedShards):
 
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
+        try:
+            yield from self._rows()
+        except DataError as error:
+            if not error.is_transient:
+                raise
+            raise TransientDataError(str(error)) from error  # what led to it would stay in a worker process
+
+    def _rows(self) -> Iterator[Tensor]:
         # StreamingDataset passes over NO_SAMPLE, and ends early, without an error, when one of its threads fails.
         iterator = None
         try:
@@ -408,7 +416,7 @@ class TextDataset(CachedShards):
             raise
         except Exception as error:
             if self._background_error:
-                raise self._background_error from None
+                raise self._background_error from self._background_error.__cause__
             self._verified[shard_id] = 0
             self._verify_shard(shard_id)  # a damaged file explains whatever went wrong
             raise DataError(f"{self._place(sample_id)}: {one_line(error)}") from error

@@ -72,7 +72,7 @@ class TextLoader(DataLoader):
             # and its traceback is part of a reference cycle, which keeps the iterator alive until the garbage
             # collector takes its queues apart before its workers: two processes that wait 5 s each.
             error.with_traceback(None)
-            raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
+            raise type(error)(str(error).rsplit("DataError: ", 1)[-1].strip()) from error.__cause__
 
     def _begin(self) -> Iterator[dict[str, Tensor]]:
         iterator = super().__iter__()

@@ -110,7 +110,7 @@ class CachedShards(StreamingDataset):
             raise DataError(
                 f"no space left in {path.parent} for the table of shards, about 150 bytes for each; make it larger "
                 "(a container's with --shm-size, or --ipc=host)"
-            ) from error
+            ) from None
         self._open_shared(number)
         self._check_cache_limit()
 

@@ -90,7 +90,7 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
         try:
             samples = read_tokens(path)
         except (ValueError, KeyError, OSError) as error:
-            raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from None
+            raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from error
         for before, *ids in samples.tolist():
             written = tokenizer.decode([token for token in ids if token != tokenizer.eos_token_id])
             yield Document(before, ids, len(written.encode()), [before, *ids])
@@ -107,7 +107,7 @@ def _texts(path: Path, label: str) -> Iterator[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{label}: {path} cannot be read ({error}); expected a text or JSONL file or an MDS split"
-        ) from None
+        ) from error
     if path.suffix != ".jsonl":
         yield content
         return

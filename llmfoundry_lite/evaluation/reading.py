@@ -91,7 +91,7 @@ def read_facts(path: Path) -> Record:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from None
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(facts, dict) or "model" not in facts or not isinstance(facts.get("tasks"), dict):
         raise DataError(
             f"{path} is no result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
@@ -151,7 +151,7 @@ def read_items(path: Path, facts: Record) -> dict[str, list[Record]]:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise DataError(
             f"{beside} {reason}, and results are compared item by item; keep it beside {path.name}, or evaluate again"
-        ) from None
+        ) from error
     items: dict[str, list[Record]] = {task: [] for task in facts["tasks"]}
     texts: dict[str, list[str]] = {task: [] for task in facts["tasks"]}
     torn = 0

@@ -153,7 +153,7 @@ class ResultFiles:
         except DataError as error:
             if self.redo:
                 return {}
-            raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from None
+            raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
     def _read_lines(self) -> Iterator[tuple[str, str]]:
         """(task, line) of the items that are here and of a result."""

@@ -43,7 +43,7 @@ def _read_jsonl(path: Path, label: str) -> list[dict[str, Any]]:
             "`llmfoundry-lite data make-tasks` makes our own"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{label}: {path} cannot be read: {error}") from None
+        raise DataError(f"{label}: {path} cannot be read: {error}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

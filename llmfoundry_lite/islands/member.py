@@ -118,7 +118,7 @@ def reach(address: tuple[str, int], token: bytes, on_waiting: Callable[[str], No
                 raise ConfigError(
                     f"islands.coordinator: {where} does not answer ({error.strerror or error}); start it with "
                     "`llmfoundry-lite islands coordinate`"
-                ) from None
+                ) from error
             if not is_told:
                 on_waiting(f"{where} does not answer ({error.strerror or error}); for {SECONDS_TO_START:.0f} s at most")
             is_told = True

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,12 +23,14 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printable
 from llmfoundry_lite.launcher.server import MESSAGE_BYTES, open_channel
 from llmfoundry_lite.launcher.world import Outcome, World, log_of
-from llmfoundry_lite.ranks.ending import LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
+from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import pass_over_lost_words
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before the first restart in a row without progress, the second, …; the last one from then on."""
+CODES = {EXIT_RETRY: EXIT_PREEMPTED, EXIT_RETRY_LOST: EXIT_BUG}
+"""Of ranks that met a fault that may pass -> of the launch, when it is not tried again."""
 LINES_QUOTED = 15
 LARGEST_ARGUMENTS = MESSAGE_BYTES // 4
 """Bytes. In a message each may take six, as JSON escapes; it also holds a few variables."""
@@ -57,8 +60,44 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
         raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
 
 
+class Restarts:
+    """Whether ranks that have failed start again, and when: `max_restarts` times after they died, and as often as it
+    takes, within `retry_seconds`, after a fault that may pass. Progress ends the waiting, and begins that time anew."""
+
+    def __init__(self, max_restarts: int, retry_seconds: float, come_to: Any):
+        self.max_restarts = max_restarts
+        self.retry_seconds = retry_seconds
+        self.num_restarts = 0
+        self.has_progressed = False
+        """Since the launch began."""
+        self._come_to = come_to
+        self._num_in_vain = 0
+        self._failing_since: float | None = None
+
+    def pause(self, is_transient: bool, come_to: Any, now: float) -> float | None:
+        """Seconds until the next try; None if there is none. `now` is of a monotonic clock, `come_to` says how far the
+        program has come, in any terms."""
+        if come_to != self._come_to:
+            self._come_to, self._num_in_vain, self._failing_since = come_to, 0, None
+            self.has_progressed = True
+        pauses = PAUSE_SECONDS[1:] if is_transient else PAUSE_SECONDS
+        pause = pauses[min(self._num_in_vain, len(pauses) - 1)]
+        if is_transient:
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            left = self._failing_since + self.retry_seconds - now
+            if left <= 0:
+                return None
+            pause = min(pause, left)
+        elif self.num_restarts == self.max_restarts:
+            return None
+        else:
+            self.num_restarts += 1
+        self._num_in_vain += 1
+        return pause
+
+
 class Launcher:
-    """One launch: `num_ranks` ranks of `program`, begun again at most `max_restarts` times."""
+    """One launch: `num_ranks` ranks of `program`, begun again as `Restarts` says."""
 
     def __init__(
         self,
@@ -67,10 +106,12 @@ class Launcher:
         max_restarts: int,
         logs: Path,
         progress: Callable[[], Any] = lambda: None,
+        retry_seconds: float = 0.0,
     ):
         self.program = program
         self.num_ranks = num_ranks
         self.max_restarts = max_restarts
+        self.retry_seconds = retry_seconds
         self.logs = logs
         """rank1.txt, rank2.txt, …: what ranks other than 0 say, of all tries of this launch. rank1.before.txt: of the
         launch before."""
@@ -82,8 +123,8 @@ class Launcher:
 
     def run(self, arguments: Sequence[str]) -> int:
         """Returns the exit code of the launch. Ranks that a signal asks to leave are not started again, nor are those
-        that have left with a code of ours other than EXIT_BUG. Raises ConfigError for a folder that takes no logs, and
-        for arguments too long to be handed on."""
+        that have left with a code of ours other than EXIT_BUG and those of `CODES`. Raises ConfigError for a folder
+        that takes no logs, and for arguments too long to be handed on."""
         num_bytes = sum(len(os.fsencode(argument)) for argument in arguments)
         if num_bytes > LARGEST_ARGUMENTS:
             raise ConfigError(
@@ -96,26 +137,31 @@ class Launcher:
             signal.signal(number, self._hand_on)
         launched_at = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
         environment = {**places(self.num_ranks), **launched_at, "MASTER_ADDR": "127.0.0.1"}
-        num_restarts, num_in_vain, come_to = 0, 0, self.progress()
+        restarts, again = Restarts(self.max_restarts, self.retry_seconds, self.progress()), []
         try:
             while True:
-                again = ["autoresume=true"] if num_restarts else []
                 outcome = self._try([*arguments, *again], {**environment, "MASTER_PORT": str(free_port())})
-                if outcome.code != EXIT_BUG or self._asked.is_set():
+                is_transient = outcome.code in CODES
+                code = CODES.get(outcome.code, outcome.code)
+                if (outcome.code != EXIT_BUG and not is_transient) or self._asked.is_set():
                     if outcome.was_killed:
                         say(f"{outcome.culprit}; the newest save stands")
-                    return outcome.code
-                if num_restarts == self.max_restarts:
-                    say(self._give_up(outcome))
-                    return EXIT_BUG
-                before, come_to = come_to, self.progress()
-                num_in_vain = num_in_vain if come_to == before else 0
-                pause = PAUSE_SECONDS[min(num_in_vain, len(PAUSE_SECONDS) - 1)]
-                num_restarts, num_in_vain = num_restarts + 1, num_in_vain + 1
-                when = f" in {pause:g} s" if pause else ""
-                say(f"{outcome.culprit}; restart {num_restarts} of {self.max_restarts}{when}, from the newest save")
+                    return code
+                pause = restarts.pause(is_transient, self.progress(), time.monotonic())
+                if pause is None:
+                    say(self._give_up(outcome, is_transient))
+                    return code
+                when = f" in {pause:.3g} s" if pause else ""
+                if is_transient:
+                    say(f"{outcome.culprit}; next try{when}, for {self.retry_seconds:g} s in all (retry_for)")
+                else:
+                    number = f"restart {restarts.num_restarts} of {self.max_restarts}"
+                    say(f"{outcome.culprit}; {number}{when}, from the newest save")
+                # Where nothing had begun yet, a run that is there already is still to be refused.
+                if restarts.num_restarts or restarts.has_progressed:
+                    again = ["autoresume=true"]
                 if self._asked.wait(pause):
-                    return EXIT_PREEMPTED
+                    return code if is_transient else EXIT_PREEMPTED
         finally:
             self._stop_server()
 
@@ -162,10 +208,12 @@ class Launcher:
         if self._world is not None:
             self._world.ask_to_leave(number)
 
-    def _give_up(self, outcome: Outcome) -> str:
+    def _give_up(self, outcome: Outcome, is_transient: bool) -> str:
         """The reason, and the last words of the rank whose words are in a file."""
         text = outcome.culprit
-        if self.max_restarts:
+        if is_transient:
+            text += f"; tried again for {self.retry_seconds:g} s (retry_for) without progress"
+        elif self.max_restarts:
             text += f"; that was restart {self.max_restarts} of {self.max_restarts}"
         if not outcome.rank:
             return text

@@ -18,8 +18,16 @@ import psutil
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER
 from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, Left, Start, receive, send
+from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST
 
-GRACE_SECONDS = {EXIT_USER: 10.0, EXIT_PREEMPTED: 60.0, EXIT_INTERRUPTED: 5.0, EXIT_BUG: 1.0}
+GRACE_SECONDS = {
+    EXIT_USER: 10.0,
+    EXIT_PREEMPTED: 60.0,
+    EXIT_RETRY_LOST: 10.0,
+    EXIT_RETRY: 10.0,
+    EXIT_INTERRUPTED: 5.0,
+    EXIT_BUG: 1.0,
+}
 """For the other ranks, once one has left with that code. The first of these codes that any rank has is the launch's: a
 mistake, which comes again with every try, then a wish to leave. A signal or any other code counts as EXIT_BUG.
 Preempted ranks save, and end themselves when that takes too long."""
@@ -45,9 +53,9 @@ class Process:
 @dataclass(frozen=True)
 class Outcome:
     code: int
-    """One of our exit codes."""
+    """One of our exit codes, or EXIT_RETRY and EXIT_RETRY_LOST."""
     culprit: str = ""
-    """Of EXIT_BUG: what went wrong first."""
+    """What went wrong first."""
     rank: int | None = None
     """The rank that it went wrong on, if there is one."""
     was_killed: bool = False
@@ -178,6 +186,8 @@ def verdict(codes: Iterable[int]) -> int:
 
 
 def describe_end(rank: int, code: int) -> str:
+    if code in (EXIT_RETRY, EXIT_RETRY_LOST):
+        return f"rank {rank} met a fault that may pass"
     if code >= 0:
         return f"rank {rank} left with exit code {code}"
     with suppress(ValueError):  # a real-time signal has no name

@@ -37,6 +37,9 @@ class Preempted(BaseException):
         """All ranks have agreed to leave, and nobody waits for anybody."""
 
 
+EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
+"""From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
+(`UserError.has_lost`), when the launcher has tried again for long enough."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Ctrl-C twice: left at once. As shells have it."""
 LEAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -59,8 +62,8 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
             _leave(error.exit_code)
         sys.exit(error.exit_code)
     except BaseException as error:
-        report(describe(error))
-        _leave(error.exit_code if isinstance(error, UserError) else EXIT_BUG)
+        report(error)
+        _leave(exit_code_of(error))
     sys.exit(EXIT_DONE)
 
 
@@ -182,7 +185,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, Preempted):
         return printable(str(error))
     if isinstance(error, UserError):
-        return f"error: {printable(str(error))}"
+        again = "; this may pass: run the same command again" if error.is_transient else ""
+        return f"error: {printable(str(error))}{again}"
     if is_lost_peer(error):
         return (
             "error: lost contact with another rank, which has died or lost its network; "
@@ -197,15 +201,27 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def report(text: str) -> None:
+def exit_code_of(error: BaseException) -> int:
+    """This rank's, for an error. A rank that has only lost another one leaves with the code of the first to fail."""
+    code = error.exit_code if isinstance(error, UserError) else EXIT_BUG
+    if isinstance(error, UserError) and error.is_transient and RANK_LOGS in os.environ:
+        code = EXIT_RETRY_LOST if error.has_lost else EXIT_RETRY
+    if is_lost_peer(error):
+        with suppress(RuntimeError):
+            first = first_error(error)
+            code = first.code if first is not None else code
+    return code
+
+
+def report(error: BaseException) -> None:
     """Print the launch's first error: on the rank that had it, and on rank 0, whose output the user watches.
 
     When one rank fails the others fail after it, with words that hide the reason: rank 0 prints those of the first.
     A traceback is always printed where it happened: those who heard of the failure may have come first.
     """
-    here = this_rank()
+    here, text = this_rank(), describe(error)
     try:
-        first = first_error(text)
+        first = first_error(error)
     except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
         if text.startswith("Traceback"):
             print(text, file=sys.stderr, flush=True)
@@ -221,11 +237,12 @@ def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def cause_of(text: str) -> str:
-    """The last line of the launch's first error, which names the rank if it is another; `text` is what happened here,
-    if nobody has said anything before."""
+def cause_of(error: BaseException) -> str:
+    """The last line of the launch's first error, which names the rank if it is another; that of `error`, if nobody has
+    said anything before."""
+    text = describe(error)
     with suppress(RuntimeError):
-        first = first_error(text)
+        first = first_error(error)
         if first is not None and first.rank != this_rank().rank and first.text != text:
             return f"rank {first.rank}: {_last_line(first.text)}"
     return _last_line(text)
@@ -233,19 +250,21 @@ def cause_of(text: str) -> str:
 
 class FirstError(NamedTuple):
     rank: int
+    code: int
     text: str
 
 
-def first_error(text: str) -> FirstError | None:
-    """What the first rank to fail has put into the process group's store: `text`, if that is this one. None without a
+def first_error(error: BaseException) -> FirstError | None:
+    """What the first rank to fail has put into the process group's store: `error`, if that is this one. None without a
     process group. Raises RuntimeError when the store is gone."""
     store = _process_group_store()
     if store is None:
         return None
-    mine = f"{this_rank().rank} {text}"
+    code = EXIT_BUG if is_lost_peer(error) else exit_code_of(error)
+    mine = f"{this_rank().rank} {code} {describe(error)}"
     told = answer_in_time(lambda: store.compare_set("llmfoundry_lite/first_error", "", mine).decode())
-    rank, first = (mine if told is None else told).split(" ", 1)
-    return FirstError(int(rank), first)
+    rank, code, first = (mine if told is None else told).split(" ", 2)
+    return FirstError(int(rank), int(code), first)
 
 
 def answer_in_time(ask: Callable[[], str]) -> str | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 
 from llmfoundry_lite import errors
-from llmfoundry_lite.errors import CheckpointError, UserError
+from llmfoundry_lite.errors import CheckpointError, TransientError, UserError
 from llmfoundry_lite.ranks.codec import write_json
 
 Group = dist.ProcessGroup | None
@@ -124,17 +124,19 @@ def agree(error: Exception | None, group: Group = None) -> None:
     if not any(max_of([0 if error is None else 1], group)):
         return
     rank, _ = rank_and_size(group)
-    reports = gather_json([type(error).__name__, str(error)] if error is not None else None, group)
+    may_pass = isinstance(error, UserError) and error.is_transient
+    reports = gather_json([type(error).__name__, str(error), may_pass] if error is not None else None, group)
     if error is not None and not isinstance(error, CheckpointError):
         raise error
     first = next(i for i, report in enumerate(reports) if report is not None)
     if first == rank:
         assert error is not None
         raise error
-    name, text = reports[first]
+    name, text, may_pass = reports[first]
+    cause = TransientError(text) if may_pass else None
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, UserError):
-        raise kind(text)  # the same sentence everywhere, so that it is printed once
+        raise kind(text) from cause  # the same sentence everywhere, so that it is printed once
     raise CheckpointError(f"rank {first}: {name}: {text}")
 
 

@@ -112,7 +112,7 @@ def read_run(where: str) -> Run:
         launches = read_launches(folder.read(LAUNCHES, MAX_BYTES)) if LAUNCHES in names else []
         config = read_config(folder, notes) if CONFIG in names else None
     except OSError as error:
-        raise DataError(f"{where}: cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{where}: cannot be read: {error.strerror or error}") from error
     lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
     newest = find_newest(folder_of_checkpoints(folder, config) if is_run else folder.url, notes)

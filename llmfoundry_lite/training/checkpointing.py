@@ -5,6 +5,9 @@ BATCH_CHECKPOINT, after the batch's evaluation. Leaves when to save to `save_pol
 to `run_state`, and how the log travels to `carried_log`.
 """
 
+import itertools
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +25,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoi
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
 from llmfoundry_lite.config.changes import Change, find_changes
-from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
@@ -38,6 +41,9 @@ from llmfoundry_lite.training.run_state import RunState, chosen_options
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.segments import build_segment, find_differences
 from llmfoundry_lite.training.start import Start, check_fit
+
+PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Before the last save is made again: the first time, the second, …; the last one from then on."""
 
 
 class OtherIslands(Protocol):
@@ -86,6 +92,9 @@ class Checkpointing(Callback):
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
+        """Its save has begun at least."""
+        self.published_batch = -1
+        """Of the newest checkpoint that this launch knows of in the run's folder; -1: of none."""
         self.newest_lease: int | None = None
         """On rank 0: the store's when this island was told to save."""
 
@@ -115,6 +124,7 @@ class Checkpointing(Callback):
         """With the batch after this one, the part of this launch begins."""
         self.first_batch = int(state.timestamp.batch) + 1
         self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
+        self.published_batch = self.last_saved_batch if self.begins.is_own else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
 
@@ -179,7 +189,7 @@ class Checkpointing(Callback):
     # ----------------------------------------------------------------------------------------------------- save
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._log(self.saver.poll(all_written=self.agreement.all_written), logger)
+        self._settle(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
         decision = self.policy.decide(state)
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
@@ -204,7 +214,7 @@ class Checkpointing(Callback):
                     destination.write(state)
             self.run_state.owes_evaluation = True
             self._save(state, logger)
-            self._finish(logger)
+            self._finish(state, logger)
             for destination in logger.destinations:
                 destination.fit_end(state, logger)
         raise Preempted(self.preempted_text(state), orderly=True)
@@ -223,7 +233,7 @@ class Checkpointing(Callback):
         try:
             if saves and int(state.timestamp.batch) > self.last_saved_batch:
                 self._save(state, logger)
-            self._finish(logger)
+            self._finish(state, logger)
         except CheckpointError:
             if not self._is_followed():
                 raise
@@ -232,7 +242,11 @@ class Checkpointing(Callback):
         return f"{reason} after batch {int(state.timestamp.batch)}, {saved}; run the same command again"
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._finish(logger)
+        self._finish(state, logger)
+
+    def would_lose(self, state: State) -> bool:
+        """Whether batches have been trained, and no checkpoint of this run stands to carry on from."""
+        return self.saves_here and self.published_batch < 0 and int(state.timestamp.batch) >= self.first_batch
 
     @property
     def saves_here(self) -> bool:
@@ -261,15 +275,43 @@ class Checkpointing(Callback):
     def _save(self, state: State, logger: Logger) -> None:
         if not self.saves_here or (self.islands is not None and self._is_left_behind(self.islands)):
             return
-        if not self.saver.has_lease:
-            self.saver.take_lease(from_running=True)
-        self._log(self.saver.save(self.model.model, state.optimizers[0], self._about(state)), logger)
+        if not self.saver.has_lease and self._settle(partial(self.saver.take_lease, from_running=True), logger):
+            return
+        save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
+        if self._settle(save, logger) is not None:  # the one before failed, and this one has not begun
+            save()
         self.last_saved_batch = int(state.timestamp.batch)
         if self.policy.timer is not None:
             self.policy.timer.note_begun()
 
-    def _finish(self, logger: Logger) -> None:
-        self._log(self.saver.wait(), logger)
+    def _settle(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
+        """Take a step of a save. A fault that may pass is told and returned: the run goes on, and saves later. Every
+        rank must come here together."""
+        try:
+            self._log(step(), logger)
+        except UserError as error:
+            if not error.is_transient:
+                raise
+            stands = f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
+            self._say(f"warning: {error}; {stands}, and the next save tries again")
+            self.last_saved_batch = self.published_batch
+            return error
+        return None
+
+    def _finish(self, state: State, logger: Logger) -> None:
+        """Until the save in flight is published. It is the last one: after a fault that may pass it is made again."""
+        began = time.monotonic()
+        for attempt in itertools.count():
+            error = self._settle(self.saver.wait, logger)
+            if error is None:
+                return
+            left = began + parse_seconds(self.config.retry_for) - time.monotonic()
+            pause = tell_all(min(left, PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)]))  # by the clock of rank 0
+            if pause <= 0:
+                raise error
+            self._say(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
+            time.sleep(pause)
+            self._save(state, logger)
 
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:
@@ -280,6 +322,7 @@ class Checkpointing(Callback):
             SAVED: saved.num_bytes,
         }
         self._say(f"saved {saved.name}")
+        self.published_batch = int(saved.name.removeprefix("ba"))
         timer = self.policy.timer
         if timer is not None:
             news = timer.note_published(saved.stall_seconds, saved.durable_seconds)
@@ -316,7 +359,8 @@ class Checkpointing(Callback):
                 verify=check_present,
             )
         except CheckpointError as error:
-            self.store.check(lease)
+            if not error.is_transient:
+                self.store.check(lease)
             self._say(f"old checkpoints were not removed: {error}")
 
     def _about(self, state: State) -> About:

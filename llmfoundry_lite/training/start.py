@@ -119,7 +119,7 @@ def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, st
             refuse_newer(candidates)
             newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
     except CheckpointError as error:
-        raise type(error)(f"load_path: {error}") from None
+        raise type(error)(f"load_path: {error}") from error
     if newest is None:
         raise CheckpointError(
             f"load_path: {where} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "

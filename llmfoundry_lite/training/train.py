@@ -26,15 +26,16 @@ from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import OutOfMemoryError
+from llmfoundry_lite.errors import EXIT_PREEMPTED, OutOfMemoryError, UserError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.plan.advice import advise_less_memory
 from llmfoundry_lite.plan.memory import slots_of
 from llmfoundry_lite.ranks.ending import (
+    EXIT_RETRY,
     Preempted,
     announced_preemption,
     cause_of,
-    describe,
+    exit_code_of,
     is_lost_peer,
     leaving_because,
     raise_when_interrupted,
@@ -113,7 +114,12 @@ def train(config: TrainConfig) -> None:
             islands.close()
         preempted = as_preempted(error, preemption)
         told = preempted or explain_memory(error, config, trainer) or error
-        run.fail("preempted" if preempted else "failed", str(preempted) if preempted else cause_of(describe(told)))
+        if isinstance(told, UserError):
+            told.has_lost = (
+                checkpointing is not None and trainer is not None and checkpointing.would_lose(trainer.state)
+            )
+        may_come_back = preempted is not None or exit_code_of(told) in (EXIT_PREEMPTED, EXIT_RETRY)
+        run.fail("preempted" if may_come_back else "failed", str(preempted) if preempted else cause_of(told))
         if preempted is None:
             if told is error:
                 raise

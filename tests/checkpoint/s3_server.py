@@ -1,4 +1,4 @@
-"""A local S3 server in a process of its own, and a proxy before it that drops connections."""
+"""A local S3 server in a process of its own, and proxies before it: one drops connections, one refuses requests."""
 
 import os
 import random
@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tests.helpers.launch import free_port
 
@@ -83,3 +86,65 @@ class _Connection(socketserver.BaseRequestHandler):
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 400, "AccessDenied": 403}
+"""Of HTTP, that S3 sends with a code."""
+
+
+class RefusingProxy(ThreadingHTTPServer):
+    """Passes requests on, but those that `refuses` (method, path, headers) names the answer to: such as SlowDown."""
+
+    daemon_threads = True
+
+    def __init__(self, target: int):
+        super().__init__(("127.0.0.1", 0), _Request)
+        self.target = target
+        self.refuses: Callable[[str, str, dict[str, str]], str | None] = lambda method, path, headers: None
+        self.num_refused = 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.server_address[1]
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: RefusingProxy
+    protocol_version = "HTTP/1.1"
+
+    def answer(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        code = self.server.refuses(self.command, self.path, dict(self.headers))
+        if code is not None:
+            self.server.num_refused += 1
+            text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}, by a proxy</Message></Error>"
+            self._send(STATUS[code], [("Content-Type", "application/xml")], text.encode())
+            return
+        other = HTTPConnection("127.0.0.1", self.server.target)
+        other.request(self.command, self.path, content, dict(self.headers))
+        found = other.getresponse()
+        skipped = ("transfer-encoding", "connection", "server", "date")
+        headers = [(name, value) for name, value in found.getheaders() if name.lower() not in skipped]
+        self._send(found.status, headers, found.read())
+        other.close()
+
+    def _send(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            if name.lower() != "content-length" or self.command == "HEAD":
+                self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
+
+    def log_message(self, format, *args):
+        pass

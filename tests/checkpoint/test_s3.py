@@ -9,7 +9,7 @@ import pytest
 import torch
 from fsspec.asyn import sync_wrapper
 
-from llmfoundry_lite.checkpoint import remote_folder
+from llmfoundry_lite.checkpoint import folders, remote_folder
 from llmfoundry_lite.checkpoint import store as store_module
 from llmfoundry_lite.checkpoint.manifest_json import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
@@ -17,8 +17,8 @@ from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
-from tests.checkpoint.ranks import build, save_now, step, whole_state
-from tests.checkpoint.s3_server import DroppingProxy, s3_server
+from tests.checkpoint.ranks import about, build, save_now, step, whole_state
+from tests.checkpoint.s3_server import DroppingProxy, RefusingProxy, s3_server
 from tests.checkpoint.saves import save, write_draft
 
 s3fs = pytest.importorskip("s3fs")
@@ -285,3 +285,90 @@ def test_dropped_connections_are_retried_or_reported_but_never_damage(connect, s
     assert {f"ba{batch}" for batch in published} <= names
     proxy.shutdown()
     proxy.server_close()
+
+
+@pytest.fixture
+def proxy(connect, server, monkeypatch):
+    """Before the server of a new bucket. The client asks once, and waits for nothing."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(folders, "PAUSE_SECONDS", 0.0)
+    proxy = RefusingProxy(server)
+    proxy.url = connect()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield proxy
+    proxy.close()
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["SlowDown", "InternalError", "ExpiredToken"])
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_a_server_that_refuses_a_save_for_a_while_costs_that_save(proxy, code, method):
+    """Shard and manifest, or what is asked before they are put."""
+    model, opt = build("plain")
+    saver = open_saver(CheckpointStore(proxy.url))
+    save_now(saver, model, opt, 1)
+    first = whole_state(model, opt)
+    step(model, opt, 1)
+    proxy.refuses = lambda asked, path, headers: code if asked == method else None
+    saver.save(model, opt, about(2))
+    with pytest.raises(CheckpointError) as caught:
+        saver.wait()
+    assert caught.value.is_transient and proxy.num_refused
+    proxy.refuses = lambda asked, path, headers: None
+    assert [c.name for c in CheckpointStore(proxy.url).candidates()] == ["ba1"]
+    fresh, fresh_opt = build("plain", seed=5)
+    load(f"{proxy.url}/ba1", fresh, fresh_opt)
+    found = whole_state(fresh, fresh_opt)
+    assert all(torch.equal(found[name], first[name]) for name in first)
+    save_now(saver, model, opt, 3)
+    verify_checkpoint(open_checkpoint(f"{proxy.url}/ba3"))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("code", "may_pass"), [("SlowDown", True), ("ExpiredToken", True), ("AccessDenied", False)])
+def test_a_server_that_refuses_everything_says_whose_fault_it_is(proxy, code, may_pass):
+    proxy.refuses = lambda method, path, headers: code
+    for ask in (CheckpointStore(proxy.url).candidates, CheckpointStore(proxy.url).acquire):
+        with pytest.raises(CheckpointError) as caught:
+            ask()
+        assert caught.value.is_transient == may_pass
+
+
+def test_a_bucket_that_is_not_there_is_a_mistake(connect):
+    connect()
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore("s3://no-such-bucket/run").acquire()
+    assert not caught.value.is_transient
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+def test_credentials_that_have_expired_are_read_again(proxy, tmp_path, monkeypatch):
+    """Also those of an upload that is under way: the next save begins with new ones."""
+    file = tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def give(key):
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = test\n")
+
+    def refuse(key):
+        proxy.refuses = lambda method, path, headers: "ExpiredToken" if f"Credential={key}/" in str(headers) else None
+
+    give("first")
+    model, opt = build("plain")
+    saver = open_saver(CheckpointStore(proxy.url))
+    save_now(saver, model, opt, 1)
+    refuse("first"), give("second")
+    assert [c.name for c in saver.store.candidates()] == ["ba1"]
+    save_now(saver, model, opt, 2)
+    refuse("second"), give("third")
+    saver.save(model, opt, about(3))
+    with pytest.raises(CheckpointError, match="not written"):
+        saver.wait()
+    save_now(saver, model, opt, 4)
+    assert [c.name for c in CheckpointStore(proxy.url).candidates()] == ["ba4", "ba2", "ba1"]

@@ -42,7 +42,8 @@ def launch() -> int:
     world.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", world.SILENCE_SECONDS))
     logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
     program = Program("tests.launcher.program", imports)
-    return Launcher(program, int(num_ranks), int(max_restarts), Path(logs)).run(words)
+    retry_seconds = float(os.environ.get("RETRY_SECONDS", "0"))
+    return Launcher(program, int(num_ranks), int(max_restarts), Path(logs), retry_seconds=retry_seconds).run(words)
 
 
 if __name__ == "__main__":

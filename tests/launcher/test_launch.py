@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launcher import world
-from llmfoundry_lite.launcher.launch import Launcher, Program, make_room_for_logs, refuse_other_launchers
+from llmfoundry_lite.launcher.launch import Launcher, Program, Restarts, make_room_for_logs, refuse_other_launchers
 from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from llmfoundry_lite.launcher.world import verdict
 from tests.helpers.launch import ROOT
@@ -81,6 +81,10 @@ def launched(tmp_path):
         ((-15, 0), 1),
         ((130, 1), 130),
         ((1, 3), 1),
+        ((1, 74), 74),
+        ((74, 71, 1), 71),
+        ((74, 75), 75),
+        ((74, 2), 2),
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
@@ -307,3 +311,59 @@ def test_ranks_of_ranks_are_refused(environment, name):
     with pytest.raises(ConfigError) as caught:
         refuse_other_launchers(environment)
     assert str(caught.value) == (f"-n: {name} has started this process as one of its ranks; leave out -n, or {name}")
+
+
+class Tried:
+    """What a `Restarts` says, try after try, by a clock of its own."""
+
+    def __init__(self, max_restarts: int = 3, retry_seconds: float = 600.0):
+        self.restarts, self.now = Restarts(max_restarts, retry_seconds, 0), 0.0
+
+    def after(self, *come_to: int, is_transient: bool) -> list[float | None]:
+        """The pauses after tries that ended there."""
+        pauses = []
+        for batch in come_to:
+            pause = self.restarts.pause(is_transient, batch, self.now)
+            self.now += pause or 0.0
+            pauses.append(pause)
+        return pauses
+
+
+def test_progress_ends_the_backing_off_of_ranks_that_die():
+    tried = Tried(max_restarts=9)
+    assert tried.after(0, 0, 0, is_transient=False) == [0.0, 1.0, 2.0]
+    assert tried.after(7, 7, 8, is_transient=False) == [0.0, 1.0, 0.0]
+
+
+def test_faults_that_may_pass_are_waited_for_with_a_time_and_are_no_restarts():
+    tried = Tried(max_restarts=0, retry_seconds=60.0)
+    assert tried.after(*[0] * 7, is_transient=True) == [1.0, 2.0, 5.0, 10.0, 30.0, 12.0, None]
+    assert tried.restarts.num_restarts == 0 and not tried.restarts.has_progressed
+
+
+def test_progress_begins_the_time_for_faults_that_may_pass_anew():
+    tried = Tried(retry_seconds=8.0)
+    assert tried.after(0, 0, 0, is_transient=True) == [1.0, 2.0, 5.0]
+    assert tried.after(4, is_transient=True) == [1.0]
+    assert tried.after(4, 4, 4, 4, is_transient=True) == [2.0, 5.0, None, None]
+
+
+def test_no_time_for_faults_that_may_pass_is_no_try():
+    assert Tried(retry_seconds=0.0).after(0, is_transient=True) == [None]
+
+
+def test_a_fault_that_passes_is_no_restart_and_is_tried_with_the_same_words(launched):
+    run = launched(2, 0, "0.0=exit:74", "1.0=wait", RETRY_SECONDS="60")
+    code, _, words = run.end()
+    assert (code, words) == (
+        0,
+        "launcher: rank 0 met a fault that may pass; next try in 1 s, for 60 s in all (retry_for)\n",
+    )
+    assert "autoresume" not in (run.logs / "began-0.1").read_text()
+
+
+@pytest.mark.parametrize(("left_with", "expected"), [(74, 75), (71, 1)])
+def test_when_the_time_is_spent_the_code_says_whether_anything_was_lost(launched, left_with, expected):
+    code, _, words = launched(2, 3, "0.0=wait", f"1.0=exit:{left_with}").end()
+    assert code == expected
+    assert words.startswith("launcher: rank 1 met a fault that may pass; tried again for 0 s (retry_for)")

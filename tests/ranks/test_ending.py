@@ -1,5 +1,6 @@
 """How a rank ends when it is asked to leave."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.ranks import ending
 from llmfoundry_lite.ranks.start import start_process_group
 from tests.helpers.launch import ROOT, free_port
@@ -73,6 +75,44 @@ def test_a_rank_that_fails_beside_a_frozen_rank_0_says_why_and_ends(monkeypatch)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(ending, "_process_group_store", Store)
     monkeypatch.setattr(ending, "STORE_SECONDS", 0.05)
-    first = ending.first_error("error: lost contact")
+    first = ending.first_error(UserError("lost contact"))
     frozen.set()
-    assert first == (1, "error: lost contact")
+    assert first == (1, 2, "error: lost contact")
+
+
+def full_disk():
+    error = UserError("runs/x/metrics.jsonl cannot be written")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    return error
+
+
+@pytest.mark.parametrize(("has_launcher", "has_lost", "expected"), [(0, 0, 75), (0, 1, 1), (1, 0, 74), (1, 1, 71)])
+def test_a_fault_that_may_pass_has_codes_of_its_own_for_our_launcher(monkeypatch, has_launcher, has_lost, expected):
+    monkeypatch.delenv(ending.RANK_LOGS, raising=False)
+    if has_launcher:
+        monkeypatch.setenv(ending.RANK_LOGS, "logs")
+    error = full_disk()
+    error.has_lost = bool(has_lost)
+    assert ending.exit_code_of(error) == expected
+    assert ending.describe(error).endswith("; this may pass: run the same command again")
+
+
+def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monkeypatch):
+    """The launcher and composer must not take the one's full disk for the other's bug."""
+
+    class Store:
+        said = ""
+
+        def compare_set(self, key, expected, desired):
+            self.said = self.said or desired
+            return self.said.encode()
+
+    store = Store()
+    monkeypatch.setattr(ending, "_process_group_store", lambda: store)
+    monkeypatch.delenv(ending.RANK_LOGS, raising=False)
+    monkeypatch.setenv("RANK", "3")
+    assert ending.cause_of(full_disk()).startswith("runs/x/metrics.jsonl cannot be written")
+    monkeypatch.setenv("RANK", "0")
+    lost = RuntimeError("Connection closed by peer")
+    assert ending.exit_code_of(lost) == 75
+    assert ending.cause_of(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")

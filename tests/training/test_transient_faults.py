@@ -1,0 +1,146 @@
+"""Faults of the world that may pass, in the middle of a run: what goes on, what is tried again, which exit code."""
+
+import errno
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+from composer.core import Callback
+
+from llmfoundry_lite.checkpoint import local_folder
+from llmfoundry_lite.checkpoint.save import Saved
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.training import checkpointing
+from llmfoundry_lite.training.checkpointing import Checkpointing
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def not_written(cause: OSError | None = FULL) -> CheckpointError:
+    error = CheckpointError("run/ba4: not written: No space left on device")
+    error.__cause__ = cause
+    return error
+
+
+def published(batch: int) -> Saved:
+    return Saved(name=f"ba{batch}", save_id="", stall_seconds=0.0, durable_seconds=0.0, num_bytes=0)
+
+
+class Run:
+    """`Checkpointing` after batch 4, whose saves come to `ends`, one after the other. Nobody sleeps."""
+
+    def __init__(self, monkeypatch, *ends: Saved | CheckpointError | None, retry_for: str = "1m"):
+        self.ends, self.pauses, self.saves, self.said, self.now = list(ends), [], [], [], 0.0
+        parts = Checkpointing.__new__(Checkpointing)
+        parts.config = SimpleNamespace(retry_for=retry_for)
+        parts.saver = SimpleNamespace(wait=self._wait)
+        parts.policy = SimpleNamespace(timer=None)
+        parts.last_saved_batch, parts.published_batch, parts.islands, parts.first_batch = 4, 2, None, 1
+        parts._say = lambda *lines: self.said.extend(lines)
+        parts._save = lambda state, logger: self.saves.append(4)
+        self.parts, self.state = parts, SimpleNamespace(timestamp=SimpleNamespace(batch=4))
+        monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+
+    def _wait(self):
+        end = self.ends.pop(0)
+        if isinstance(end, CheckpointError):
+            raise end
+        return end
+
+    def _sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def finish(self):
+        self.parts._finish(self.state, SimpleNamespace(log_metrics=lambda metrics: None))
+
+
+def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(monkeypatch):
+    run = Run(monkeypatch, not_written())
+    error = run.parts._settle(run.parts.saver.wait, None)
+    assert error is not None and run.parts.last_saved_batch == run.parts.published_batch == 2
+    text = "warning: run/ba4: not written: No space left on device; ba2 stands, and the next save tries again"
+    assert run.said == [text]
+
+
+def test_a_save_that_meets_another_error_ends_the_run(monkeypatch):
+    run = Run(monkeypatch, not_written(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(CheckpointError, match="not written"):
+        run.parts._settle(run.parts.saver.wait, None)
+
+
+def test_the_last_save_is_made_again_until_it_is_published(monkeypatch):
+    run = Run(monkeypatch, not_written(), not_written(), not_written(), published(4))
+    run.finish()
+    assert run.pauses == [1.0, 2.0, 5.0] and run.saves == [4, 4, 4]
+    assert run.parts.published_batch == 4 and run.said[-1] == "saved ba4"
+
+
+def test_the_last_save_is_given_up_when_the_time_is_spent(monkeypatch):
+    run = Run(monkeypatch, *[not_written() for _ in range(5)], retry_for="10s")
+    with pytest.raises(CheckpointError, match="not written"):
+        run.finish()
+    assert run.pauses == [1.0, 2.0, 5.0, 2.0] and not run.ends
+
+
+@pytest.mark.parametrize(
+    ("batch", "published_batch", "expected"),
+    [(4, 2, False), (4, -1, True), (0, -1, False)],
+    ids=["a save stands", "no save stands", "nothing was trained"],
+)
+def test_batches_are_lost_only_where_no_save_stands(monkeypatch, batch, published_batch, expected):
+    run = Run(monkeypatch)
+    run.parts.published_batch, run.state.timestamp.batch = published_batch, batch
+    assert run.parts.would_lose(run.state) is expected
+
+
+# ------------------------------------------------------------------------------------------------ real ranks
+
+
+class FullDisk(Callback):
+    """The disk of one rank takes no shard of the saves of `batches`, so many times."""
+
+    def __init__(self, rank: int, batches: list[int], times: int):
+        if int(os.environ["RANK"]) == rank:
+            self.drafts, self.times = [f"-ba{batch}-" for batch in batches], times
+            self.sink = local_folder.LocalFolder.sink
+            local_folder.LocalFolder.sink = lambda folder, name, num_bytes: self.full(folder, name, num_bytes)
+
+    def full(self, folder, name, num_bytes):
+        if self.times > 0 and any(draft in folder.url for draft in self.drafts):
+            self.times -= 1
+            raise FULL
+        return self.sink(folder, name, num_bytes)
+
+
+def run_with(tmp_path, data, num_ranks=1, *, disk, **changes):
+    callbacks = {"python:tests.training.test_transient_faults:FullDisk": disk}
+    changes = {"max_duration": "6ba", "save_interval": "2ba", "retry_for": "1m", "callbacks": callbacks, **changes}
+    result = train([write_config(tmp_path / "tiny.yaml", tiny_config(data, **changes))], tmp_path, num_ranks)
+    return result, json.loads((tmp_path / "runs/tiny/status.json").read_text())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_while_costs_a_save_and_no_batch(tmp_path, data):
+    """On one rank of two; of the last save it takes the second try."""
+    disk = {"rank": 1, "batches": [4, 6], "times": 2}
+    result, status = run_with(tmp_path, data, 2, disk=disk)
+    assert "No space left on device; ba2 stands, and the next save tries again" in result.check().output
+    assert status["status"] == "done"
+    assert (tmp_path / "runs/tiny/checkpoints/ba6").is_dir()
+    assert len(values(read_metrics(tmp_path / "runs/tiny"), "loss/train/total")) == 6
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(("batches", "code", "how"), [([4, 6], 75, "preempted"), ([2, 4, 6], 1, "failed")])
+def test_a_disk_that_stays_full_ends_the_run_by_what_stands(tmp_path, data, batches, code, how):
+    result, status = run_with(tmp_path, data, disk={"rank": 0, "batches": batches, "times": 9}, retry_for=0)
+    assert result.exit_codes == [code]
+    assert (status["status"], status["batch"]) == (how, 6)
+    assert status["reason"].endswith("No space left on device; this may pass: run the same command again")
+    assert (tmp_path / "runs/tiny/checkpoints/ba2").is_dir() == (2 not in batches)
