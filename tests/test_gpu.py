@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from llmfoundry_lite.bench.switch import switch
-from llmfoundry_lite.models.attention import document_numbers
+from llmfoundry_lite.config.schema import AttentionConfig
+from llmfoundry_lite.models.attention import build_mask, document_numbers
 from llmfoundry_lite.models.generate import generate
 from tests.helpers.launch import train
 from tests.helpers.models import BASE, EOS, FAMILY, random_model, random_tokens, with_implementation
@@ -87,6 +88,21 @@ def test_flex_and_sdpa_compute_logits_and_gradients_of_the_definition(name, with
         for key, expected in results["reference"][1].items():
             error = (results[attn_impl][1][key] - expected).norm() / expected.norm().clamp(min=1e-3)
             assert float(error) == pytest.approx(0, abs=1e-2), f"{attn_impl}: {key}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_the_last_queries_of_plain_text_see_what_is_before_them(dtype, num_kv_heads):
+    """As context parallelism of kind `gather` asks."""
+    q_bthk = torch.randn(2, 128, 4, 64, device="cuda", dtype=dtype).requires_grad_()
+    k_bsgk, v_bsgk = (torch.randn(2, 384, num_kv_heads, 64, device="cuda", dtype=dtype).requires_grad_() for _ in "kv")
+    found = []
+    for implementation in ("reference", "sdpa"):
+        mask = build_mask(AttentionConfig(), implementation, None, torch.arange(256, 384, device="cuda")[None], 384)
+        out_bthk = mask.attend(q_bthk, k_bsgk, v_bsgk)
+        found.append((out_bthk, *torch.autograd.grad(out_bthk.float().square().sum(), (q_bthk, k_bsgk, v_bsgk))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}])

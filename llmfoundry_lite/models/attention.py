@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._inductor import config as inductor_config
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
@@ -28,6 +29,13 @@ from llmfoundry_lite.models.blocked_attention import blocked_attention
 
 # ------------------------------------------------------------------------------------------- which implementation
 
+
+FLEX_BLOCK = 128
+"""Queries or keys of a block of FlexAttention's mask: torch's default."""
+
+FLEX_SHAPES = 64
+"""A dimension of 1 is compiled apart, one that has changed for any size: in rows, queries, keys and their blocks, with
+a gradient and without. `auto`, an evaluation and decoding have been seen to reach 9."""
 
 FLASH_HEAD_DIM = 256
 """The widest head that flash-attn's kernels have, by its README."""
@@ -85,6 +93,8 @@ class Mask:
     implementation: str
     bias_bhts: torch.Tensor | None = None
     """reference, sdpa, blocked: added to scores, -inf where nothing is seen; b and h may be 1. None: plain causal."""
+    has_more_keys: bool = False
+    """sdpa on a GPU: the queries are the last of the keys, each sees those before it, and no bias says so."""
     block_mask: BlockMask | None = None
     """flex: which blocks of scores are computed at all."""
     slopes_h: torch.Tensor | None = None
@@ -137,6 +147,8 @@ def build_mask(
         is_plain = slopes_h is None and window < 0 and may_see_bts is None and documents_bs is None
         if is_plain and num_queries == num_keys:
             return Mask(implementation=name)
+        if is_plain and name == "sdpa" and device.type == "cuda":
+            return Mask(implementation=name, has_more_keys=True)
         key_positions_bs = positions_bt
         if may_see_bts is None:
             key_positions_bs = torch.arange(num_keys, device=device)[None]
@@ -195,6 +207,8 @@ def _reference(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> 
 
 def _sdpa(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
     q_bhtk, k_bgsk, v_bgsk = (x.transpose(1, 2) for x in (q_bthk, k_bsgk, v_bsgk))
+    if mask.has_more_keys:
+        return _sdpa_of_last_queries(q_bhtk, k_bgsk, v_bgsk, softmax_scale, dropout_p).transpose(1, 2)
     return F.scaled_dot_product_attention(
         q_bhtk,
         k_bgsk,
@@ -205,6 +219,35 @@ def _sdpa(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch
         scale=softmax_scale,
         enable_gqa=q_bthk.size(2) != k_bsgk.size(2),
     ).transpose(1, 2)
+
+
+@torch.compiler.allow_in_graph  # the compiler cannot ask which kernels there are, but compiles what runs
+def _sdpa_of_last_queries(q_bhtk, k_bgsk, v_bgsk, scale, dropout_p) -> torch.Tensor:
+    """A causal mask that ends in the lower right corner, which kernels know and scaled_dot_product_attention cannot be
+    asked for. As torch.nn.attention.bias.CausalBias does, whose objects survive no dispatch mode."""
+    num_queries, num_keys, repeats = q_bhtk.size(2), k_bgsk.size(2), q_bhtk.size(1) // k_bgsk.size(1)
+    if q_bhtk.size(-1) % 8 == 0 and can_use_flash_attention(
+        SDPAParams(q_bhtk, k_bgsk, v_bgsk, None, dropout_p, False, repeats > 1)
+    ):
+        attend: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        return attend(q_bhtk, k_bgsk, v_bgsk, dropout_p, True, scale=scale)[0]
+    k_bhsk, v_bhsk = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k_bgsk, v_bgsk))
+    if can_use_efficient_attention(SDPAParams(q_bhtk, k_bhsk, v_bhsk, None, dropout_p, False, False)):
+        out_bthk, *_ = torch.ops.aten._efficient_attention_forward(
+            *(x.transpose(1, 2) for x in (q_bhtk, k_bhsk, v_bhsk)),
+            *(None, None, None, None, None),  # bias, and where sequences of several lengths begin
+            dropout_p,
+            LOWER_RIGHT,
+            any(x.requires_grad for x in (q_bhtk, k_bhsk, v_bhsk)),  # whether to keep what the backward pass needs
+            scale=scale,
+        )
+        return out_bthk.transpose(1, 2)
+    seen_ts = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_bhtk.device).tril(num_keys - num_queries)
+    return F.scaled_dot_product_attention(q_bhtk, k_bhsk, v_bhsk, attn_mask=seen_ts, dropout_p=dropout_p, scale=scale)
+
+
+LOWER_RIGHT = 2
+"""torch.nn.attention.bias.CausalVariant's number."""
 
 
 def _blocked(q_bthk, k_bsgk, v_bsgk, mask: Mask, softmax_scale, dropout_p) -> torch.Tensor:
@@ -258,16 +301,17 @@ IMPLEMENTATIONS = {"reference": _reference, "sdpa": _sdpa, "blocked": _blocked, 
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
-
-
-@functools.cache
 def _compiled_visibly(function: Callable) -> Callable:
     """As one operation that selective checkpointing can keep: nothing else of what is compiled shows in eager code.
-    Older releases of torch cannot do so, and compute it again."""
+    Older releases of torch cannot do so, and compute it again.
+
+    Past its limit of recompilations torch would run it eagerly, with all scores in memory, unseen: so the whole graph
+    is asked for, and the limit lies beyond the shapes that a run with evaluations and decoding has.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_SHAPES)
     option = "wrap_inductor_compiled_regions"
-    return torch.compile(function, options={option: True} if hasattr(inductor_config, option) else None)
+    options = {option: True} if hasattr(inductor_config, option) else None
+    return torch.compile(function, fullgraph=True, options=options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -278,11 +322,12 @@ def _block_mask(window: int, offset: int, num_queries: int, num_keys: int, devic
         distance = t + offset - s
         return (distance >= 0) & (distance <= window) if window >= 0 else distance >= 0
 
-    return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
+    some_1ts, all_1ts = _blocks_seen(window, num_queries, num_keys, device)
+    return _from_blocks(some_1ts, all_1ts, sees, num_queries, num_keys)
 
 
 def _document_block_mask(documents_bs: torch.Tensor, window: int, num_queries: int) -> BlockMask:
-    batch_size, num_keys = documents_bs.shape
+    num_keys, device = documents_bs.size(1), documents_bs.device
     offset = num_keys - num_queries
 
     def sees(b, h, t, s):
@@ -290,8 +335,54 @@ def _document_block_mask(documents_bs: torch.Tensor, window: int, num_queries: i
         seen = (distance >= 0) & (documents_bs[b, t + offset] == documents_bs[b, s])
         return seen & (distance <= window) if window >= 0 else seen
 
-    create: Callable = _compiled(create_block_mask) if documents_bs.is_cuda else create_block_mask
-    return create(sees, batch_size, None, num_queries, num_keys, device=documents_bs.device)
+    # Numbers of documents only ever rise: two blocks have one in common if those of their ends overlap.
+    (q_first_bt1, q_last_bt1), (k_first_b1s, k_last_b1s) = (
+        [documents_bs[:, offset + end].unsqueeze(dim) for end in _ends_of_blocks(length, device)]
+        for dim, offset, length in ((2, offset, num_queries), (1, 0, num_keys))
+    )
+    some_1ts, all_1ts = _blocks_seen(window, num_queries, num_keys, device)
+    some_bts = some_1ts & (q_first_bt1 <= k_last_b1s) & (k_first_b1s <= q_last_bt1)
+    all_bts = all_1ts & (q_first_bt1 == k_last_b1s) & (k_first_b1s == q_last_bt1)
+    return _from_blocks(some_bts, all_bts, sees, num_queries, num_keys)
+
+
+# torch's create_block_mask makes the whole mask first: b*t*s numbers, several times over. Here t and s count blocks.
+
+
+def _ends_of_blocks(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last position in each block; the last block may be short."""
+    first = torch.arange(0, length, FLEX_BLOCK, device=device)
+    return first, (first + FLEX_BLOCK - 1).clamp(max=length - 1)
+
+
+def _blocks_seen(
+    window: int, num_queries: int, num_keys: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether any query of a block sees any key of another, whether all see all), [1, t, s]; short blocks never are
+    all."""
+    (q_first_t, q_last_t), (k_first_s, k_last_s) = (_ends_of_blocks(n, device) for n in (num_queries, num_keys))
+    offset = num_keys - num_queries
+    nearest_ts = q_first_t[:, None] + offset - k_last_s
+    furthest_ts = q_last_t[:, None] + offset - k_first_s
+    some_ts, all_ts = furthest_ts >= 0, nearest_ts >= 0
+    if window >= 0:
+        some_ts, all_ts = some_ts & (nearest_ts <= window), all_ts & (furthest_ts <= window)
+    is_whole_ts = (q_last_t - q_first_t)[:, None] + (k_last_s - k_first_s) == 2 * (FLEX_BLOCK - 1)
+    return some_ts[None], (all_ts & is_whole_ts)[None]
+
+
+def _from_blocks(
+    some_bts: torch.Tensor, all_bts: torch.Tensor, sees: Callable, num_queries: int, num_keys: int
+) -> BlockMask:
+    """Which blocks are computed: with `sees` asked for each score, or without asking."""
+    counts_and_indices = []
+    for blocks_bts in (some_bts & ~all_bts, all_bts):
+        ordered_bts = blocks_bts[:, None].int()
+        counts_and_indices.append(ordered_bts.sum(-1, dtype=torch.int32))
+        counts_and_indices.append(ordered_bts.argsort(dim=-1, descending=True, stable=True).int())
+    return BlockMask.from_kv_blocks(
+        *counts_and_indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(num_queries, num_keys)
+    )
 
 
 def _alibi_score(slopes_h: torch.Tensor, offset: int) -> Callable:

@@ -248,7 +248,7 @@ def _activations_bytes(
     bias_bytes = 0
     options, degree = model.attn_config, context.context_parallel_degree
     is_gathered = degree > 1 and context.kind == "gather"
-    if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id or is_gathered:
+    if options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id:
         # Where there is a kernel that needs none, `auto` takes it; this is the most it can be.
         # One bias for all blocks, unless autocast has to copy it into the compute precision for each.
         num_copies = model.n_layers if stream_bytes != compute_bytes and not checkpointing else 0

@@ -34,6 +34,7 @@ BACKWARD = "the backward pass"
 ATTENTION = {
     "_scaled_dot_product_flash_attention": "flash, of scaled_dot_product_attention",
     "_scaled_dot_product_efficient_attention": "memory-efficient, of scaled_dot_product_attention",
+    "_efficient_attention_forward": "memory-efficient, of scaled_dot_product_attention",
     "_scaled_dot_product_cudnn_attention": "cuDNN, of scaled_dot_product_attention",
     "_scaled_dot_product_attention_math": "unfused, of scaled_dot_product_attention",
     "flex_attention": "FlexAttention",
@@ -214,6 +215,8 @@ class Watch(TorchDispatchMode):
         packet = func._overloadpacket
         name = packet.__name__
         if packet in flop_registry:
+            if name.startswith("_efficient_attention"):  # torch's formula takes its tokens for heads
+                args = [x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in args]
             self.flops[name] += int(flop_registry[packet](*args, **kwargs, out_val=result))
         if name in ATTENTION:
             self.attention.add(ATTENTION[name])

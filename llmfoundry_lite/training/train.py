@@ -217,7 +217,7 @@ def choose_microbatch(config: TrainConfig, trainer: Trainer) -> None:
         advise=partial(advise_less_memory, config, layout, devices.device_type()),
         takes=partial(takes_microbatches, config.pipeline) if layout.pipeline > 1 else lambda num_microbatches: True,
     )
-    if config.compile_config is not None:
+    if config.compile_config is not None or cast(LanguageModel, trainer.state.model).attn_impl == "flex":
         torch._dynamo.reset()  # what was compiled for other sizes counts towards its limit, and makes sizes dynamic
     trainer.state.device_train_microbatch_size = size
     if dist.get_rank() == 0:

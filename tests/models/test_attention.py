@@ -2,11 +2,17 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.models import attention
 from llmfoundry_lite.models.attention import Mask, alibi_slopes, build_mask
 from llmfoundry_lite.models.mpt import MPT
 
@@ -38,6 +44,75 @@ def test_without_alibi_the_first_token_sees_itself_and_the_last_sees_all():
     v_bthk = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 4, 1, 1).expand(1, 4, 1, 2)
     out_bthk = Mask(implementation="sdpa").attend(q_bthk, q_bthk, v_bthk)
     torch.testing.assert_close(out_bthk[0, :, 0, 0], torch.tensor([1.0, 1.5, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_on_a_gpu_the_last_queries_of_plain_text_see_what_is_before_them_without_a_bias(num_kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    q_bthk = torch.randn(2, 8, 4, 16, generator=generator).requires_grad_()
+    k_bsgk, v_bsgk = (torch.randn(2, 24, num_kv_heads, 16, generator=generator).requires_grad_() for _ in range(2))
+    expected = build_mask(AttentionConfig(), "reference", None, torch.arange(16, 24)[None], 24)
+    with FakeTensorMode():
+        mask = build_mask(AttentionConfig(), "sdpa", None, torch.arange(16, 24, device="cuda")[None], 24)
+    assert mask.bias_bhts is None
+    found = []
+    for one in (expected, mask):
+        out_bthk = one.attend(q_bthk, k_bsgk, v_bsgk)
+        found.append((out_bthk, *torch.autograd.grad(out_bthk.square().sum(), (q_bthk, k_bsgk, v_bsgk))))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.slow
+def test_attention_of_the_last_queries_compiles_whole():
+    x_bthk = torch.randn(1, 24, 2, 8)
+    compiled = torch.compile(Mask.attend, backend="aot_eager", fullgraph=True)
+    mask = Mask(implementation="sdpa", has_more_keys=True)
+    for attend in (Mask.attend, compiled):
+        assert attend(mask, x_bthk[:, 16:], x_bthk, x_bthk).shape == (1, 8, 2, 8)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any operation gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("window", [-1, 0, 200])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 500), (384, 384), (500, 640)])
+def test_flex_computes_the_blocks_that_anybody_sees_and_never_holds_the_whole_mask(
+    num_queries, num_keys, window, has_documents
+):
+    options, positions_1t = AttentionConfig(sliding_window_size=window), torch.arange(num_keys)[None, -num_queries:]
+    draws = torch.rand(3, num_keys, generator=torch.Generator().manual_seed(1))
+    documents_bs = (draws < 0.005).long().cumsum(1) if has_documents else None
+    attention._block_mask.cache_clear()
+    with Largest() as largest:
+        mask = build_mask(options, "flex", None, positions_1t, num_keys, None, documents_bs).block_mask
+    assert mask is not None and largest.numbers <= 3 * num_keys
+    expected = create_block_mask(mask.mask_mod, *mask.shape[:2], num_queries, num_keys, device="cpu")
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        dense = [
+            _ordered_to_dense(getattr(m, f"{kind}_num_blocks"), x := getattr(m, f"{kind}_indices"), x.size(-1))
+            for m in (mask, expected)
+        ]
+        assert torch.equal(*dense), kind
+    assert mask.seq_lengths == expected.seq_lengths
+
+
+def test_flex_never_falls_back_to_all_scores(monkeypatch):
+    """torch does past its limit of recompilations, unless it may not break the graph. `auto`, then an evaluation and
+    decoding reach 8 of them."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        attention._compiled_visibly.__wrapped__(None)
+        assert asked[0]["fullgraph"] and torch._dynamo.config.recompile_limit >= 32
 
 
 @pytest.mark.parametrize("alibi", [False, True])

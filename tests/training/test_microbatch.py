@@ -2,6 +2,8 @@
 
 import json
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import microbatch
+from llmfoundry_lite.training import train as training
 from llmfoundry_lite.training.microbatch import ResidentMeter, choose_microbatch_size
 from tests.helpers.launch import launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -86,6 +89,23 @@ def test_the_most_that_fits_is_found_and_nothing_larger_tried(limit, device_batc
 
 def test_what_the_first_collectives_take_is_not_planned_for():
     assert choose(2_000, 16, buffers=500) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("attn_impl", "compiles", "num_resets"), [("flex", None, 1), ("sdpa", {}, 1), ("sdpa", None, 0)]
+)
+def test_what_was_compiled_for_sizes_that_were_tried_is_forgotten(monkeypatch, attn_impl, compiles, num_resets):
+    resets: list[None] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(None))
+    monkeypatch.setattr(training, "choose_microbatch_size", lambda *_, **__: (4, ""))
+    monkeypatch.setattr(training, "layout_here", lambda config: SimpleNamespace(num_data_ranks=1, pipeline=1))
+    monkeypatch.setattr(training, "slots_of", lambda config: [2])
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    names = {"device_train_microbatch_size": "auto", "global_train_batch_size": 8, "max_seq_len": 8}
+    config: Any = SimpleNamespace(**names, reduces_every_microbatch=True, compile_config=compiles)
+    state = SimpleNamespace(model=SimpleNamespace(attn_impl=attn_impl), optimizers=[None])
+    training.choose_microbatch(config, SimpleNamespace(state=state))  # type: ignore[arg-type]
+    assert len(resets) == num_resets
 
 
 def test_room_is_kept_for_an_optimizer_that_has_no_state_yet():
