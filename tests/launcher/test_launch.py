@@ -367,3 +367,15 @@ def test_when_the_time_is_spent_the_code_says_whether_anything_was_lost(launched
     code, _, words = launched(2, 3, "0.0=wait", f"1.0=exit:{left_with}").end()
     assert code == expected
     assert words.startswith("launcher: rank 1 met a fault that may pass; tried again for 0 s (retry_for)")
+
+
+def test_ctrl_c_does_not_end_the_server_that_still_imports(tmp_path):
+    """A terminal sends it to the launcher's children too; the mask is there when the process is."""
+    launcher = Launcher(Program("json", "json"), 1, 0, tmp_path)
+    process, channel = launcher._running_server()
+    blocked = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigBlk" in line)
+    process.kill()
+    process.wait()
+    channel.close()
+    assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
