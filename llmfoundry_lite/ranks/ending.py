@@ -281,9 +281,10 @@ def answer_in_time(ask: Callable[[], str]) -> str | None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(STORE_SECONDS)
-    if answers and isinstance(answers[0], RuntimeError):
-        raise answers[0]
-    return answers[0] if answers else None
+    answer = answers[0] if answers else None
+    if isinstance(answer, RuntimeError):
+        raise answer
+    return answer
 
 
 def _last_line(text: str) -> str:

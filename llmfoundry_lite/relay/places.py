@@ -67,7 +67,7 @@ class Relay:
     """Of a place that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
     silence: str = "10m"
     """A launch whose launcher has ended is given up when status.json has not changed for so long."""
-    patience: str = "12h"
+    retry_for: str = "12h"
     """The relay gives up when no launch has saved anything, or a folder cannot be read or written, for so long."""
 
     @property
@@ -92,8 +92,8 @@ class Relay:
         return parse_seconds(self.rest)
 
     @property
-    def patience_seconds(self) -> float:
-        return parse_seconds(self.patience)
+    def retry_seconds(self) -> float:
+        return parse_seconds(self.retry_for)
 
     @property
     def silence_seconds(self) -> float:
@@ -169,7 +169,7 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             yield "policy.order", f"{name!r} is not a place; {meant}"
     if relay.policy.every is not None and not re.fullmatch(r"[1-9][0-9_]*ba", relay.policy.every):
         yield "policy.every", f"{relay.policy.every!r} given, expected batches, such as 200ba"
-    for key in ("rest", "silence", "patience"):
+    for key in ("rest", "silence", "retry_for"):
         try:
             parse_seconds(getattr(relay, key))
         except ValueError as error:

@@ -10,7 +10,7 @@ that goes on, waits for it, and carries on.
 
 A place that leaves early rests, twice as long each time in a row that it saved nothing. Exit code 2 is the user's to
 mend: that place is not tried again. What may pass by itself, such as a server that does not answer or a full disk, is
-waited for. The relay gives up when no launch has saved anything for `patience`.
+waited for. The relay gives up when no launch has saved anything for `retry_for`.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ from llmfoundry_lite.errors import (
     ConfigError,
     NewerFormatError,
     UserError,
+    is_transient,
     printable,
 )
 from llmfoundry_lite.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
@@ -61,8 +62,7 @@ TAIL_BYTES = 1 << 16
 NOT_FOUND = (126, 127)
 """A shell's codes for a command that cannot be run, or is not there."""
 NO_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
-MISTAKES = (*NO_PLACE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL)
-"""Answers that waiting does not change. In a folder that has been used before, the last four may pass."""
+"""Answers of a folder that has been used before, and that waiting does not change."""
 
 
 class GivenUp(UserError):
@@ -75,7 +75,7 @@ class GivenUp(UserError):
 
 def run(relay: Relay) -> int:
     """Until the run is done (0), or this process is asked to leave and the place has left (75). Raises UserError when
-    no place is left, or the run folder cannot be used, and GivenUp when its patience is over."""
+    no place is left, or the run folder cannot be used, and GivenUp when `retry_for` is over."""
     try:
         with processes.Ending() as ending, locked(relay, ending):
             return Runner(relay, ending).run()
@@ -119,37 +119,25 @@ def locked(relay: Relay, ending: processes.Ending) -> Iterator[None]:
 
 
 def patiently(
-    relay: Relay, ending: processes.Ending, call: Callable[[], T], may_pass: Callable[[Exception], bool] | None = None
+    relay: Relay, ending: processes.Ending, call: Callable[[], T], may_pass: Callable[[Exception], bool] = is_transient
 ) -> T:
-    """Call it again after what may pass, until the relay's patience is over or somebody asks it to leave; then raises
+    """Call it again after what may pass, for `retry_for` or somebody asks it to leave; then raises
     GivenUp. Whatever else it raises comes through."""
     began, pause = time.monotonic(), max(relay.rest_seconds, 0.1)
     while True:
         try:
             return call()
         except (CheckpointError, OSError) as error:
-            if not (may_pass or is_passing)(error):
+            if not may_pass(error):
                 raise
             text = str(error)
         if ending.num_asked:
             raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
-        if time.monotonic() - began > relay.patience_seconds:
-            raise GivenUp(f"{text}; given up after {relay.patience} (patience); start the relay again")
+        if time.monotonic() - began > relay.retry_seconds:
+            raise GivenUp(f"{text}; given up after {relay.retry_for} (retry_for); start the relay again")
         say(f"{text}; looking again in {pause:g} s")
         ending.wait(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-
-def is_passing(error: Exception) -> bool:
-    """Whether that may pass by itself: an answer of a disk or a server, and no mistake in what the user has named."""
-    cause = error.__cause__ if isinstance(error, CheckpointError) else error
-    if isinstance(error, NewerFormatError) or not isinstance(cause, OSError):
-        return False
-    if "expired" in str(cause).lower():  # credentials that somebody is about to renew
-        return True
-    if isinstance(cause, (PermissionError, FileNotFoundError)) or cause.errno in MISTAKES:  # s3fs gives them no number
-        return False
-    return type(cause.__cause__).__name__ != "NoCredentialsError"
 
 
 class Runner:
@@ -200,7 +188,7 @@ class Runner:
             if leg.ended == DONE:
                 say(f"the run is done, at batch {leg.to_batch}, after {leg.number} legs")
                 return EXIT_DONE
-            self._check_patience(leg)
+            self._check_progress(leg)
             leg = None
         say("asked to leave; start the relay again to carry on")
         return EXIT_PREEMPTED
@@ -233,19 +221,19 @@ class Runner:
         # The clock has been set back, and nobody knows by how much.
         return rest_of(self.relay, place, legs) - rested if rested >= 0 else 0.0
 
-    def _check_patience(self, leg: Leg) -> None:
+    def _check_progress(self, leg: Leg) -> None:
         """Raises GivenUp where this launch has saved nothing, nor has any other for longer than the user waits."""
         if not leg.is_in_vain:
             self._in_vain_since = self._in_vain_since if leg.ended == REFUSED else None
             return
         now = time.monotonic()
         self._in_vain_since = now if self._in_vain_since is None else self._in_vain_since
-        if now - self._in_vain_since < self.relay.patience_seconds:
+        if now - self._in_vain_since < self.relay.retry_seconds:
             return
         state = f"batch {leg.to_batch} is saved" if leg.to_batch else "nothing is saved"
         why = f": {leg.reason}" if leg.reason else ""
         raise GivenUp(
-            f"given up: no launch has saved anything for {self.relay.patience} (patience), and {state}; leg "
+            f"given up: no launch has saved anything for {self.relay.retry_for} (retry_for), and {state}; leg "
             f"{leg.number} at {leg.place}: {leg.ended}{why}; mend that, and start the relay again"
         )
 
@@ -253,7 +241,7 @@ class Runner:
         """Of the newest save that a launch can carry on from; 0 without one."""
 
         def may_pass(error: Exception) -> bool:
-            return is_passing(error) or (self._has_read_saves and not isinstance(error, NewerFormatError))
+            return is_transient(error) or (self._has_read_saves and not isinstance(error, NewerFormatError))
 
         def look() -> Search:
             return CheckpointStore(self.relay.store).newest_intact(check_present)
@@ -347,7 +335,7 @@ class Runner:
         is_waiting = False
         while self.ending.num_asked < 2 and time.monotonic() - heard_at <= self.relay.silence_seconds:
             has_begun = status is not None and status != leg.status_before
-            if has_begun and status["status"] != "running":
+            if has_begun and status is not None and status["status"] != "running":
                 return
             if not has_begun and (not may_begin or processes.exit_code(self._code_file(leg)) is not None):
                 return

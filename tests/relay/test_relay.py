@@ -515,6 +515,8 @@ class Answers:
 
 SLOW_DOWN = OSError(errno.EBUSY, "Please reduce your request rate")
 EXPIRED = PermissionError("The provided token has expired.")
+EXPIRED.__cause__ = OSError()
+EXPIRED.__cause__.response = {"Error": {"Code": "ExpiredToken"}}  # type: ignore[attr-defined]
 
 
 @pytest.mark.fault
@@ -537,25 +539,27 @@ def test_a_bucket_that_the_user_may_not_read_is_refused_at_once(monkeypatch):
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("num_batches", "code"), [(0, 1), (10, 75)])
-def test_a_bucket_that_stays_unreadable_ends_the_relay_when_its_patience_is_over(monkeypatch, num_batches, code):
+def test_a_bucket_that_stays_unreadable_ends_the_relay_when_it_has_tried_for_long_enough(
+    monkeypatch, num_batches, code
+):
     if num_batches:
         relay({"a": f"{TRAINER} {num_batches}"})
     Answers(monkeypatch, *[SLOW_DOWN] * 50)
-    with pytest.raises(GivenUp, match=r"cannot be listed; given up after 0\.2s \(patience\); start the rel") as caught:
-        relay({"a": f"{TRAINER} 30"}, patience="0.2s")
+    with pytest.raises(GivenUp, match=r"cannot be listed; given up after 0\.2s \(retry_for\); start the rel") as caught:
+        relay({"a": f"{TRAINER} 30"}, retry_for="0.2s")
     assert caught.value.exit_code == code
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("before", "state", "code"), [("", "nothing is saved", 1), (5, "batch 5 is saved", 75)])
-def test_launches_that_all_fail_in_vain_end_the_relay_when_its_patience_is_over(before, state, code):
+def test_launches_that_all_fail_in_vain_end_the_relay_when_it_has_tried_for_long_enough(before, state, code):
     if before:
         save(CheckpointStore("runs/x/checkpoints"), CheckpointStore("runs/x/checkpoints").acquire(), before)
     launch = "echo tried >> tries; echo the disk is full; exit 1;:"
     with pytest.raises(GivenUp) as caught:
-        relay({"a": launch}, patience="0.3s")
+        relay({"a": launch}, retry_for="0.3s")
     assert str(caught.value).endswith(": failed: exit code 1: the disk is full; mend that, and start the relay again")
-    assert f"no launch has saved anything for 0.3s (patience), and {state}; leg " in str(caught.value)
+    assert f"no launch has saved anything for 0.3s (retry_for), and {state}; leg " in str(caught.value)
     assert caught.value.exit_code == code
     assert 1 < len(Path("tries").read_text().splitlines()) < 6
 
