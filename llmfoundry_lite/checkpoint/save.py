@@ -12,15 +12,19 @@ first save and again only when a tensor has changed its shape or sharding. Later
 rank. Background threads never touch a collective: ranks learn of each other's progress in `poll`.
 """
 
+import contextlib
 import copy
 import datetime
 import math
+import mmap
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -421,10 +425,41 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
-    """From which a disk takes bytes without a copy: see `LocalSink`."""
-    memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    """From which a disk takes bytes without a copy: see `LocalSink`. Pinned: to which a device copies without a wait.
+
+    torch's own pinned memory is rounded up to a power of two and never given back. This is pageable memory of the size
+    that is asked for, which the driver is told to pin until it is freed. Where it refuses, copies wait.
+    """
+    if pinned and num_bytes:
+        try:
+            pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{num_bytes} bytes of host memory to copy a save to: {error.strerror}") from None
+        pages.madvise(mmap.MADV_DONTFORK)  # a fork would leave the device with pages that are no longer this rank's
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        pages.pin(memory.data_ptr())
+        return memory
+    memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8)
     begin = -memory.data_ptr() % DIRECT_BYTES
     return memory[begin : begin + num_bytes]
+
+
+class _Pages(mmap.mmap):
+    """Whole pages, pinned until they are freed if the driver can. HIP's functions have the names of CUDA's here."""
+
+    unpin: Callable[[], Any] | None = None
+
+    def pin(self, address: int) -> None:
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(address, len(self), 0)) == 0:
+            self.unpin = partial(runtime.cudaHostUnregister, address)
+            return
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.zeros(1, device=PINNED)  # the next kernel would report the refusal as its own
+
+    def __del__(self) -> None:
+        if self.unpin is not None and not sys.is_finalizing():
+            self.unpin()
 
 
 def describe_some(keys: Sequence[str]) -> str:
