@@ -28,7 +28,7 @@ from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset
 from llmfoundry_lite.data.lazy_arrays import ShardBounds
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import EpochOrder, SampleOrder
-from llmfoundry_lite.data.streams import _part_name
+from llmfoundry_lite.data.streams import CheckedStream, _part_name
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
@@ -770,6 +770,25 @@ def test_a_shard_that_cannot_be_downloaded_ends_the_run_instead_of_the_epoch(tmp
     (remote / "shard.00003.mds").unlink()
     message = message_of(numbers_of, open_data(tmp_path / "cache", remote=str(remote)), num_workers)
     assert message.startswith(f"cannot get {tmp_path / 'cache' / 'shard.00003.mds'} from {remote}: ")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("number", "expected"), [(errno.ETIMEDOUT, 75), (errno.EACCES, 2)])
+def test_whose_fault_a_download_is_comes_out_of_a_worker_process_too(
+    tmp_path, monkeypatch, num_workers, number, expected
+):
+    remote, download = write_shards(tmp_path / "remote"), CheckedStream._download_file
+
+    def fail(self, name, *arguments):
+        if name.startswith("shard.00003"):
+            raise OSError(number, os.strerror(number))
+        return download(self, name, *arguments)
+
+    dataset = open_data(tmp_path / "cache", remote=str(remote))
+    monkeypatch.setattr(CheckedStream, "_download_file", fail)
+    with pytest.raises(DataError, match=f"^cannot get .*{os.strerror(number)}$") as caught:
+        numbers_of(dataset, num_workers)
+    assert caught.value.exit_code == expected
 
 
 def test_tokens_outside_the_vocabulary_are_named_with_shard_and_sample(shards):
