@@ -231,10 +231,10 @@ class Runner:
         if now - self._in_vain_since < self.relay.retry_seconds:
             return
         state = f"batch {leg.to_batch} is saved" if leg.to_batch else "nothing is saved"
-        why = f": {leg.reason}" if leg.reason else ""
+        why = leg.reason or f"exit code {leg.code}: {last_line(tail_of(self._output(leg)))}"
         raise GivenUp(
             f"given up: no launch has saved anything for {self.relay.retry_for} (retry_for), and {state}; leg "
-            f"{leg.number} at {leg.place}: {leg.ended}{why}; mend that, and start the relay again"
+            f"{leg.number} at {leg.place}: {leg.ended}: {why}; mend that, and start the relay again"
         )
 
     def _newest_batch(self) -> int:

@@ -551,14 +551,20 @@ def test_a_bucket_that_stays_unreadable_ends_the_relay_when_it_has_tried_for_lon
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("before", "state", "code"), [("", "nothing is saved", 1), (5, "batch 5 is saved", 75)])
-def test_launches_that_all_fail_in_vain_end_the_relay_when_it_has_tried_for_long_enough(before, state, code):
+@pytest.mark.parametrize(
+    ("before", "left_with", "ended", "state", "code"),
+    [(0, 1, "failed", "nothing is saved", 1), (5, 75, "preempted", "batch 5 is saved", 75)],
+)
+def test_launches_that_all_end_in_vain_end_the_relay_when_it_has_tried_for_long_enough(
+    before, left_with, ended, state, code
+):
     if before:
         save(CheckpointStore("runs/x/checkpoints"), CheckpointStore("runs/x/checkpoints").acquire(), before)
-    launch = "echo tried >> tries; echo the disk is full; exit 1;:"
+    launch = f"echo tried >> tries; echo the disk is full; exit {left_with};:"
     with pytest.raises(GivenUp) as caught:
         relay({"a": launch}, retry_for="0.3s")
-    assert str(caught.value).endswith(": failed: exit code 1: the disk is full; mend that, and start the relay again")
+    why = f"exit code {left_with}: the disk is full"
+    assert str(caught.value).endswith(f": {ended}: {why}; mend that, and start the relay again")
     assert f"no launch has saved anything for 0.3s (retry_for), and {state}; leg " in str(caught.value)
     assert caught.value.exit_code == code
     assert 1 < len(Path("tries").read_text().splitlines()) < 6
