@@ -21,6 +21,7 @@ from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.shards import write_file
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 from tests.checkpoint.saves import save, write_draft
 
@@ -214,13 +215,31 @@ def test_a_save_that_cannot_take_its_name_leaves_the_one_it_was_to_replace(tmp_p
 
 
 @pytest.mark.parametrize("keep", [0, -3])
-def test_a_prune_that_keeps_none_keeps_the_newest(url, keep):
+def test_a_prune_that_keeps_none_keeps_the_newest_though_it_is_not_intact(url, keep):
     store = CheckpointStore(url)
     lease = store.acquire()
-    for batch in (1, 2):
+    for batch in (1, 2, 3):
         save(store, lease, batch)
-    assert store.prune(lease, keep_newest=keep) == ["ba1"]
-    assert names(store) == ["ba2"]
+
+    def refuse_newest(checkpoint):
+        if checkpoint.name == "ba3":
+            raise DamagedCheckpointError("damaged")
+
+    assert store.prune(lease, keep_newest=keep, verify=refuse_newest) == ["ba1"]
+    assert names(store) == ["ba3", "ba2"]
+    assert main.run(["checkpoint", "prune", url, "--keep", str(keep)]) == 2
+    assert names(store) == ["ba3", "ba2"]
+
+
+@pytest.mark.fault
+def test_verifying_compares_the_headers_with_the_manifest(tmp_path):
+    store = CheckpointStore(tmp_path)
+    lease = store.acquire()
+    draft = write_draft(store, lease, 1)
+    other = replace(draft.tensors["model/w"], dtype="F64")  # as many bytes, and right hashes
+    checkpoint = store.publish(replace(draft, tensors={"model/w": other}), lease)
+    with pytest.raises(DamagedCheckpointError, match=r"model/w@0 is I64 \[50000\] in its header alone"):
+        verify_checkpoint(checkpoint)
 
 
 @pytest.mark.fault

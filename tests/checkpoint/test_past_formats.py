@@ -1,6 +1,7 @@
 """What a past release has saved is restored bit for bit, and what a later one has saved is left alone."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,31 @@ def test_a_manifest_of_this_format_can_be_written_again():
     manifest = open_checkpoint(FIXTURES[-1] / "ba3").manifest
     assert manifest.version == VERSION
     assert decode(encode(manifest), "m") == manifest
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("is_read_whole", [True, False], ids=["decoded", "by its head"])
+def test_a_past_save_of_a_later_lease_is_newer_than_a_later_batch(tmp_path, is_read_whole):
+    fixture = next(path for path in FIXTURES if path.parent.name == "format-1")
+    for epoch, batch in ((1, 5), (2, 3)):
+        folder = shutil.copytree(fixture / "ba3", tmp_path / f"ba{batch}")
+        save_id = f"e{epoch}-ba{batch}-0123456789ab"
+        if is_read_whole:
+
+            def change(manifest, save_id=save_id, epoch=epoch, batch=batch):
+                manifest |= {"save_id": save_id, "lease_epoch": epoch}
+                manifest["timestamp"]["batch"] = batch
+
+            rewrite(folder, change)
+        else:
+            raw = re.sub(
+                rb'"save_id":"[^"]*"', f'"save_id":"{save_id}"'.encode(), (folder / MANIFEST).read_bytes(), count=1
+            )
+            raw = re.sub(rb'"lease_epoch":\d+', f'"lease_epoch":{epoch}'.encode(), raw, count=1)
+            (folder / MANIFEST).write_bytes(re.sub(rb'"batch":\d+', f'"batch":{batch}'.encode(), raw, count=1))
+    candidates = CheckpointStore(tmp_path).candidates()
+    assert [candidate.name for candidate in candidates] == ["ba3", "ba5"]
+    assert [candidate.head is None for candidate in candidates] == [is_read_whole] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- the version rule

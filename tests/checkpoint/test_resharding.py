@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from llmfoundry_lite.checkpoint import planning
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp
@@ -202,6 +203,33 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             assert plan.tensors["model/w"].layout == Grid((4,), (0, 2, 4, 1, 3, 5))
 
 
+def strided(mesh_shape, factor):
+    """Eight rows over a mesh, said to be cut with `factor`, and as much of them as a rank has."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("shard", "tensor"))
+    placements = (_StridedShard(0, split_factor=factor), Shard(0))
+    local = torch.zeros(8 // math.prod(mesh_shape), 2)
+    return {"model/w": DTensor.from_local(local, mesh, placements, run_check=False, shape=(8, 2), stride=(2, 1))}
+
+
+@pytest.mark.parametrize("factor", [3, 4])
+def test_a_stride_that_is_not_the_mesh_s_is_refused(factor):
+    with (
+        rank_of(1, 4),
+        pytest.raises(CheckpointError, match=rf"a sharding strided by {factor} on a mesh of \[2, 2\] cannot be saved"),
+    ):
+        check_parts(strided((2, 2), factor))
+
+
+def test_a_stride_by_which_torch_cuts_otherwise_is_refused(monkeypatch):
+    with rank_of(1, 4):
+        check_parts(tensors := strided((2, 2), 2))
+        monkeypatch.setattr(planning, "compute_local_shape_and_global_offset", lambda *_: ((2, 2), (2, 0)))
+        with pytest.raises(
+            CheckpointError, match=r"model/w: this rank holds \(2, 2\) at \(2, 0\) of it, not \(2, 2\) at"
+        ):
+            check_parts(tensors)
+
+
 @pytest.mark.parametrize(("shard", "tensor"), [(1, 2), (3, 2), (2, 4)])
 def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(shard, tensor):
     """q, k and v of grouped heads, one upon the other: every rank's rows are its own, and all rows are some rank's."""
@@ -254,6 +282,18 @@ def test_a_rank_reads_and_verifies_only_what_it_needs(tmp_path):
     (tmp_path / file_name(1)).unlink()
     with rank_of(0, 3):
         like = distribute(whole, shard, (3,))
+        assert same_bits(read_tensors(checkpoint, like)["model/t"], local_part(like["model/t"]))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_that_needs_one_file_opens_no_other(tmp_path, rank):
+    """At the edges, too, where the files beside it begin."""
+    whole, shard = {"model/t": torch.randn(64, 4)}, {"model/t": (Shard(0),)}
+    checkpoint, _ = save_simulated(tmp_path, whole, shard, (4,))
+    for other in {0, 1, 2, 3} - {rank}:
+        (tmp_path / file_name(other)).unlink()
+    with rank_of(rank, 4):
+        like = distribute(whole, shard, (4,))
         assert same_bits(read_tensors(checkpoint, like)["model/t"], local_part(like["model/t"]))
 
 
