@@ -144,6 +144,41 @@ def test_the_bootstraps_interval_and_p_are_one_statistic(difference, level, caut
         assert excludes == (found.p < level)
 
 
+@pytest.mark.parametrize(
+    ("difference", "p"),
+    [
+        (100.0, 2 / 8),  # none as far; the data are one of the draws, and of two tails
+        (2.5, 4 / 8),  # one beyond it, twice
+        (2.0, 6 / 8),  # a draw as far counts as farther: two, twice
+        (-2.0, 6 / 8),
+        (0.0, 1.0),
+    ],
+)
+def test_a_bootstraps_p_by_hand(difference, p):
+    assert Studentised(difference, 1.0, np.arange(-3.0, 4)).p == p
+
+
+def test_a_p_of_the_longer_tail_counts_both_ways():
+    skewed = np.array([-5.0, -4, -3, -2, -1, 0, 1])
+    assert Studentised(1.5, 1.0, skewed).p == 5 / 8  # four are as far on either side
+    assert Studentised(2.0, 1.0, np.array([-2.0, -2, -2, 0, 1, 1.5])).p == 4 / 7  # as far on the other side alone
+    assert Studentised(1.5, 1.0, skewed, caution=1.4).p == 1.4 * 5 / 8
+
+
+def test_a_bootstraps_interval_by_hand():
+    """Of 199 draws at 0.1: the 19th farthest is at 90, the 9th of a tail at 91. The wider of the two counts."""
+    draws = np.arange(-99.0, 100)
+    assert Studentised(10.0, 0.5, draws).interval(0.1) == (10 - 45.5, 10 + 45.5)
+    skewed = np.where(draws > 0, 2 * draws, draws)
+    assert Studentised(10.0, 0.5, skewed).interval(0.1) == (10 - 91, 10 + 81)
+    assert Studentised(10.0, 0.5, draws).interval(0.005) is None
+
+
+def test_a_p_that_equals_its_level_is_no_difference_and_ends_the_looking():
+    assert holm([0.025, 0.03]) == ([0.05, 0.05], [0.025, 0.025])
+    assert holm([0.0249, 0.03])[1] == [0.025, 0.05]
+
+
 def test_sums_are_of_rows_drawn_together():
     values = np.random.default_rng(2).normal(size=(200, 1)) @ [[1.0, -3.0]]
     draws = bootstrap_sums(values, np.random.default_rng(3), 500)

@@ -17,7 +17,7 @@ from llmfoundry_lite.evaluation.boundaries import (
     boundaries,
     nominal_level,
 )
-from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.compare import compare, is_within
 from llmfoundry_lite.evaluation.reading import load_results
 from llmfoundry_lite.evaluation.sequential import LOOKS, Rule, in_order
 from tests.helpers.results import choice, text, write_result
@@ -64,7 +64,8 @@ def test_the_error_is_what_was_to_be_spent(spending):
 @pytest.mark.parametrize("spending", SPENDING)
 def test_a_p_is_adjusted_to_the_level_that_it_just_reaches(spending):
     shares = LOOKS[:4]
-    for p in (1e-9, 1e-4, 0.003, 0.02):
+    levels = (0.2, 0.6, 0.95, 0.998)  # up to the end of the bracket in which a level is sought
+    for p in (1e-9, 1e-4, 0.003, 0.02, *(nominal_level(shares, level, spending) for level in levels)):
         level = adjusted_p(p, shares, spending)
         assert p < level < 1 and nominal_level(shares, level, spending) == pytest.approx(p, rel=1e-6)
     assert adjusted_p(1.0, shares, spending) == 1 and adjusted_p(0.0, shares, spending) == 0
@@ -161,6 +162,19 @@ def test_documents_are_asked_whole(tmp_path):
     assert plan.nominal(look, 0.05) == pytest.approx(nominal_level(plan.shares(look), 0.05) / 3)
     assert plan.nominal(10, 0.05) == nominal_level(LOOKS, 0.05)
     assert plan.adjusted(plan.nominal(look, 0.03), look) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        *((-0.01, 0.01, True), (-0.019, 0.019, True), (0.005, 0.01, True), (-0.01, -0.005, True)),
+        *((-0.03, 0.01, False), (-0.01, 0.03, False), (-0.02, 0.01, False), (-0.01, 0.02, False)),
+        *((0.05, 0.06, False), (-0.06, -0.05, False), (None, None, False)),
+    ],
+)
+def test_an_interval_is_within_a_margin_with_both_of_its_ends(low, high, expected):
+    assert is_within(0.02, low, high) == expected
+    assert not is_within(None, low, high)
 
 
 def test_within_a_margin_asking_stops_as_well(tmp_path):

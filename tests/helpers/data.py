@@ -28,7 +28,8 @@ def close_shared_memory(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(memory.SharedMemory, "__init__", remember)
     yield
-    gc.collect()
+    if made:  # it takes half a second, of the tests that make none too
+        gc.collect()
     for block in made:
         with suppress(BufferError):  # a data set that something still holds
             block.cleanup()
