@@ -177,10 +177,12 @@ def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path,
 
 
 def test_fp16_carries_its_loss_scale(tmp_path, data):
-    config = tiny_config(data, autoresume=True, max_duration="6ba", precision="amp_fp16")
+    poison = {"python:tests.training.test_failures:PoisonGradient": {"rank": 0, "batch": 2}}
+    config = tiny_config(data, autoresume=True, max_duration="6ba", precision="amp_fp16", callbacks=poison)
     run(tmp_path, config, "whole")
     run(tmp_path, config, "parts", stop_after="3ba")
     run(tmp_path, config, "parts")
+    assert values(metrics(tmp_path, "parts"), "loss_scale") == [2.0**16, 2.0**16, *[2.0**15] * 4]
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
 
 

@@ -55,6 +55,28 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
     torch.testing.assert_close(optimizer.state[ours]["momentum_buffer"], reference.state[theirs]["momentum_buffer"])
 
 
+def test_weights_decay_before_their_update_and_the_update_does_not():
+    """With a rate and a decay so large that the order is to be seen, and Newton and Schulz in fp32."""
+    config = OptimizerConfig(name="muon", lr=0.5, weight_decay=0.8, momentum=0.9, ns_dtype="fp32")
+    weight = torch.nn.Parameter(random_like(torch.empty(8, 12), 0))
+    before, weight.grad = weight.detach().clone(), random_like(weight, 1)
+    optimizer = Muon([Matrix(weight, (8,))], [torch.nn.Parameter(torch.ones(1))], config)
+    optimizer.step()
+    look_ahead = weight.grad.lerp(0.1 * weight.grad, 0.9)
+    update = newton_schulz(look_ahead, 5) * 0.2 * 12**0.5
+    torch.testing.assert_close(weight.detach(), before * (1 - 0.5 * 0.8) - 0.5 * update, rtol=0, atol=1e-5)
+
+
+def test_what_is_no_matrix_has_a_rate_of_its_own():
+    config = OptimizerConfig(name="muon", lr=0.02, adamw_lr=0.3, weight_decay=0.0)
+    other = torch.nn.Parameter(torch.ones(3))
+    optimizer = Muon([Matrix(torch.nn.Parameter(torch.ones(2, 2)), (2,))], [other], config)
+    other.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(other.detach(), torch.full((3,), 1 - 0.3))  # AdamW's first step is as large as its rate
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.3]
+
+
 def test_newton_and_schulz_leave_singular_values_of_about_one():
     matrix = random_like(torch.empty(24, 40), 0)
     before, after = (torch.linalg.svdvals(m) for m in (matrix, newton_schulz(matrix, 5)))

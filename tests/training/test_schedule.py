@@ -82,6 +82,26 @@ def test_a_stable_rate_decays_in_three_shapes(decay, quarter, half):
     assert [at(t, **options) for t in (0, 60, 70, 80, 100)] == pytest.approx([1.0, 1.0, quarter, half, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({"name": "cosine_with_warmup", "alpha_f": 0.1}, 0.1),
+        ({"name": "linear_decay_with_warmup", "alpha_f": 0.1}, 0.1),
+        ({"name": "constant_with_warmup"}, 1.0),
+        ({"name": "warmup_stable_decay", "t_decay": "20ba", "decay": "linear", "alpha_f": 0.1}, 0.1),
+        ({"name": "warmup_stable_decay", "t_decay": "20ba", "decay": "cosine", "alpha_f": 0.1}, 0.1),
+        ({"name": "warmup_stable_decay", "t_decay": "20ba", "decay": "1-sqrt", "alpha_f": 0.1}, 0.1),
+        ({"name": "inv_sqrt_with_warmup", "t_scale": "10ba", "t_cooldown": "20ba", "alpha_f_cooldown": 0.1}, 0.1),
+        ({"name": "inv_sqrt_with_warmup", "t_scale": "10ba", "t_cooldown": "0ba", "alpha_f_decay": 0.0}, 1 / 3),
+    ],
+    ids=lambda value: f"{value['name']} {value.get('decay', '')}".strip() if isinstance(value, dict) else None,
+)
+def test_beyond_its_end_a_schedule_stands_still(options, end):
+    """A run may be longer than its schedule: t_max is a choice of its own."""
+    rates = [at(t, "200ba", **options, t_warmup="10ba", t_max="90ba") for t in (90, 91, 130, 200)]
+    assert rates == pytest.approx([end] * 4)
+
+
 def test_before_its_decay_a_stable_rate_does_not_depend_on_the_run_s_end():
     options = {"name": "warmup_stable_decay", "t_warmup": "10ba", "t_decay": "20ba"}
     rates = [[at(t, end, **options) for t in range(41)] for end in ("60ba", "1000ba")]
