@@ -171,6 +171,8 @@ LEFT_OUT = {
 EVAL_LEFT_OUT = {
     "icl_subset_num_batches": "use limit, which counts items",
     "eval_loader": "write a task with icl_task_type: perplexity",
+    "code_paths": "put the folder on PYTHONPATH",
+    "callbacks": "results are files in results_folder",
     "run_name": "use suite",
     "loggers": "results are files in results_folder",
 }
@@ -190,7 +192,9 @@ HARMLESS_VALUES = {
         {"type": "original", "pos_idx_in_fp32": True},
         {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
     ),
+    "model.attn_config.attn_temperature_tuning": ({"floor_scale": 8192, "attn_scale": 0.0}, {"attn_scale": 0.0}),
     "train_subset_num_batches": (-1,),
+    "cuda_load_lazy": (False,),
     "save_weights_only": (False,),
     "only_hf_checkpoint": (False,),
     "only_composer_checkpoint": (False,),
@@ -240,8 +244,11 @@ def _keys_of(pattern: str) -> list[str]:
     return [pattern.replace("*", block) for block in (("train_loader", "eval_loader") if "*" in pattern else ("",))]
 
 
-def drop_unused_scaling(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
-    """Take rope_hf_config out where rope_impl, dail by default, ignores it in LLM Foundry. Returns a note if so."""
+def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
+    """Take out a shard degree of -1, which asks for the default, and rope_hf_config where rope_impl, dail by default,
+    ignores it in LLM Foundry. Returns a note for the latter."""
+    if get(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
+        pop(values, "fsdp_config.data_parallel_shard_degree")
     attention = get(values, "model.attn_config")[1]
     scaling = attention.get("rope_hf_config") if isinstance(attention, dict) else None
     kind = scaling.get("type", "no_scaling") if isinstance(scaling, dict) else "no_scaling"

@@ -14,7 +14,9 @@ EVAL_WITHOUT_EFFECT = {
     "seed": "nothing is random but the choice of examples, which is a task's: fewshot_random_seed",
     "device_eval_batch_size": "device_batch_tokens bounds a batch; no result depends on it",
     "fsdp_config": "each rank has the whole model; fsdp=true shards it, if it is an MPT, GPT-2 or Llama",
-    "python_log_level": "there is nothing to log but progress",
+    "eval_subset_num_batches": "it counts batches of eval_loader",
+    **dict.fromkeys(("python_log_level", "console_log_interval"), "there is nothing to log but progress"),
+    **dict.fromkeys(("log_config", "metadata"), "results say what was evaluated"),
 }
 """Accepted, ignored, and said so."""
 

@@ -16,7 +16,7 @@ from llmfoundry_lite.config.check import check_config, find_surprises
 from llmfoundry_lite.config.check_values import check_kinds
 from llmfoundry_lite.config.foundry import (
     drop_keys_without_effect,
-    drop_unused_scaling,
+    drop_values_without_effect,
     refuse_fine_tuning,
     refuse_left_out_keys,
 )
@@ -51,7 +51,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     values = merge_layers(layers)
     refuse_fine_tuning(values, layers)
     notes = [layer.note for layer in layers if layer.note]
-    notes += drop_keys_without_effect(values, layers) + drop_unused_scaling(values, layers)
+    notes += drop_keys_without_effect(values, layers) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     check_kinds(values, layers)

@@ -8,6 +8,7 @@ from llmfoundry_lite.config.changes import schema_keys
 from llmfoundry_lite.config.check_values import ALTERNATIVES
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS_VALUES, LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT
+from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
 
@@ -33,6 +34,7 @@ def keys(heading: str) -> list[str]:
         ("Accepted without effect", WITHOUT_EFFECT),
         ("Left out", LEFT_OUT),
         ("Values that are left out", ALTERNATIVES),
+        ("Other defaults", INTENDED),
         ("Evaluation", EVAL_LEFT_OUT),
     ],
 )
