@@ -12,7 +12,8 @@ Publishing. On a local disk a save is written into `.tmp-<save_id>`, synced, and
 name is whole. On an object store the shards go to `ba<batch>/<save_id>/`, a name no other save has, and putting
 `ba<batch>/manifest.json` last commits them. Removal goes in reverse: first what commits, then the data. `latest.json`
 is a hint for people and is never read here. A save of a batch that has one already moves the old one to `.replaced-…`
-for the moment between two renames; a crash there leaves it the checkpoint of that batch, for readers too.
+for the moment between two renames; a crash there leaves it the checkpoint of that batch, for readers too. A removal
+looks again at what it has moved to `.deleting-…`, and gives back a save that took the name meanwhile.
 
 Whose fault. Damaged is a file whose bytes were wrong twice; its checkpoint is passed over and, under a lease, renamed
 to `.damaged-…` unless no other is left to read. Incomplete is a checkpoint that lacks a file: passed over where it
@@ -263,7 +264,9 @@ class CheckpointStore:
                 with contextlib.suppress(CheckpointError, OSError):
                     if SAVE_ID.fullmatch(save) and _save_id(self.root.child(_committed_name(save))) == save:
                         self.root.child(name).remove_all()
-        for folder in (self.root, self.root.child(LOG)) if lease is not None else ():
+        if lease is None:
+            return
+        for folder in (self.root, self.root.child(LOG)):
             for name in folder.names():
                 unfinished = UNFINISHED.fullmatch(name)
                 if unfinished and (unfinished[1] == HINT or 0 < _epoch(unfinished[1]) < lease.epoch):
