@@ -265,6 +265,16 @@ def test_digest_depends_on_the_rows_but_not_on_their_order_or_place():
     assert digest != batch_digest(torch.cat([tokens_bt, tokens_bt[:1]]))
 
 
+def test_a_row_that_is_partly_padding_counts_in_the_digest():
+    tokens_bt = torch.full((1, 16), PAD_TOKEN)
+    assert batch_digest(tokens_bt) == 0
+    digests = [0]
+    for length in (1, 9, 15):
+        tokens_bt[:, :length] = 7
+        digests.append(batch_digest(tokens_bt))
+    assert len(set(digests)) == 4
+
+
 def test_digests_can_be_summed_in_int64_tensors():
     parts = [batch_digest(torch.randint(0, 9, (3, 4))) for _ in range(8)]
     signed = torch.tensor([part - 2**64 if part >= 2**63 else part for part in parts])

@@ -292,3 +292,5 @@ def test_the_fingerprint_tells_orders_apart():
     ]
     assert len({order.fingerprint for order in orders}) == len(orders)
     assert make_order().fingerprint == make_order().fingerprint
+    unshuffled = [make_order(shuffle=False, window_samples=window) for window in (8, 400)]
+    assert unshuffled[0].fingerprint == unshuffled[1].fingerprint, "a window without shuffling changes no order"

@@ -130,12 +130,12 @@ def test_rows_are_divided_by_the_weights_that_islands_bring(play):
 
 
 def test_a_batch_counts_when_all_have_prepared_it(play):
-    play.prepare("a", weight=300, loss=2.0, digest=2**64 - 1, norm=0.5)
+    play.prepare("a", weight=100, loss=2.0, digest=2**64 - 1, norm=0.5)  # 6 of 8 rows, and a quarter of the tokens
     assert play.coordinator.batch == 0
-    play.prepare("b", weight=100, loss=4.0, digest=3, norm=0.50001)
+    play.prepare("b", weight=300, loss=4.0, digest=3, norm=0.50001)
     commit = play.last("a")
     assert commit["kind"] == "commit" and commit == play.last("b")
-    assert commit["loss"] == 2.5 and commit["losses"] == 400 and commit["samples"] == ROWS
+    assert commit["loss"] == 3.5 and commit["losses"] == 400 and commit["samples"] == ROWS
     assert commit["digest"] % 2**64 == 2, "the sum of digests wraps around"
     assert commit["norm"] == 0.5, "the scribe's"
     assert play.coordinator.batch == 1 and commit["next"] is None
@@ -150,6 +150,17 @@ def test_an_exchange_that_failed_for_one_fails_for_all(play):
         assert view["kind"] == "view" and view["epoch"] == 2 and view["batch"] == 0
     play.batch()
     assert play.last("b")["kind"] == "commit"
+
+
+def test_a_batch_that_counts_ends_a_row_of_failures(play):
+    """Long after, one more exchange that fails is the first of another row, and evicts nobody."""
+    play.prepare("a", ok=False)
+    play.prepare("b")
+    play.batch()
+    play.now += 1000.0
+    play.prepare("a", ok=False)
+    play.prepare("b")
+    assert play.coordinator.members == ["a", "b"] and play.last("b")["kind"] == "view"
 
 
 def test_what_belongs_to_an_earlier_epoch_is_not_counted(play):

@@ -50,6 +50,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     assert not islands.settle(state, torch.zeros(()))
     assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
     assert said[0]["seconds"] >= 0.99 * SECONDS
+    assert said[0]["weight"] == 18, "tokens with a loss, not rows"
 
 
 def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_recorded():
