@@ -297,10 +297,12 @@ def download_from_hub(name: str) -> dict[str, Path]:
     except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
         if cached[TOKENIZER_FILE]:
             return {file: path for file, path in cached.items() if isinstance(path, Path)}
+        # A node without a network meets that again tomorrow; what the Hub itself answers, such as a 503, may pass.
+        has_answered = getattr(error, "response", None) is not None
         raise DataError(
             f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached "
             f"({type(error).__name__}); give a local folder with a {TOKENIZER_FILE} instead"
-        ) from error
+        ) from (error if has_answered else None)
 
 
 def cached_files(name: str) -> dict[str, Path | bool | None]:

@@ -239,9 +239,10 @@ def test_a_read_only_folder_can_be_loaded_from_but_not_saved_into(tmp_path, data
         run(tmp_path, config, "run", stop_after="4ba", save_folder=str(disk.path))
         disk.make_read_only()
         refused = attempt(tmp_path, config, "run", 2, save_folder=str(disk.path))
-        assert refused.exit_codes == [2, 2]
+        assert refused.exit_codes == [75, 75], "a disk may be written to again"
         assert refused.output.strip().splitlines()[-1] == (
-            f"error: {disk.path}: no lease can be taken: Read-only file system"
+            f"error: {disk.path}: no lease can be taken: Read-only file system; this may pass: run the same command "
+            "again"
         )
         run(tmp_path, config, "other", 2, load_path=str(disk.path))
     assert values(metrics(tmp_path, "other"), "batch") == [1, 2, 3, 4, 5, 6, 7, 8]
