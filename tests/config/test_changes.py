@@ -57,7 +57,7 @@ TABLE = {
             save_folder save_num_checkpoints_to_keep save_keep_every_batches autoresume load_path load_weights_only
             load_ignore_keys load_cast stop_after max_wall_time preemption_grace_seconds compile_config deterministic
             dist_timeout environment progress_bar log_to_console console_log_interval export_at_end python_log_level
-            variables metadata""",
+            variables metadata retry_for""",
         "eval_loader.dataset.": "local remote predownload cache_limit download_retry download_timeout",
         "eval_loader.dataset.streams.*.": "local remote download_retry download_timeout validate_hash keep_zip",
         "eval_loader.": "num_workers pin_memory prefetch_factor persistent_workers timeout",
