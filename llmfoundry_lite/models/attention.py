@@ -310,7 +310,7 @@ def _compiled_visibly(function: Callable) -> Callable:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_SHAPES)
     option = "wrap_inductor_compiled_regions"
-    options = {option: True} if hasattr(inductor_config, option) else None
+    options: Any = {option: True} if hasattr(inductor_config, option) else None
     return torch.compile(function, fullgraph=True, options=options)
 
 

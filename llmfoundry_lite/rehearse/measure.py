@@ -216,7 +216,7 @@ class Watch(TorchDispatchMode):
         name = packet.__name__
         if packet in flop_registry:
             if name.startswith("_efficient_attention"):  # torch's formula takes its tokens for heads
-                args = [x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in args]
+                args = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in args)
             self.flops[name] += int(flop_registry[packet](*args, **kwargs, out_val=result))
         if name in ATTENTION:
             self.attention.add(ATTENTION[name])

@@ -302,7 +302,7 @@ def gather_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def put_together(tensor: DTensor) -> torch.Tensor:
     """The whole tensor, on the devices: they exchange nothing that lies on their hosts, as offloaded parameters do."""
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
 def write_export(config: TrainConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:

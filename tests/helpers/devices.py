@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ def offloaded(local_shape: Sequence[int], placement: Placement) -> Iterator[DTen
     try:
         mesh = init_device_mesh("cuda", (2,))
         with FakeTensorMode():
-            yield DTensor.from_local(torch.empty(*local_shape), mesh, [placement], run_check=False).to("cpu")
+            whole = DTensor.from_local(torch.empty(*local_shape), mesh, [placement], run_check=False)
+            yield cast(DTensor, whole.to("cpu"))
     finally:
         dist.destroy_process_group()

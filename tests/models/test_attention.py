@@ -65,7 +65,7 @@ def test_on_a_gpu_the_last_queries_of_plain_text_see_what_is_before_them_without
 @pytest.mark.slow
 def test_attention_of_the_last_queries_compiles_whole():
     x_bthk = torch.randn(1, 24, 2, 8)
-    compiled = torch.compile(Mask.attend, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(Mask.attend, backend="aot_eager", fullgraph=True)
     mask = Mask(implementation="sdpa", has_more_keys=True)
     for attend in (Mask.attend, compiled):
         assert attend(mask, x_bthk[:, 16:], x_bthk, x_bthk).shape == (1, 8, 2, 8)
@@ -95,7 +95,7 @@ def test_flex_computes_the_blocks_that_anybody_sees_and_never_holds_the_whole_ma
     with Largest() as largest:
         mask = build_mask(options, "flex", None, positions_1t, num_keys, None, documents_bs).block_mask
     assert mask is not None and largest.numbers <= 3 * num_keys
-    expected = create_block_mask(mask.mask_mod, *mask.shape[:2], num_queries, num_keys, device="cpu")
+    expected = create_block_mask(mask.mask_mod, mask.shape[0], mask.shape[1], num_queries, num_keys, device="cpu")
     for kind in ("kv", "full_kv", "q", "full_q"):
         dense = [
             _ordered_to_dense(getattr(m, f"{kind}_num_blocks"), x := getattr(m, f"{kind}_indices"), x.size(-1))
