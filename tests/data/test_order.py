@@ -268,15 +268,16 @@ def shard_is_cut(shards_sl: np.ndarray, shard: int) -> bool:
 
 
 def test_a_worker_of_a_c4_sized_run_needs_little_memory():
-    """170 M samples in 42,000 shards, global batch 512, one of 8 workers of one of 8 ranks."""
+    """17 M samples in 4,200 shards, a tenth of C4's, global batch 512, one of 8 workers of one of 8 ranks. All of their
+    numbers would be 136 MB."""
     tracemalloc.start()
-    order = make_order(shard_sizes=[4_050] * 42_000, num_lanes=512)
+    order = make_order(shard_sizes=[4_050] * 4_200, num_lanes=512)
     lanes, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
     ids_sl = order.epoch(1).sample_ids(lanes, steps)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(np.unique(ids_sl)) == ids_sl.size == len(steps) * 64
-    assert peak_bytes - ids_sl.nbytes < 60e6
+    assert peak_bytes - ids_sl.nbytes < 12e6
 
 
 def test_the_fingerprint_tells_orders_apart():

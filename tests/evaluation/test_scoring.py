@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -99,22 +100,62 @@ def decisions(groups, scores):
     return found
 
 
+@cache
+def asked(name, shared):
+    """Questions, and the scores of each choice alone by the reference implementation of attention."""
+    groups = questions(15, shared=shared)
+    return groups, one_by_one(build(MODELS[name][0], "reference"), groups)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shared", [0, 40])
 def test_scores_are_those_of_one_forward_pass_for_each_choice(name, shared):
-    model, groups = build(*MODELS[name]), questions(23, shared=shared)
-    found, expected = all_scores(model, groups), one_by_one(model, groups)
+    first_of_its_kind = next(other for other in MODELS if MODELS[other][0] is MODELS[name][0])
+    model, (groups, expected) = build(*MODELS[name]), asked(first_of_its_kind, shared)
+    found = all_scores(model, groups)
     assert found.keys() == expected.keys()
     for number, value in expected.items():
         assert found[number].log_probability == pytest.approx(value.log_probability, abs=1e-5, rel=0)
         assert found[number].is_greedy == value.is_greedy
     assert decisions(groups, found) == decisions(groups, expected)
     # Plain rows too, as of a task without choices: those an implementation computes in its own way.
-    alone = all_scores(model, [group[:1] for group in groups], max_batch_tokens=1)
-    numbers = itertools.accumulate([0, *(len(group) for group in groups[:-1])])
+    alone = all_scores(model, [group[:1] for group in groups[:8]], max_batch_tokens=1)
+    numbers = itertools.accumulate([0, *(len(group) for group in groups[:7])])
     for i, number in enumerate(numbers):
         assert alone[i].log_probability == pytest.approx(expected[number].log_probability, abs=1e-5, rel=0)
         assert alone[i].is_greedy == expected[number].is_greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("RoPE, shared heads", "sdpa"), *(("ALiBi", name) for name in ("sdpa", "reference", "blocked", "flex"))],
+)
+def test_after_a_separator_nothing_before_it_is_seen(name, implementation):
+    """Positions are relative here, so that what stands after the separator scores as it does by itself."""
+    model, separator = build(MODELS[name][0], implementation), 49
+    generator = random.Random(1)
+
+    def tokens(n):
+        return [generator.randrange(49) for _ in range(n)]
+
+    befores, rests = [tokens(5) for _ in range(4)], [tokens(3) for _ in range(4)]
+    answers = [[tokens(2), tokens(3)] for _ in range(4)]
+    whole, alone = (
+        [
+            [request([*start, *rest], answer) for answer in pair]
+            for start, rest, pair in zip(starts, rests, answers, strict=True)
+        ]
+        for starts in ([[*before, separator] for before in befores], [[]] * 4)
+    )
+    expected, seen = one_by_one(model, alone), one_by_one(model, whole)
+    for num_choices, max_batch_tokens in ((2, 64), (1, 1)):  # as trees, and as plain rows
+        found = {}
+        for part in score(model, [group[:num_choices] for group in whole], max_batch_tokens, separator=separator):
+            found |= part
+        for number, value in found.items():
+            first = number * (3 - num_choices)
+            assert value.log_probability == pytest.approx(expected[first].log_probability, abs=1e-5)
+            assert abs(value.log_probability - seen[first].log_probability) > 1e-3
 
 
 @pytest.mark.gpu
