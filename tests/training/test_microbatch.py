@@ -10,6 +10,7 @@ import torch
 from composer.core import Callback
 from torch import nn
 
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import microbatch
 from llmfoundry_lite.training import train as training
@@ -234,3 +235,13 @@ def test_auto_under_a_budget_trains_the_run_of_the_size_it_has_chosen(tmp_path, 
     runs = [read_metrics(tmp_path / "runs" / name) for name in ("auto", "fixed")]
     for key in ("loss/train/total", "grad_norm", "data/digest"):
         assert values(runs[0], key) == values(runs[1], key)
+
+
+@pytest.mark.parametrize(("device_type", "is_said"), [("cuda", True), ("cpu", False)])
+def test_a_size_that_nobody_gives_is_the_whole_batch_and_said_where_llm_foundry_measures(
+    device_type, is_said, tmp_path, monkeypatch, capsys
+):
+    config = load_train_config([write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))]).config
+    monkeypatch.setattr(training.devices, "device_type", lambda: device_type)
+    training.say_whole_batch(config)
+    assert ("not given, so each device computes its 8 samples at once; auto" in capsys.readouterr().out) == is_said
