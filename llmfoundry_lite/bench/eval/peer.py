@@ -43,15 +43,21 @@ def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: s
         "seconds": seconds[0],
         "cpu_seconds": seconds[1],
         **{name: [int(sample[name]) for sample in samples] for name in names},
-        "log_probability": [[nats_of(response[0]) for response in sample["resps"]] for sample in samples],
+        "log_probability": [
+            [
+                nats_of(tuple(response[0]) if isinstance(response[0], list) else response[0])
+                for response in sample["resps"]
+            ]
+            for sample in samples
+        ],
         "perplexity": next((of_all[key] for key in ("perplexity,none", "byte_perplexity,none") if key in of_all), None),
         "versions": {"lm-eval": lm_eval.__version__, "transformers": transformers.__version__},
     }
 
 
-def nats_of(response: object) -> float:
+def nats_of(response: "float | tuple[float, bool]") -> float:
     """Of an answer with whether it is the likeliest, or of a whole document."""
-    return float(response[0] if isinstance(response, (tuple, list)) else response)
+    return float(response[0] if isinstance(response, tuple) else response)
 
 
 def count_seconds(model: HFLM) -> list[float]:
