@@ -51,6 +51,11 @@ NEVER = (
 )
 """Another value makes it another run."""
 
+WITH_ATTENTION_DROPOUT = (
+    *("device_train_microbatch_size", "tp_config", "cp_config", "pp_config", "model.attn_config.attn_impl"),
+)
+"""Said in a run with attn_pdrop: attention's kernels draw masks for the heads and rows that they are given."""
+
 Rule = Literal["freely", "by being said", "never"]
 RULES: dict[str, Rule] = {
     **dict.fromkeys(FREELY, "freely"),
@@ -76,8 +81,12 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
     `there` may come from another release: a key that it lacks had the default, a key unknown here is passed over.
     """
     found: dict[Rule, list[Change]] = {"freely": [], "by being said": [], "never": []}
+    draws = bool(get(here, "model.attn_config.attn_pdrop")[1])
     for change in _compare(TrainConfig, there, here, ""):
-        found[rule_of(change.key)].append(change)
+        is_drawn = draws and any(
+            change.key == key or change.key.startswith(f"{key}.") for key in WITH_ATTENTION_DROPOUT
+        )
+        found["by being said" if is_drawn else rule_of(change.key)].append(change)
     return found
 
 

@@ -70,7 +70,7 @@ algorithms:
 
 # {duration_note}
 max_duration: {num_batches}ba
-# Samples, over all devices. How many a device takes at a time changes no digit of the mathematics:
+# Samples, over all devices. How many a device takes at a time changes nothing but rounding:
 global_train_batch_size: {batch_size}
 device_train_microbatch_size: auto
 precision: amp_bf16

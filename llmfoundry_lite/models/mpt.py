@@ -21,6 +21,7 @@ from torch import nn
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, ModelConfig
 from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build_mask, build_rotation, rotate
+from llmfoundry_lite.models.dropout import drop, drop_keys_of_site, place_keys
 from llmfoundry_lite.models.products import Linear, logits
 
 Head = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -53,6 +54,7 @@ class MPT(nn.Module):
         documents_bt: torch.Tensor | None = None,
         cache: "KeyValueCache | None" = None,
         build_mask: Callable[..., Mask] = build_mask,
+        drop_keys_b: torch.Tensor | None = None,
         head: Head | None = None,
     ) -> Any:
         """tokens_bt int64 -> logits [b, t, v], or what `head` makes of hidden states and output embedding.
@@ -63,9 +65,12 @@ class MPT(nn.Module):
         not plain text, such as several continuations of one context, say what their tokens' positions are and,
         for each, which others it may see (bool). `documents_bt` numbers documents that must not see each other.
         With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows,
-        `build_mask` knows of the others (`parallel/context.py`), and the documents are whole rows'.
+        `build_mask` knows of the others (`parallel/context.py`), and the documents are whole rows'. In training,
+        `drop_keys_b` say what each row drops (`models/dropout.py`); without them it is torch's generator.
         """
-        hidden_btd = self.transformer(tokens_bt, positions_bt, may_see_bts, documents_bt, cache, build_mask)
+        hidden_btd = self.transformer(
+            tokens_bt, positions_bt, may_see_bts, documents_bt, cache, build_mask, drop_keys_b
+        )
         if not self.stage.is_last:
             return hidden_btd
         if self.logit_scale is not None:
@@ -84,7 +89,6 @@ class Transformer(nn.Module):
             self.wte = nn.Embedding(config.vocab_size, config.d_model)
         if stage.is_first and config.uses_learned_positions:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
-        self.emb_drop = nn.Dropout(config.emb_pdrop)
         self.blocks = nn.ModuleList()
         for number in stage.blocks:
             self.blocks.add_module(str(number), Block(config))
@@ -102,12 +106,16 @@ class Transformer(nn.Module):
         documents_bt: torch.Tensor | None = None,
         cache: "KeyValueCache | None" = None,
         build_mask: Callable[..., Mask] = build_mask,
+        drop_keys_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
         config, num_past = self.config, 0 if cache is None else cache.length
         num_keys = num_past + (tokens_bt if positions_bt is None else positions_bt).size(1)
         if positions_bt is None:
             positions_bt = torch.arange(num_past, num_keys, device=tokens_bt.device)[None]
-        x_btd = self.embed(tokens_bt, positions_bt) if self.stage.is_first else tokens_bt
+        drop_keys_bt = None if drop_keys_b is None else self.stream_part(place_keys(drop_keys_b, positions_bt))
+        x_btd = tokens_bt
+        if self.stage.is_first:
+            x_btd = drop(self.embed(tokens_bt, positions_bt), config.emb_pdrop, self.training, drop_keys_bt)
 
         # One of each for all blocks: a bias is h*t*s numbers kept for the backward pass, and per block it would add up.
         mask = build_mask(
@@ -123,7 +131,9 @@ class Transformer(nn.Module):
         if config.attn_config.rope:
             rotation = build_rotation(config.attn_config, config.head_dim, config.max_seq_len, positions_bt)
         for layer, block in zip(self.stage.blocks, self.blocks, strict=True):
-            x_btd = block(x_btd, mask, rotation, None if cache is None else partial(cache.extend, layer))
+            extend = None if cache is None else partial(cache.extend, layer)
+            keys = () if drop_keys_bt is None else (drop_keys_of_site(drop_keys_bt, layer + 1),)
+            x_btd = block(x_btd, mask, rotation, extend, *keys)
         if cache is not None:
             cache.length = num_keys
         return self.norm_f(x_btd) if self.stage.is_last else x_btd
@@ -136,7 +146,11 @@ class Transformer(nn.Module):
         if config.embedding_fraction != 1.0:
             # Shrinks the embeddings' gradient alone (Zeng et al. 2022, GLM-130B).
             x_btd = x_btd * config.embedding_fraction + x_btd.detach() * (1.0 - config.embedding_fraction)
-        return self.emb_drop(x_btd)
+        return x_btd
+
+    def stream_part(self, x_bt: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of the residual stream, of all that it has of the rows."""
+        return x_bt
 
     def slopes_on(self, device: torch.device) -> torch.Tensor | None:
         """ALiBi's, copied once: each copy waits for the device. No buffer, since weights may lie on another device."""
@@ -154,13 +168,20 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.norm_2 = Norm(config.d_model, config, has_bias=not config.no_bias)
         self.ffn = GatedFeedForward(config) if config.ffn_config.ffn_type == "mptglu" else FeedForward(config)
-        self.resid_drop = nn.Dropout(config.resid_pdrop)
+        self.pdrop = config.resid_pdrop
 
     def forward(
-        self, x_btd: torch.Tensor, mask: Mask, rotation: Rotation | None, extend: Callable | None = None
+        self,
+        x_btd: torch.Tensor,
+        mask: Mask,
+        rotation: Rotation | None,
+        extend: Callable | None = None,
+        drop_keys_bt: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x_btd = x_btd + self.resid_drop(self.attn(self.norm_1(x_btd), mask, rotation, extend))
-        return x_btd + self.resid_drop(self.ffn(self.norm_2(x_btd)))
+        other_keys_bt = None if drop_keys_bt is None else drop_keys_of_site(drop_keys_bt, 1)
+        attended_btd = self.attn(self.norm_1(x_btd), mask, rotation, extend)
+        x_btd = x_btd + drop(attended_btd, self.pdrop, self.training, drop_keys_bt)
+        return x_btd + drop(self.ffn(self.norm_2(x_btd)), self.pdrop, self.training, other_keys_bt)
 
 
 class Attention(nn.Module):

@@ -7,6 +7,7 @@ a stage has, `config/stages.py` says; the order of passes is torch's (torch.dist
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -56,11 +57,18 @@ class StageModel(MPT):
         self.sum_loss = loss
         self.autocast = precision.autocast
 
-    def forward(self, inputs: torch.Tensor, *, labels_bt: torch.Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """`inputs`: tokens_bt for the first stage, hidden_btd for the others; with labels, of this rank's part of the
-        rows."""
+    def forward(  # type: ignore[override]
+        self,
+        inputs: torch.Tensor,
+        *,
+        labels_bt: torch.Tensor | None = None,
+        weights_bt: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """`inputs`: tokens_bt for the first stage, hidden_btd for the others; with labels, of this rank's
+        part of the rows, and perhaps their weights."""
         if labels_bt is not None:
-            sum_loss = self.sum_loss
+            sum_loss = self.sum_loss if weights_bt is None else partial(self.sum_loss, weights_bt=weights_bt)
             options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
             if self.context is not None:
                 options |= self.context.options(labels_bt.size(1) * self.context.size, inputs.device)
@@ -124,14 +132,14 @@ class Pipeline(nn.Module):
         self,
         tokens_bt: torch.Tensor,
         labels_bt: torch.Tensor,
-        documents_bt: torch.Tensor | None,
         weights_m: torch.Tensor,
+        **options: torch.Tensor | None,
     ) -> torch.Tensor:
         """Add up the gradient of the m microbatches' losses, each times its weight. Returns their weighted losses, [m],
-        where the last stage is; nothing, [0], elsewhere. The samples must divide into m microbatches."""
+        where the last stage is; nothing, [0], elsewhere. The samples must divide into m microbatches, and so do
+        `options`, which stages are given: documents_bt, weights_bt, drop_keys_b."""
         num_microbatches = len(weights_m)
         schedule = self._schedule(num_microbatches, len(tokens_bt) // num_microbatches, tokens_bt.size(1))
-        documents = {} if documents_bt is None else {"documents_bt": documents_bt}
         losses: list[torch.Tensor] = []
         try:
             schedule.step(
@@ -140,7 +148,7 @@ class Pipeline(nn.Module):
                 losses=losses if self.has_last else None,
                 return_outputs=False,
                 labels_bt=labels_bt,
-                **documents,
+                **{name: option for name, option in options.items() if option is not None},
             )
         except RuntimeError as error:
             if error.__cause__ is None:

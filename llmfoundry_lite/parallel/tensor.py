@@ -116,6 +116,7 @@ def _divide_stream(transformer: Any, group: TensorGroup) -> None:
         return forward(inputs, positions_bt, *rest)
 
     transformer.forward = divided
+    transformer.stream_part = group.run_of
     transformer.embed = lambda tokens_bt, positions_bt: embed(tokens_bt, group.run_of(positions_bt))
     if hasattr(transformer, "wpe"):
         positions = transformer.wpe

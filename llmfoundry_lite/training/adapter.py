@@ -11,11 +11,12 @@ from composer.models import ComposerModel
 from torchmetrics import Metric
 
 from llmfoundry_lite.models.attention import document_numbers
+from llmfoundry_lite.models.dropout import row_keys
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.pipeline import Pipeline
 from llmfoundry_lite.parallel.precision import Precision
-from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
+from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
 
 
 class LanguageModel(ComposerModel):
@@ -30,6 +31,7 @@ class LanguageModel(ComposerModel):
         sum_loss: Callable[..., torch.Tensor] = cross_entropy_sum,
         *,
         separator_begins: bool = False,
+        by_rows: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -41,6 +43,10 @@ class LanguageModel(ComposerModel):
         """The token that ends a document, if documents in a sample are not to see each other."""
         self.separator_begins = separator_begins
         """It is a document's first token instead."""
+        self.by_rows = by_rows
+        """Each row of a batch has the same weight in training, and not each token. A row counts as full."""
+        self.drop_seed: int | None = None
+        """Of this batch, where the residual stream is dropped."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
 
@@ -70,6 +76,10 @@ class LanguageModel(ComposerModel):
             return None
         return document_numbers(tokens_bt, self.separator, begins=self.separator_begins)
 
+    def drop_keys(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
+        """What each whole row drops."""
+        return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
+
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Sum of the loss in nats, and the number of tokens it is the sum over.
 
@@ -78,14 +88,18 @@ class LanguageModel(ComposerModel):
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         num_tokens = (labels_bt != IGNORED).sum()
-        options: dict[str, Any] = {"documents_bt": self.documents(tokens_bt)}
+        options: dict[str, Any] = {"documents_bt": self.documents(tokens_bt), "drop_keys_b": self.drop_keys(tokens_bt)}
+        sum_loss = self.sum_loss
+        if self.by_rows and self.training:
+            num_tokens = (tokens_bt >= 0).any(1).sum() * (tokens_bt.size(1) - 1)
+            sum_loss = partial(sum_loss, weights_bt=self.part(row_weights(labels_bt)))
         if self.context is not None:
             options |= self.context.options(tokens_bt.size(1), tokens_bt.device)
         autocast = self.precision.autocast
         with torch.autocast(tokens_bt.device.type, autocast) if autocast else nullcontext():
             loss_sum = self.model(
                 self.part(tokens_bt.clamp(min=0)),
-                head=partial(self.sum_loss, labels_bt=self.part(labels_bt)),
+                head=partial(sum_loss, labels_bt=self.part(labels_bt)),
                 **options,
             )
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
@@ -118,8 +132,10 @@ class PipelinedLanguageModel(LanguageModel):
         context: Context | None = None,
         *,
         separator_begins: bool = False,
+        by_rows: bool = False,
     ):
-        super().__init__(cast(Any, model), precision, separator, context, separator_begins=separator_begins)
+        options: dict[str, Any] = {"separator_begins": separator_begins, "by_rows": by_rows}
+        super().__init__(cast(Any, model), precision, separator, context, **options)
         self.num_stages = model.num_ranks
 
     @property
@@ -143,7 +159,7 @@ class PipelinedLanguageModel(LanguageModel):
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 
     def train_on(
-        self, batch: dict[str, torch.Tensor], num_microbatches: int, num_samples: int, share: float, *, by_tokens: bool
+        self, batch: dict[str, torch.Tensor], num_microbatches: int, num_samples: int, share: float
     ) -> torch.Tensor:
         """Add up the gradient of a batch, in microbatches of so many samples; returns its weighted loss.
 
@@ -154,16 +170,15 @@ class PipelinedLanguageModel(LanguageModel):
         missing = num_microbatches * num_samples - len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)
-        weights_m = torch.full((num_microbatches,), self.num_parts / share, device=tokens_bt.device)
-        if not by_tokens:
-            num_tokens_m = (labels_bt != IGNORED).view(num_microbatches, -1).sum(1)
-            num_filled_m = (tokens_bt >= 0).any(1).view(num_microbatches, -1).sum(1)
-            weights_m *= num_filled_m / num_tokens_m.clamp(min=1)
+        full_row = max(tokens_bt.size(1) - 1, 1) if self.by_rows else 1
+        weights_m = torch.full((num_microbatches,), self.num_parts / (share * full_row), device=tokens_bt.device)
         losses_m = self.model.train_on(
             self.part(tokens_bt.clamp(min=0)),
             self.part(labels_bt),
-            self.documents(tokens_bt),
             weights_m * self.loss_scale,
+            documents_bt=self.documents(tokens_bt),
+            weights_bt=self.part(row_weights(labels_bt)) if self.by_rows else None,
+            drop_keys_b=self.drop_keys(tokens_bt),
         )
         return losses_m.sum() / self.loss_scale
 

@@ -23,16 +23,15 @@ class Upcoming(NamedTuple):
 
     is_there: bool
     """Every rank has its share of one."""
-    num_samples: int
     num_filled: int
-    """Samples that have tokens; the others fill up an epoch's last batch."""
+    """Samples. Rows without tokens, which fill up an epoch's last batch, are none."""
     num_tokens: int
     num_losses: int
     """Tokens that have a loss."""
     digest: int
 
 
-NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
+NOTHING = Upcoming(False, 0, 0, 0, 0)
 
 
 class Agreement(Callback):
@@ -100,16 +99,16 @@ class Agreement(Callback):
         tokens_bt = self._batch["input_ids"]
         count, digest = count_tokens(self._batch), batch_digest(tokens_bt)
         filled = count_filled(self._batch)
-        return Upcoming(True, len(tokens_bt), filled, count["total"], count["loss_generating"], digest)
+        return Upcoming(True, filled, count["total"], count["loss_generating"], digest)
 
     def _agree(self, counted: Upcoming, reason: int = 0, wants_save: bool = False) -> int:
         """The highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        missing, samples, filled, tokens, losses, digest, writing, wanting, *having = sum_of(
+        missing, filled, tokens, losses, digest, writing, wanting, *having = sum_of(
             [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *reasons]
         )
-        self.upcoming = Upcoming(missing == 0, samples, filled, tokens, losses, digest % (1 << 64))
+        self.upcoming = Upcoming(missing == 0, filled, tokens, losses, digest % (1 << 64))
         self.all_written, self.save_is_due = writing == 0, wanting > 0
         return max((index for index, count in enumerate(having, 1) if count), default=0)
 

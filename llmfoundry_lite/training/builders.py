@@ -60,6 +60,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         if devices.computed_precision(config.precision) != config.precision:
             print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
     separator, begins = find_separator(config)
+    options: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}
     context = build_context(config.context, layout, devices.device_type()) if layout.context > 1 else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB)
     if layout.pipeline > 1:
@@ -71,12 +72,12 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
             context=context,
             sequence_parallel=config.sequence_parallel,
         )
-        return PipelinedLanguageModel(pipeline, precision, separator, context, separator_begins=begins)
+        return PipelinedLanguageModel(pipeline, precision, separator, context, **options)
     model = build_parallel_model(
         *(config.model, fsdp, precision, mesh, config.seed, config.compile_config, attn_impl),
         sequence_parallel=config.sequence_parallel,
     )
-    language_model: Any = LanguageModel(model, precision, separator, context, loss, separator_begins=begins)
+    language_model: Any = LanguageModel(model, precision, separator, context, loss, **options)
     if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
@@ -220,7 +221,7 @@ def build_callbacks(
     callbacks: list[Callback] = [DataDigest(guard, agreement), rate, guard, monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         place = layout_here(config).coordinates(this_rank().rank)
-        callbacks.append(DropoutSeed(config.seed, ranks, place, has_runs=config.sequence_parallel))
+        callbacks.append(DropoutSeed(config.seed, model, ranks, place, has_runs=config.sequence_parallel))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:

@@ -250,7 +250,8 @@ class Islands:
         lanes = self.view.lanes[self.name]
         num_rows = len(lanes) // self.num_ranks
         mine = lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
-        self.dataset.continue_with(mine, int(state.timestamp.epoch), int(state.timestamp.sample_in_epoch))
+        place = int(state.timestamp.batch_in_epoch) * self.dataset.global_batch_size
+        self.dataset.continue_with(mine, int(state.timestamp.epoch), place)
         return iter(
             build_text_loader(
                 self.dataset,
@@ -304,7 +305,7 @@ class Islands:
         exchanged_at = time.monotonic()
         if self.rank == 0:
             place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch)}
-            counts = {"weight": weight, "samples": here.num_samples, "tokens": here.num_tokens}
+            counts = {"weight": weight, "samples": here.num_filled, "tokens": here.num_tokens}
             self.member.say(
                 {
                     **place,
@@ -329,7 +330,7 @@ class Islands:
         self.num_drifts += len(verdict["drifted"])
         self.metrics = {
             "islands/members": len(self.view.members),
-            "islands/rows": here.num_samples,
+            "islands/rows": here.num_filled,
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
@@ -341,7 +342,7 @@ class Islands:
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
         self.agreement.current = here._replace(
-            num_samples=verdict["samples"],
+            num_filled=verdict["samples"],
             num_tokens=verdict["tokens"],
             num_losses=verdict["losses"],
             digest=verdict["digest"] % (1 << 64),

@@ -39,15 +39,24 @@ def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
     return labels_bt.masked_fill(labels_bt < 0, IGNORED)
 
 
+def row_weights(labels_bt: torch.Tensor) -> torch.Tensor:
+    """Weights of tokens [b, t], with which each row that has a loss adds up to as much as a row full of them: 1 for all
+    in a full row."""
+    counts_b1 = (labels_bt != IGNORED).sum(dim=1, keepdim=True)
+    return ((labels_bt.size(1) - 1) / counts_b1.clamp(min=1).float()).expand(labels_bt.shape)
+
+
 def cross_entropy_sum(
     hidden_btd: torch.Tensor,
     unembedding_vd: torch.Tensor,
     labels_bt: torch.Tensor,
     *,
+    weights_bt: torch.Tensor | None = None,
     backward_runs_once: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """Sum over tokens of -log p(label), in nats, fp32, whatever the dtype of its arguments.
+    """Sum over tokens of -log p(label), in nats, each times its weight if there are any. It is fp32, whatever the dtype
+    of its arguments.
 
     With an embedding whose rows ranks have divided (a DTensor) all of them get the sum, and each its part of the
     hidden states' gradient, which the model adds up.
@@ -62,7 +71,8 @@ def cross_entropy_sum(
         unembedding_vd, start = divided_rows(unembedding_vd)
         part = _Part(mesh, start, num_rows)
     return _ChunkedCrossEntropy.apply(  # type: ignore
-        hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten(), backward_runs_once, chunk_bytes, part
+        *(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten()),
+        *(None if weights_bt is None else weights_bt.flatten(), backward_runs_once, chunk_bytes, part),
     )
 
 
@@ -79,7 +89,7 @@ class _Part(NamedTuple):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_nd, unembedding_vd, labels_n, backward_runs_once, chunk_bytes, vocabulary):
+    def forward(ctx, hidden_nd, unembedding_vd, labels_n, weights_n, backward_runs_once, chunk_bytes, vocabulary):
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
         # All ranks that share a vocabulary need as many chunks as the others.
@@ -94,6 +104,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             hidden_cd, labels_c = hidden_nd[part], labels_n[part]
             counted_c1 = (labels_c != IGNORED)[:, None]
+            if weights_n is not None:
+                counted_c1 = counted_c1 * weights_n[part][:, None]
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
             if vocabulary is None:
                 log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
@@ -115,7 +127,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_cv[rows_c, columns_c] -= is_here_c
             grad_cv = grad_cv.to(hidden_nd.dtype)
             grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
-            hidden_cd = hidden_cd * counted_c1
+            hidden_cd = (hidden_cd * counted_c1).to(hidden_nd.dtype)
             if grad_unembedding_vd is None:
                 grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32)
             for grad_cr, sum_rd in zip(grad_cv.split(rows, dim=1), grad_unembedding_vd.split(rows), strict=True):
@@ -131,7 +143,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
             ctx.scale(grad_unembedding_vd, grad_total).to(grad_hidden_nd.dtype),
-            *(None, None, None, None),
+            *(None, None, None, None, None),
         )
 
 

@@ -132,7 +132,7 @@ def _measure(
     model.train()
     if isinstance(model, PipelinedLanguageModel):
         batch = {"input_ids": torch.zeros((num_microbatches * num_samples, seq_len), dtype=torch.int64, device=device)}
-        model.train_on(batch, num_microbatches, num_samples, share=1.0, by_tokens=True)
+        model.train_on(batch, num_microbatches, num_samples, share=1.0)
         return meter.peak_bytes()
     batch = {"input_ids": torch.zeros((num_samples, seq_len), dtype=torch.int64, device=device)}
     parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device

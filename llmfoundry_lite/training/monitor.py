@@ -14,6 +14,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.data.loader import format_digest
+from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.schedule import progress_of
@@ -34,22 +35,28 @@ class DataDigest(Callback):
 
 
 class DropoutSeed(Callback):
-    """Dropout as a function of (seed, batch, rank), so that no generator's state needs to be saved.
+    """Dropout as a function of (seed, batch), and of the row: no generator's state needs to be saved.
 
-    Ranks that divide layers among them drop the same of what each of them has whole (`parallel` tells their heads
-    apart). Stages have other blocks, and drop something else; so do ranks that have other tokens of a sequence.
+    That of attention is drawn inside its kernels, by (seed, batch, rank). Ranks that divide layers among them then have
+    the same seed (`parallel` tells their heads apart), stages and ranks with other tokens of a sequence another one.
     """
 
-    def __init__(self, seed: int, ranks: DataRanks, place: Coordinates, *, has_runs: bool):
+    def __init__(self, seed: int, model: LanguageModel, ranks: DataRanks, place: Coordinates, *, has_runs: bool):
         """`has_runs`: ranks of a tensor group have other tokens (sequence parallelism)."""
         self.seed = seed
+        self.model = model
         self.ranks = ranks
         parts = {"": place.pipeline, "context ": place.context, "run ": place.tensor if has_runs else 0}
         self.part = "".join(f"/{name}{index}" for name, index in parts.items() if index)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        name = f"{self.seed}/{int(state.timestamp.batch)}/{self.ranks.rank}{self.part}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big"))
+        batch = f"{self.seed}/{int(state.timestamp.batch)}"
+        self.model.drop_seed = _number_of(batch) % (1 << 31)
+        torch.manual_seed(_number_of(f"{batch}/{self.ranks.rank}{self.part}"))
+
+
+def _number_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
 
 
 class RunMonitor(Callback):

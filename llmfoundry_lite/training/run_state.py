@@ -12,6 +12,7 @@ import torch
 from composer.core import Callback, State, Timestamp
 
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.loggers import wandb_run_id
 
@@ -108,7 +109,10 @@ def _data_state(state: State) -> dict[str, Any] | None:
     dataset = getattr(state.train_dataloader, "dataset", None)
     if not hasattr(dataset, "state_dict"):
         return None
-    return dataset.state_dict(int(state.timestamp.sample_in_epoch), True)  # type: ignore[union-attr]
+    num_samples = int(state.timestamp.sample_in_epoch)
+    if isinstance(dataset, TextDataset):  # rows that fill up the last batch of an epoch are no samples, but places
+        num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size
+    return dataset.state_dict(num_samples, True)  # type: ignore[union-attr]
 
 
 def _name(callback: Callback) -> str:

@@ -153,13 +153,7 @@ class GroupedTrainer(Trainer):
         num_samples = state.device_train_microbatch_size
         for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS):
             self.engine.run_event(event)
-        state.loss = model.train_on(
-            state.batch,
-            -(-self.device_batch_size // num_samples),
-            num_samples,
-            share,
-            by_tokens=self.accumulate_train_batch_on_tokens,
-        )
+        state.loss = model.train_on(state.batch, -(-self.device_batch_size // num_samples), num_samples, share)
         for event in (Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
             self.engine.run_event(event)
         return state.loss
@@ -169,4 +163,4 @@ class GroupedTrainer(Trainer):
     ) -> tuple[int, int, datetime.timedelta]:
         """All ranks' samples and tokens were agreed on before the batch. Each rank keeps its own clock; rank 0's is
         recorded and saved."""
-        return self.agreement.current.num_samples, self.agreement.current.num_tokens, batch_time
+        return self.agreement.current.num_filled, self.agreement.current.num_tokens, batch_time

@@ -137,6 +137,15 @@ def test_a_change_is_found_and_judged(argument, rule, text):
     assert text is None or [str(change) for change in found[rule]] == [text]
 
 
+def test_a_microbatch_is_free_unless_attention_draws_its_dropout_for_it():
+    layout = ["device_train_microbatch_size=2", "tp_config={tensor_parallel_degree: 2}"]
+    residual = ["model.resid_pdrop=0.1", "model.emb_pdrop=0.1"]
+    drawn = ["model.attn_config.attn_pdrop=0.1", "model.attn_config.attn_impl=sdpa"]
+    assert not find_changes(resolved(*residual), resolved(*residual, *layout))["by being said"]
+    said = find_changes(resolved(*drawn), resolved(*drawn, *layout))["by being said"]
+    assert [change.key for change in said] == ["device_train_microbatch_size", "tp_config"]
+
+
 def test_a_block_that_comes_or_goes_is_one_change():
     found = find_changes(resolved(), resolved("eval_loader=null", "fsdp_config=null"))
     assert [change.key for change in found["by being said"]] == ["eval_loader"]

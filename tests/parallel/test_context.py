@@ -208,15 +208,17 @@ def test_ranks_exchange_the_bytes_of_the_formula(tmp_path):
 
 
 def drop_apart() -> None:
-    """Dropout of one batch, by rank: other tokens, and other heads of attention."""
+    """Dropout of attention in one batch, by rank: other tokens, and other heads."""
     dist.init_process_group("gloo")
     layout = Layout(shard=1, context=2, tensor=2)
     seeds = []
     for has_runs in (False, True):
         place = layout.coordinates(dist.get_rank())
-        seed = DropoutSeed(17, layout.data_ranks(dist.get_rank()), place, has_runs=has_runs)
+        model: Any = SimpleNamespace()
+        seed = DropoutSeed(17, model, layout.data_ranks(dist.get_rank()), place, has_runs=has_runs)
         seed.batch_start(SimpleNamespace(timestamp=SimpleNamespace(batch=3)), None)  # type: ignore[arg-type]
         seeds.append(torch.initial_seed())
+        assert len(set(gather_json([model.drop_seed]))) == 1, "that of the residual stream"
     whole, runs = zip(*gather_json(seeds), strict=True)
     assert whole[0] == whole[1] != whole[2] == whole[3]
     assert len(set(runs)) == 4

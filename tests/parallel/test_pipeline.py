@@ -350,7 +350,7 @@ def test_all_ranks_meet_before_any_batch_of_sends(monkeypatch, schedule):
             nn.init.zeros_(parameter)
         pipeline = Pipeline(models, kind, precision, dist.group.WORLD)
         tokens_bt = torch.ones((3, 8), dtype=torch.int64)
-        pipeline.train_on(tokens_bt, tokens_bt, None, torch.ones(3))
+        pipeline.train_on(tokens_bt, tokens_bt, torch.ones(3))
     finally:
         dist.destroy_process_group()
     assert calls[0] == "all_reduce" and "batch_isend_irecv" in calls

@@ -312,7 +312,7 @@ def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(has_runs
     ranks, drawn = DataRanks(rank=0, size=1, speaks=True), set()
     for pipeline, context, tensor in itertools.product(range(2), repeat=3):
         place = Coordinates(pipeline=pipeline, replicate=0, shard=0, context=context, tensor=tensor)
-        DropoutSeed(17, ranks, place, has_runs=has_runs).batch_start(state, None)  # type: ignore[arg-type]
+        DropoutSeed(17, SimpleNamespace(), ranks, place, has_runs=has_runs).batch_start(state, None)  # type: ignore[arg-type]
         drawn.add(int(torch.randint(1 << 48, ())))
     assert len(drawn) == num_drawn
 

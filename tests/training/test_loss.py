@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
+from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
 
 
 @pytest.fixture
@@ -49,3 +49,18 @@ def test_a_batch_without_tokens_has_no_loss_and_no_gradient(problem):
     total = cross_entropy_sum(hidden, unembedding, torch.full_like(labels, IGNORED))
     assert total == 0
     assert all(not grad.any() for grad in torch.autograd.grad(total, (hidden, unembedding)))
+
+
+def test_weights_multiply_the_losses_of_their_tokens(problem):
+    hidden, unembedding, labels = problem
+    weights_bt = row_weights(labels)
+    assert weights_bt[:, 0].tolist() == [1.0, pytest.approx(49 / 19), 1.0]
+    means = [
+        F.cross_entropy(h @ unembedding.T, row, ignore_index=IGNORED) for h, row in zip(hidden, labels, strict=True)
+    ]
+    expected = 49 * torch.stack(means).sum()
+    wanted = torch.autograd.grad(expected, (hidden, unembedding))
+    total = cross_entropy_sum(hidden, unembedding, labels, weights_bt=weights_bt, chunk_bytes=128 * 37 * 4)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(torch.autograd.grad(total, (hidden, unembedding)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
