@@ -509,5 +509,6 @@ def _could_be(raw: bytes, name: str, vocab_size: int, least: int) -> bool:
     if len(raw) % np.dtype(name).itemsize:
         return False
     tokens = np.frombuffer(raw, name)
-    is_within = len(tokens) >= least and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
-    return is_within and 2 * np.count_nonzero(tokens) > len(tokens)
+    if len(tokens) < least or int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        return False
+    return 2 * int(np.count_nonzero(tokens)) > len(tokens)

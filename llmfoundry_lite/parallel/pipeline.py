@@ -24,8 +24,8 @@ from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.ranks.exchange import tell_all, tell_bytes
 
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden_btd, unembedding_vd, labels_bt) -> the sum of the loss."""
+Loss = Callable[..., torch.Tensor]
+"""(hidden_btd, unembedding_vd, labels_bt), and perhaps weights_bt by name -> the sum of the loss."""
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
