@@ -100,6 +100,12 @@ def test_every_so_many_batches_the_next_place_has_the_run_until_it_is_done(capsy
     assert "relay: the run is done, at batch 50, after 3 legs\n" in capsys.readouterr().out
 
 
+def test_a_leg_that_begins_between_two_moves_ends_at_the_next_one():
+    subprocess.run(f"{TRAINER} 40 stop_after=15ba", shell=True, check=True)
+    assert relay({"a": f"{TRAINER} 40", "b": f"{TRAINER} 40"}, {"every": "20ba"}) == 0
+    assert spans() == [("a", 15, 20, "stopped"), ("b", 20, 40, "done")]
+
+
 def test_an_order_of_its_own(capsys):
     places = {"a": f"{TRAINER} 40", "b": f"{TRAINER} 40", "c": f"{TRAINER} 40"}
     assert relay(places, {"every": "10ba", "order": ["b", "a", "b"]}) == 0
