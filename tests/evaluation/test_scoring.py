@@ -138,14 +138,14 @@ def test_after_a_separator_nothing_before_it_is_seen(name, implementation):
     def tokens(n):
         return [generator.randrange(49) for _ in range(n)]
 
-    befores, rests = [tokens(5) for _ in range(4)], [tokens(3) for _ in range(4)]
+    contexts, rests = [tokens(5) for _ in range(4)], [tokens(3) for _ in range(4)]
     answers = [[tokens(2), tokens(3)] for _ in range(4)]
     whole, alone = (
         [
             [request([*start, *rest], answer) for answer in pair]
             for start, rest, pair in zip(starts, rests, answers, strict=True)
         ]
-        for starts in ([[*before, separator] for before in befores], [[]] * 4)
+        for starts in ([[*before, separator] for before in contexts], [[]] * 4)
     )
     expected, seen = one_by_one(model, alone), one_by_one(model, whole)
     for num_choices, max_batch_tokens in ((2, 64), (1, 1)):  # as trees, and as plain rows
