@@ -165,6 +165,26 @@ def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monke
     assert clock.now == 100 + noticed_after + world.SILENCE_SECONDS
 
 
+def test_after_the_launcher_itself_was_stopped_no_rank_is_frozen(monkeypatch):
+    """Ctrl-Z, and some time later `fg`: nobody was heard meanwhile."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(world, "cpu_seconds", lambda pid: 0.0)
+    ranks = world.World(open_channel()[0], lambda: False, 1)
+    ranks.processes[1] = world.Process(0, os.getpid(), clock.now)
+    clock.now += 10 * world.SILENCE_SECONDS
+    ranks._look_for_frozen()
+    assert not ranks._first[0]
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((-9, 0), 75), ((1, -9), 1), ((-9, 75), 75)])
+def test_asked_to_leave_a_killed_rank_could_not_and_one_that_failed_did(codes, expected):
+    ranks = world.World(open_channel()[0], lambda: False, 2)
+    ranks.processes = {pid: world.Process(pid, pid, 0.0, code=code) for pid, code in enumerate(codes)}
+    ranks.asked_by = signal.SIGTERM
+    assert ranks.wait().code == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_is_handed_to_the_ranks_which_are_not_started_again(launched, number):
     run = launched(2, 3, "0.0=wait", "1.0=wait")

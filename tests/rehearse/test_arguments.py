@@ -12,7 +12,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.rehearse import build
 from llmfoundry_lite.rehearse.device import choose_kernels, describe_device, device_name, find_device
-from llmfoundry_lite.rehearse.search import bisect
+from llmfoundry_lite.rehearse.search import bisect, short_batch
 
 RUN = ["yamls/pretrain/mpt-125m.yaml", "yamls/hardware/h100-8.yaml"]
 
@@ -144,6 +144,18 @@ def test_the_search_needs_few_rehearsals(largest, first):
     sizes = divisors(48)
     assert bisect(sizes, first, attempt) == max((size for size in sizes if size <= largest), default=0)
     assert len(tried) == len(set(tried)) <= 6
+
+
+@pytest.mark.parametrize(("largest", "tried_first"), [(8, [8, 12]), (6, [8, 6])])
+def test_the_search_looks_beside_the_estimate_first(largest, tried_first):
+    tried = []
+    bisect(divisors(48), 8, lambda size: tried.append(size) or size <= largest)
+    assert tried[:2] == tried_first
+
+
+def test_a_short_batch_has_two_microbatches_where_a_batch_has():
+    assert short_batch(4, 16, 3) == ["device_train_microbatch_size=4", "global_train_batch_size=24"]
+    assert short_batch(16, 16, 3) == ["device_train_microbatch_size=16", "global_train_batch_size=48"]
 
 
 def test_a_search_stops_at_a_rehearsal_that_fails_otherwise():

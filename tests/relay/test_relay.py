@@ -734,6 +734,13 @@ def test_a_place_that_has_the_run_must_be_in_the_file():
 
 
 @pytest.mark.fault
+def test_a_line_of_the_journal_is_on_disk_before_anything_is_launched(monkeypatch, tmp_path):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    append(tmp_path, number=1, place="a")
+    assert synced == [str(tmp_path / JOURNAL)]
+
+
 def test_a_journal_whose_last_line_was_cut_off_is_carried_on():
     folder = Path("runs/x")
     folder.mkdir(parents=True)
