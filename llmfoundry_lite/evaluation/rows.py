@@ -79,7 +79,9 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     try:
         with without_magic(name) as plain:
-            options = config.hf_loading_vars | ({} if plain == name else {"cache_dir": f"{plain}/.cache"})
+            options: dict[str, Any] = config.hf_loading_vars | (
+                {} if plain == name else {"cache_dir": f"{plain}/.cache"}
+            )
             found = datasets.load_dataset(plain, **options)
             if isinstance(found, datasets.Dataset):
                 rows = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from composer.core import Callback, Event, State
@@ -51,8 +51,9 @@ class InContext(Callback):
     def evaluate(self, state: State, logger: Logger) -> None:
         was_training = self.model.training
         self.model.eval()
+        device = cast(torch.device, state.device._device)  # parameters may lie on the host, and are not computed there
         results = evaluate(
-            InTraining(self.model, state.device._device),  # parameters may lie on the host, and are not computed there
+            InTraining(self.model, device),
             self.tokenizer,
             self.tasks,
             TaskResults(model="", suite="", source=""),
