@@ -868,7 +868,7 @@ def test_a_text_has_no_examples_to_show(tmp_path):
     [
         ("icl_subset_num_batches: 4", "LLM Foundry's option is left out here; use limit, which counts items"),
         ("eval_gauntlet: g.yaml", "g.yaml: no such file"),
-        ("metadata: {}", "metadata: unknown key; valid keys here: models, icl_tasks"),
+        ("limits: 4", "limits: unknown key; did you mean limit?"),
         (
             "models: [{model_name: a}]",
             "icl.yaml: models[0]: 'a' is not evaluated here; expected an MPT's load_path, or",

@@ -52,10 +52,10 @@ def test_an_islands_batches_are_pinned_like_any_run_s(monkeypatch):
         name="a",
         rank=0,
         num_ranks=1,
-        dataset=SimpleNamespace(continue_with=lambda *_: None),
+        dataset=SimpleNamespace(global_batch_size=4, continue_with=lambda *_: None),
         loader=LoaderConfig(num_workers=2, timeout=30.0),
     )
-    state: Any = SimpleNamespace(timestamp=SimpleNamespace(epoch=0, sample_in_epoch=0))
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(epoch=0, batch_in_epoch=0))
     island.batches(state)
     assert given["pin_memory"] and given["timeout"] == 30.0
     island.loader = LoaderConfig(pin_memory=False)
