@@ -37,6 +37,15 @@ def number_of(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
+def validation_losses(record: Record) -> dict[str, Any]:
+    """Label -> validation loss, in the order of the loaders; a single one has no label."""
+    return {
+        key[len("eval/") : -len("/loss")]: value
+        for key, value in record.items()
+        if key.startswith("eval/") and key.endswith("/loss") and not key.startswith("eval/icl/")
+    }
+
+
 def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes]:
     """The lines of a log that came with a checkpoint, from the first one on that is not here.
 
@@ -70,6 +79,7 @@ def console_line(record: Record, max_duration: Duration) -> str:
         parts.append(f"{record.get(key, 0)}/{max_duration}")
     for key, form in (
         ("loss/train/total", "loss {:.4f}"),
+        *((f"eval/{label}/loss", f"validation {label} {{:.4f}}") for label in validation_losses(record) if label),
         ("eval/loss", "validation {:.4f}"),
         ("lr", "lr {:.2e}"),
         ("grad_norm", "grad {:.2f}"),

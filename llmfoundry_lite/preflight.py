@@ -23,7 +23,7 @@ from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
@@ -45,7 +45,7 @@ class Preflight:
     """What was found; `not_checked` says what could not be, and why."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
-    """train, eval -> samples on this disk."""
+    """train, eval, eval/<label> -> samples on this disk."""
     text_keys: list[str] = field(default_factory=list)
     """Data sets of text rather than tokens: they need the tokenizer while they are read."""
     not_checked: list[str] = field(default_factory=list)
@@ -63,9 +63,9 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
         find_token()
     _check_import_paths(config)
     found = Preflight()
-    for name, loader in (("train", config.train_loader), ("eval", config.eval_loader)):
-        if loader is not None and loader.name == "text":
-            _check_data(name, loader, config, found, must_exist=must_exist)
+    for key, loader in config.loaders.items():
+        if loader.name == "text":
+            _check_data(key, loader, config, found, must_exist=must_exist)
     _check_tokenizer(config, found, must_exist=must_exist)
     _check_tasks(config, must_exist=must_exist)
     num_samples = _samples_per_epoch(config, found)
@@ -146,9 +146,8 @@ def _check_tasks(config: TrainConfig, *, must_exist: bool) -> None:
 
 
 def _check_import_paths(config: TrainConfig) -> None:
-    names = {"optimizer.name": config.optimizer.name, "train_loader.name": config.train_loader.name}
-    if config.eval_loader is not None:
-        names["eval_loader.name"] = config.eval_loader.name
+    names = {"optimizer.name": config.optimizer.name}
+    names |= {f"{key}.name": loader.name for key, loader in config.loaders.items()}
     for key, name in (*names.items(), *(("callbacks", name) for name in config.callbacks.extra)):
         missing = _find_missing_module(name.removeprefix("python:").partition(":")[0])
         if name.startswith("python:") and missing:
@@ -174,12 +173,12 @@ def _find_missing_module(module: str) -> str | None:
     return path if spec is None else None
 
 
-def _check_data(name: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
     dataset = loader.dataset
     folders = dataset.streams or {"": dataset}
     counts = []
     for stream_name, stream in folders.items():
-        key = f"{name}_loader.dataset" + (f".streams.{stream_name}" if stream_name else "")
+        key = f"{block}.dataset" + (f".streams.{stream_name}" if stream_name else "")
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
@@ -193,7 +192,7 @@ def _check_data(name: str, loader: LoaderConfig, config: TrainConfig, found: Pre
             continue
         counts.append(_check_index(index, key, dataset.max_seq_len or config.max_seq_len, config, found))
     if len(counts) == len(folders):
-        found.num_samples[name] = sum(counts)
+        found.num_samples[data_label(block)] = sum(counts)
 
 
 def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, found: Preflight) -> int:
@@ -330,7 +329,7 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
     for name, count in found.num_samples.items():
         is_dropped = name == "train" and config.train_loader.drop_last and _samples_per_epoch(config, found) is not None
         dropped = f", {count % batch} of them left out of each epoch" if is_dropped else ""
-        lines.append(f"{name + ' data':<15}{count:,} samples{dropped}")
+        lines.append(f"{name + ' data':<14} {count:,} samples{dropped}")
     at = " (microbatches of 1 sample)" if is_auto else ""
     lines.append(f"memory         {estimate_training_memory(config, layout)}{at}")
     lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]

@@ -219,6 +219,19 @@ def test_samples_shorter_than_the_run_wants(tmp_path):
         check(tmp_path, tiny_config(folder, model__vocab_size=300))
 
 
+def test_each_of_several_validation_loaders_is_checked_by_its_label(tmp_path, data):
+    loaders = [{"label": split, "dataset": {"local": str(data), "split": split}} for split in ("val", "gone")]
+    config = tiny_config(data, eval_loader=loaders)
+    loaded, found = check(tmp_path, config, must_exist=False)
+    assert set(found.num_samples) == {"train", "eval/val"}
+    assert "\neval/val data  " in preflight.describe(loaded, Layout(), found)
+    with pytest.raises(DataError, match=r"eval_loaders\.gone\.dataset: .*gone/index\.json does not exist"):
+        check(tmp_path, config)
+    own = {"label": "own", "name": "python:not_a_module:build"}
+    with pytest.raises(ConfigError, match=r"eval_loaders\.own\.name: .*No module named 'not_a_module'"):
+        check(tmp_path, tiny_config(data, eval_loader=[own]))
+
+
 def test_what_an_epoch_of_streams_leaves_out_is_not_guessed(tmp_path, data):
     streams = {"a": {"local": str(data), "repeat": 2.0}}
     config, found = check(tmp_path, tiny_config(data, train_loader={"dataset": {"split": "train", "streams": streams}}))

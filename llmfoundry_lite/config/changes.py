@@ -27,7 +27,7 @@ FREELY = (
     *("train_loader.dataset.validate_hash", "train_loader.dataset.keep_zip"),
     *(
         f"{loader}.dataset.streams.*.{key}"
-        for loader in ("train_loader", "eval_loader")
+        for loader in ("train_loader", "eval_loader", "eval_loaders.*")
         for key in ("local", "remote", "download_retry", "download_timeout", "validate_hash", "keep_zip")
     ),
     *(f"train_loader.dataset.override_{token}_token_id_mismatch_error" for token in ("eos", "bos")),
@@ -39,7 +39,7 @@ BY_BEING_SAID = (
     *("max_duration", "optimizer.lr", "optimizer.weight_decay", "optimizer.kwargs.weight_decay", "scheduler"),
     *("optimizer.adamw_lr", "optimizer.ns_dtype"),
     *("algorithms", "on_non_finite", "save_interval", "train_loader.kwargs"),
-    *("eval_loader", "eval_interval", "eval_subset_num_batches", "icl_tasks", "icl_limit"),
+    *("eval_loader", "eval_loaders", "eval_interval", "eval_subset_num_batches", "icl_tasks", "icl_limit"),
 )
 """Takes effect, is named when the run carries on, and is recorded in the new segment."""
 
@@ -110,7 +110,7 @@ def what_is_trained(config: Mapping[str, Any]) -> dict[str, str]:
 
 def rule_of(key: str) -> Rule:
     """Raises KeyError for a key that is not in the table."""
-    parts = re.sub(r"\.streams\.[^.]+", ".streams.*", key).split(".")
+    parts = re.sub(r"(\.streams|^eval_loaders)\.[^.]+", r"\1.*", key).split(".")
     for length in range(len(parts), 0, -1):
         if (rule := RULES.get(".".join(parts[:length]))) is not None:
             return rule

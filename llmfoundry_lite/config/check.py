@@ -27,6 +27,8 @@ SCHEDULES_KEYS = {
 }
 """What one schedule alone has a use for."""
 
+COMPOSERS_SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_decay_with_warmup")
+
 MUON_KEYS = ("adamw_lr", "momentum", "ns_steps", "ns_dtype", "adjust_lr_fn")
 
 TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
@@ -55,9 +57,8 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     check_model(config.model, refuse)
     if config.max_seq_len > config.model.max_seq_len:
         refuse("max_seq_len", f"{config.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}")
-    for block in ("train_loader", "eval_loader"):
-        loader = getattr(config, block)
-        if loader is not None and loader.name == "text":
+    for block, loader in config.loaders.items():
+        if loader.name == "text":
             _check_loader(loader, block, config, refuse)
     model_max_length = config.tokenizer.kwargs.get("model_max_length")
     if isinstance(model_max_length, int) and model_max_length < config.max_seq_len:
@@ -187,13 +188,18 @@ def _check_schedule_keys(config: TrainConfig, refuse: Refuse) -> None:
 
 
 def _check_schedule_units(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -> None:
-    """The schedule counts in the unit of max_duration alone, so that the learning rate depends on nothing else."""
+    """The schedule counts in the unit of max_duration alone, so that the learning rate depends on nothing else.
+
+    Composer's schedules convert epochs and batches into each other by an epoch's length, which the launch knows.
+    """
     schedule, run = config.scheduler, Duration.parse(config.max_duration)
     epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
     more = {"inv_sqrt_with_warmup": ("t_scale", "t_cooldown"), "warmup_stable_decay": ("t_decay",)}
     for name in ("t_warmup", "t_max", *more.get(schedule.name, ())):
         key, span = f"scheduler.{name}", Duration.parse(getattr(schedule, name))
         if span.value == 0 or span.unit in ("dur", run.unit):
+            continue
+        if schedule.name in COMPOSERS_SCHEDULES and {span.unit, run.unit} == {"ba", "ep"}:
             continue
         if name == "t_scale" and span == Duration(1, "ba") and not any(get(layer.values, key)[0] for layer in layers):
             refuse(key, f"missing; expected a span in {run.unit}, the unit of max_duration, or in dur{epochs}")

@@ -152,9 +152,8 @@ def _check_context_parallel(config: TrainConfig, refuse: Refuse) -> None:
 def lengths_of(config: TrainConfig) -> dict[str, int]:
     """Tokens of the sequences that there will be, by the key that says so."""
     lengths = {"max_seq_len": config.max_seq_len}
-    for block in ("train_loader", "eval_loader"):
-        loader = getattr(config, block)
-        if loader is not None and loader.dataset.max_seq_len is not None:
+    for block, loader in config.loaders.items():
+        if loader.dataset.max_seq_len is not None:
             lengths[f"{block}.dataset.max_seq_len"] = loader.dataset.max_seq_len
     return lengths
 
@@ -223,9 +222,8 @@ def _check_blocks(blocks: Sequence[int], n_layers: int, refuse: Refuse) -> None:
 
 
 def _check_shared_loaders(config: TrainConfig, cause: str, readers: str, refuse: Refuse) -> None:
-    for block in ("train_loader", "eval_loader"):
-        loader = getattr(config, block)
-        if loader is not None and loader.name.startswith("python:"):
+    for block, loader in config.loaders.items():
+        if loader.name.startswith("python:"):
             refuse(
                 f"{block}.name",
                 f"{loader.name} cannot know that with {cause} {readers} must read the same samples; "

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.layers import Layer, source_of
 from llmfoundry_lite.config.schema import TIME_UNITS, Duration, SaveInterval, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
@@ -167,17 +167,16 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
     """Check every key of the tables above, and that every number is finite. `refuse` raises."""
     check_numbers(config, "", refuse)
     for key, expected in NOT_EMPTY.items():
-        value = _attribute(config, key)
-        if value is not None and not value.strip():
-            refuse(key, f"{value!r} given, expected {expected}")
-    for key in CHOICES:
-        value = _attribute(config, key)
-        if value is not None:
-            _check_choice(key, value, layers)
+        for _, value in _values(config, key):
+            if not value.strip():
+                refuse(key, f"{value!r} given, expected {expected}")
+    for key, choices in CHOICES.items():
+        for place, value in _values(config, key):
+            _check_choice(place, value, layers, key, choices)
     for key in DURATIONS:
-        value = _attribute(config, key)
-        if value is not None and not (key == "eval_interval" and value == 0):
-            _check_duration(key, value, refuse)
+        for _, value in _values(config, key):
+            if not (key == "eval_interval" and value == 0):
+                _check_duration(key, value, refuse)
     try:
         SaveInterval.parse(config.save_interval)
     except ValueError as error:
@@ -195,17 +194,16 @@ def check_numbers(block: Any, place: str, refuse: Refuse) -> None:
         (PROBABILITIES, lambda value: 0 <= value < 1, "a probability, 0 <= p < 1"),
     ):
         for key in table:
-            value = _attribute(block, key.removeprefix(place)) if key.startswith(place) else None
-            if value is not None and not is_right(value):
-                refuse(key, f"{value!r} given, expected {expected}")
+            for here, value in _values(block, key.removeprefix(place)) if key.startswith(place) else ():
+                if not is_right(value):
+                    refuse(place + here, f"{value!r} given, expected {expected}")
 
 
 def check_kinds(values: dict[str, Any], layers: Sequence[Layer]) -> None:
     """A block of a kind we do not have is refused as such, before its keys are found unknown one by one."""
     for key in ALTERNATIVES:
-        found, value = get(values, key)
-        if found and value is not None:
-            _check_choice(key, value, layers)
+        for place, value in _values(values, key):
+            _check_choice(place, value, layers, key, CHOICES[key])
 
 
 def _check_duration(key: str, value: str | int, refuse: Refuse) -> None:
@@ -218,19 +216,19 @@ def _check_duration(key: str, value: str | int, refuse: Refuse) -> None:
         refuse(key, f"{value!r} given, expected more than 0{never}")
 
 
-def _check_choice(key: str, value: Any, layers: Sequence[Layer]) -> None:
-    choices = CHOICES[key]
+def _check_choice(place: str, value: Any, layers: Sequence[Layer], key: str, choices: Sequence[str]) -> None:
+    """`key` is that of the tables, and `place` where the value stands."""
     if value in choices:
         return
     if "python:" in choices and str(value).startswith("python:"):
-        check_import_path(key, value, layers)
+        check_import_path(place, value, layers)
         return
     hint = ALTERNATIVES.get(key) or f"expected {either(choices)}"
     nearest = _nearest_choice(str(value), choices, cutoff=0.85 if key in ALTERNATIVES else 0.75)
     if nearest:
         hint = f"did you mean {nearest}?" + ("" if key in ALTERNATIVES else f" ({hint})")
     hint = hint.replace("python:", "python:package.module:Thing")
-    raise ConfigError(f"{source_of(key, layers)}: {key}: {value!r} is not known; {hint}")
+    raise ConfigError(f"{source_of(place, layers)}: {place}: {value!r} is not known; {hint}")
 
 
 def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
@@ -273,7 +271,20 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield key, value
 
 
+def _values(config: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """(place, value) of a key, of eval_loader's in each of eval_loaders too, wherever there is one."""
+    block, _, rest = key.partition(".")
+    places = {key: (config, key)}
+    if block == "eval_loader":
+        several = _attribute(config, "eval_loaders")
+        blocks = several.items() if isinstance(several, dict) else ()
+        places |= {f"eval_loaders.{label}.{rest}": (loader, rest) for label, loader in blocks}
+    for place, (inside, name) in places.items():
+        if (value := _attribute(inside, name)) is not None:
+            yield place, value
+
+
 def _attribute(config: Any, key: str) -> Any:
     for part in key.split("."):
-        config = getattr(config, part, None)
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
     return config

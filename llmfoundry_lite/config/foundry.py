@@ -1,5 +1,6 @@
 """LLM Foundry's words that we know and do without: ignored with a note, or refused with what to use instead."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,6 @@ LEFT_OUT = {
     "fsdp_config.keep_low_precision_grads": "use fsdp_config.mixed_precision",
     "fsdp_config.te_checkpoint_wrapper": "there are no TransformerEngine layers; remove it",
     "fsdp_config.te_shard_fp8_weight": "there are no TransformerEngine layers; remove it",
-    "eval_loaders": "use eval_loader",
     "algorithms.alibi": "use model.attn_config.alibi: true",
     "algorithms.gated_linear_units": "use model.ffn_config.ffn_type: mptglu",
     "algorithms.low_precision_layernorm": "use model.norm_type: low_precision_layernorm",
@@ -171,6 +171,7 @@ LEFT_OUT = {
 EVAL_LEFT_OUT = {
     "icl_subset_num_batches": "use limit, which counts items",
     "eval_loader": "write a task with icl_task_type: perplexity",
+    "eval_loaders": "write tasks with icl_task_type: perplexity",
     "code_paths": "put the folder on PYTHONPATH",
     "callbacks": "results are files in results_folder",
     "run_name": "use suite",
@@ -216,7 +217,7 @@ HARMLESS_VALUES = {
 
 def refuse_fine_tuning(values: dict[str, Any], layers: Sequence[Layer]) -> None:
     """Before anything else of such a file is found to be wrong: no other change would make it run."""
-    for key in ("train_loader.name", "eval_loader.name"):
+    for key in _keys_of("*.name", values):
         if get(values, key)[1] in FINE_TUNING_LOADERS:
             raise ConfigError(
                 f"{source_of(key, layers)}: {key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of "
@@ -232,16 +233,21 @@ FINE_TUNING_LOADERS = ("finetuning", "fine_tuning")
 def drop_keys_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     notes = []
     for pattern, reason in WITHOUT_EFFECT.items():
-        for key in _keys_of(pattern):
+        for key in _keys_of(pattern, values):
             if get(values, key)[0]:
                 pop(values, key)
                 notes.append(f"{source_of(key, layers)}: {key} has no effect: {reason}")
     return notes
 
 
-def _keys_of(pattern: str) -> list[str]:
+def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
     """`*` stands for the loaders."""
-    return [pattern.replace("*", block) for block in (("train_loader", "eval_loader") if "*" in pattern else ("",))]
+    if not pattern.startswith("*"):
+        return [pattern]
+    several = values.get("eval_loaders")
+    labels = several if isinstance(several, dict) else ()
+    blocks = ("train_loader", "eval_loader", *(f"eval_loaders.{label}" for label in labels))
+    return [pattern.replace("*", block) for block in blocks]
 
 
 def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
@@ -265,9 +271,9 @@ def refuse_left_out_keys(
     """Raises ConfigError that names every key of LLM Foundry's that is left out here."""
     refused = []
     for pattern, instead in left_out.items():
-        for key in _keys_of(pattern):
+        for key in _keys_of(pattern, values):
             found, value = get(values, key)
-            block = key.partition(".")[0]
+            block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
             if not found or str(get(values, f"{block}.name")[1]).startswith("python:"):
                 continue
             if value is None or value in HARMLESS_VALUES.get(pattern, ()):

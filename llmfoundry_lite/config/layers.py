@@ -59,7 +59,56 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         layers.append(Layer("command line", _read_dotlist(dotlist)))
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
+    if needs_file:
+        _name_eval_loaders(layers)
     return layers
+
+
+def _name_eval_loaders(layers: Sequence[Layer]) -> None:
+    """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`, blocks by their labels.
+
+    In place. A list replaces what earlier layers have, as any list does; so does null.
+    """
+    for number, (source, values, _) in enumerate(layers):
+        for key in ("eval_loader", "eval_loaders"):
+            given, other = values.get(key), "eval_loader" if key == "eval_loaders" else "eval_loaders"
+            if isinstance(given, list):
+                if values.get(other) is not None:
+                    raise ConfigError(f"{source}: {key}: {other} given too; keep one of them")
+                values.pop(other, None)
+                values.pop(key)
+                values["eval_loaders"] = _by_label(key, given, source)
+            if isinstance(given, list) or (key in values and given is None):
+                for earlier in layers[:number]:
+                    earlier.values.pop("eval_loaders", None)
+                    if isinstance(given, list) or key == "eval_loader":
+                        earlier.values.pop("eval_loader", None)
+    single, several = (
+        [name for layer in layers if isinstance(layer.values.get(key), dict) for name in layer.values[key]]
+        for key in ("eval_loader", "eval_loaders")
+    )
+    if single and several:
+        key = f"eval_loader.{single[-1]}"
+        raise ConfigError(
+            f"{source_of(key, layers)}: {key}: there are eval_loaders, {', '.join(dict.fromkeys(several))}; "
+            f"write eval_loaders.{several[0]}.{single[-1]}, or keep one of eval_loader and eval_loaders"
+        )
+
+
+def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for number, loader in enumerate(loaders):
+        where = f"{source}: {key}[{number}]"
+        if not isinstance(loader, dict):
+            raise ConfigError(f"{where}: {loader!r} given, expected a block of `key: value` lines")
+        label = str(loader.get("label") or "")
+        if not re.fullmatch(r"[^.\[\]\s][^.\[\]\n]*", label):
+            given = f"{label!r} given" if label else "missing"
+            raise ConfigError(f"{where}.label: {given}; expected a name for its loss without dots, such as wiki")
+        if label in named:
+            raise ConfigError(f"{where}.label: {label} given twice; each loss needs a name of its own")
+        named[label] = {name: value for name, value in loader.items() if name != "label"}
+    return named
 
 
 def _read_overlay(name: str) -> Layer:
@@ -203,7 +252,7 @@ HARDWARE_KEYS = (
     "model.init_device",
     *(
         f"{loader}.{key}"
-        for loader in ("train_loader", "eval_loader")
+        for loader in ("train_loader", "eval_loader", "eval_loaders.*")
         for key in (
             *("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "timeout"),
             *("dataset.local", "dataset.remote", "dataset.predownload", "dataset.cache_limit"),
@@ -225,7 +274,8 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> None:
         raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
     for key in leaf_keys(layer.values):
         # A stream lies on the cluster's disks like a whole data set; its weight in the mixture is the run's.
-        key = re.sub(r"(_loader\.dataset)\.streams\.[^.]+\.(local|remote|download_\w+)$", r"\1.\2", key)
+        key = re.sub(r"(\.dataset)\.streams\.[^.]+\.(local|remote|download_\w+)$", r"\1.\2", key)
+        key = re.sub(r"^eval_loaders\.[^.]+", "eval_loaders.*", key)
         if not any(key == allowed or key.startswith(allowed + ".") for allowed in HARDWARE_KEYS):
             raise ConfigError(
                 f"{layer.source}: {key}: a hardware overlay may not change what is trained; "

@@ -94,8 +94,11 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
 
 def _gather_extras(values: dict[str, Any]) -> dict[str, Any]:
     """Move what belongs to a user's own `python:` object out of the way of the key checks."""
-    for block in ("optimizer", "train_loader", "eval_loader"):
-        section = values.get(block)
+    several = values.get("eval_loaders")
+    for section in (
+        *(values.get(block) for block in ("optimizer", "train_loader", "eval_loader")),
+        *(several.values() if isinstance(several, dict) else ()),
+    ):
         if isinstance(section, dict) and str(section.get("name", "")).startswith("python:"):
             known = {"name", "lr", "dataset", "num_workers", "drop_last", "kwargs"}
             extra = {key: section.pop(key) for key in list(section) if key not in known}

@@ -606,6 +606,9 @@ class TrainConfig:
     """fp32, tf32, amp_bf16, amp_fp16. tf32 is fp32 with products in TF32 where the device has it; nothing else uses
     TF32."""
     eval_loader: LoaderConfig | None = None
+    """Validation data; a list of loaders, each with a label, is read as eval_loaders."""
+    eval_loaders: dict[str, LoaderConfig] = field(default_factory=dict)
+    """Label -> validation data, logged as eval/<label>/loss."""
     eval_interval: str | int = 1
     """A span; a bare integer counts epochs; 0 never evaluates."""
     eval_first: bool = False
@@ -740,12 +743,29 @@ class TrainConfig:
     @property
     def has_own_components(self) -> bool:
         """Whether the YAML names code of the user's, by its import path."""
-        loaders = [loader.name for loader in (self.train_loader, self.eval_loader) if loader is not None]
-        return bool(self.callbacks.extra) or any(n.startswith("python:") for n in (*loaders, self.optimizer.name))
+        names = [self.optimizer.name, *(loader.name for loader in self.loaders.values())]
+        return bool(self.callbacks.extra) or any(name.startswith("python:") for name in names)
+
+    @property
+    def validation(self) -> dict[str, LoaderConfig]:
+        """The key of each block of validation data -> the block."""
+        single = {} if self.eval_loader is None else {"eval_loader": self.eval_loader}
+        return single | {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
+
+    @property
+    def loaders(self) -> dict[str, LoaderConfig]:
+        """The key of each block of data -> the block."""
+        return {"train_loader": self.train_loader, **self.validation}
 
     @property
     def checkpoint_folder(self) -> str:
         return self.save_folder or f"{self.run_folder}/checkpoints"
+
+
+def data_label(key: str) -> str:
+    """Name the data of a loader's block as Composer does: train, eval, or eval/wiki for `eval_loaders.wiki`."""
+    block, _, label = key.partition(".")
+    return f"eval/{label}" if label else block.removesuffix("_loader")
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:

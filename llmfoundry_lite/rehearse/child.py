@@ -110,6 +110,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         config,
         train_loader=loader,
         eval_loader=None,
+        eval_loaders={},
         eval_interval=0,
         eval_first=False,
         icl_tasks=[],

@@ -20,7 +20,7 @@ from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.log_lines import Record, merge_logs, number_of, read_lines
+from llmfoundry_lite.log_lines import Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.status import LAUNCHES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
@@ -126,6 +126,9 @@ def read_run(where: str) -> Run:
     log = parse_log(lines)
     if not len(log.batch):
         raise DataError(f"{where}: {METRICS} has no batch in it yet")
+    if len(labels := [*((config or {}).get("eval_loaders") or {})]) > 1:
+        others = ", ".join(f"eval/{label}/loss" for label in labels[1:])
+        notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {others} too")
     if CONFIG not in names:
         notes.append(f"no {CONFIG} here" + ("" if config is None else ": read from the newest checkpoint"))
     if log.num_unreadable:
@@ -268,7 +271,8 @@ class Branches:
         self.last: Row | None = None
 
     def add(self, line: bytes, record: Record) -> None:
-        values = tuple(number_of(record.get(key)) for key in COLUMNS)
+        first = next(iter(validation_losses(record).values()), None)
+        values = tuple(number_of(first if key == VALIDATION else record.get(key)) for key in COLUMNS)
         is_not_finite = LOSS in record and values[COLUMNS.index(LOSS)] is None
         row = Row(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, line)
         at = len(self.live)

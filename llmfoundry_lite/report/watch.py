@@ -23,8 +23,8 @@ from rich.text import Text
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import CheckpointError, DataError, printable
-from llmfoundry_lite.log_lines import Record, console_line, duration_text, number_of, read_lines
-from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, VALIDATION, runs_within
+from llmfoundry_lite.log_lines import Record, console_line, duration_text, number_of, read_lines, validation_losses
+from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, runs_within
 from llmfoundry_lite.status import read_status
 
 REMAINING = "time/remaining_seconds"
@@ -67,8 +67,8 @@ class Watched:
         self._offset += len(content)
         for _, record in read_lines(content):
             self.last = {key: value for key, value in record.items() if number_of(value) is not None}
-            if VALIDATION in self.last:
-                self.validation = (record["batch"], self.last[VALIDATION])
+            if losses := [*validation_losses(self.last).values()]:
+                self.validation = (record["batch"], losses[0])
 
     def _read_duration(self) -> Duration | None:
         try:

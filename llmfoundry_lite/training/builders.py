@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from composer.core import Callback, DataSpec, Event, State
+from composer.core import Callback, DataSpec, Evaluator, Event, State
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -17,7 +17,15 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, OptimizerConfig, TrainConfig, as_dict, parse_seconds
+from llmfoundry_lite.config.schema import (
+    Duration,
+    LoaderConfig,
+    OptimizerConfig,
+    TrainConfig,
+    as_dict,
+    data_label,
+    parse_seconds,
+)
 from llmfoundry_lite.data.dataset import build_text_dataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -121,23 +129,33 @@ def build_optimizer_of(config: OptimizerConfig, parameters: Sequence[torch.nn.Pa
 
 
 def build_train_data(config: TrainConfig, layout: Layout) -> DataSpec:
-    return build_data(config.train_loader, config, config.global_train_batch_size, layout, evaluation=False)
+    return build_data(
+        "train_loader", config.train_loader, config, config.global_train_batch_size, layout, evaluation=False
+    )
 
 
-def build_eval_data(config: TrainConfig, layout: Layout) -> DataSpec | None:
-    if config.eval_loader is None or config.eval_interval == 0:
-        return None
+def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
+    """One for each block of validation data, with its label; none where nothing is ever evaluated."""
     batch_size = config.eval_batch_size * layout.num_data_ranks
-    return build_data(config.eval_loader, config, batch_size, layout, evaluation=True)
+    return [
+        Evaluator(
+            label=data_label(key),
+            dataloader=build_data(key, loader, config, batch_size, layout, evaluation=True),
+            metric_names=["loss"],
+        )
+        for key, loader in config.validation.items()
+        if config.eval_interval != 0
+    ]
 
 
 def build_data(
-    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
+    key: str, loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
 ) -> DataSpec:
+    """The batches of the loader whose block stands at `key`."""
     if loader.name.startswith("python:"):
         batches = call_object(
             loader.name,
-            f"{'eval' if evaluation else 'train'}_loader",
+            key,
             device_batch_size=global_batch_size // layout.num_data_ranks,
             num_workers=loader.num_workers,
             drop_last=loader.drop_last,

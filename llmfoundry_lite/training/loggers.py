@@ -19,7 +19,7 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.log_lines import Record, console_line, missing_lines, read_lines
+from llmfoundry_lite.log_lines import Record, console_line, missing_lines, read_lines, validation_losses
 from llmfoundry_lite.training.wandb_files import offline_steps
 
 METRICS = "metrics.jsonl"
@@ -180,7 +180,7 @@ class ConsoleLine(Mirror):
         due = record["batch"] % int(self.interval.value) == 0
         if self.interval.unit == "ep":
             due, self.last_epoch = record["time/epoch"] != self.last_epoch, record["time/epoch"]
-        if due or "eval/loss" in record:
+        if due or validation_losses(record):
             print(console_line(record, self.max_duration), file=self.stream, flush=True)
 
 

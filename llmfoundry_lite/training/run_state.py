@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import Callback, State, Timestamp
+from composer.core import Callback, Evaluator, State, Timestamp
 
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.dataset import TextDataset
@@ -78,7 +78,9 @@ class RunState:
         (count, num_samples), batch_size = saved, here[1] // here[0]
         self.eval_subset_samples = num_samples
         num_batches = max(1, round(num_samples / batch_size))
-        state.evaluators[0].subset_num_batches = num_batches
+        for evaluator in state.evaluators:
+            if _rows_of_batch(evaluator):
+                evaluator.subset_num_batches = num_batches
         if num_batches * batch_size == num_samples:
             return []
         return [
@@ -89,8 +91,7 @@ class RunState:
     def _eval_subset(self, state: State) -> list[int] | None:
         """[eval_subset_num_batches, samples of so many batches]; None if all are evaluated."""
         count = self.config.eval_subset_num_batches
-        loader = getattr(state.evaluators[0].dataloader, "dataloader", None) if state.evaluators else None
-        batch_size = getattr(getattr(loader, "dataset", None), "global_batch_size", None)
+        batch_size = next(filter(None, map(_rows_of_batch, state.evaluators)), None)  # the same for each
         return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
 
     def _users_callbacks(self, state: State) -> list[Callback]:
@@ -103,6 +104,12 @@ def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
     chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
     values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
     return {**values, "initial_lr": values["lr"]}
+
+
+def _rows_of_batch(evaluator: Evaluator) -> int | None:
+    """Of a global batch; None of a user's own loader."""
+    loader = getattr(evaluator.dataloader, "dataloader", None)
+    return getattr(getattr(loader, "dataset", None), "global_batch_size", None)
 
 
 def _data_state(state: State) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 
 from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
+from llmfoundry_lite.errors import ConfigError
 
 Clock = Callable[[str], float]
 """Unit (ba, ep, sp, tok) -> how much of it has been trained."""
@@ -17,15 +18,20 @@ def learning_rate_multiplier(
 ) -> float:
     """What the learning rate is multiplied by for the next batch. Formulas as in Composer and LLM Foundry.
 
-    All spans are counted in the unit of `max_duration` (config.check checks that they can be). A fraction of the run is
-    cut to a whole number of them, and of epochs to one of batches, as Composer's `_convert_time` does.
+    All spans are counted in the unit of `max_duration` (config.check checks that they can be): batches and epochs are
+    converted by an epoch's length. A fraction of the run is cut to a whole number of them, and of epochs to one of
+    batches. Composer's `_convert_time` does both.
     """
 
     def span(text: str | int) -> float:
         duration = Duration.parse(text)
-        if duration.unit != "dur":
+        if duration.unit == max_duration.unit:
             return duration.value
+        if duration.unit == "ep" and max_duration.unit == "ba":
+            return duration.value * batches_per_epoch
         steps = batches_per_epoch if max_duration.unit == "ep" else 1
+        if duration.unit != "dur":
+            return duration.value / steps
         return int(duration.value * steps * max_duration.value) / steps
 
     t, t_warmup, t_max = elapsed(max_duration.unit), span(schedule.t_warmup), span(schedule.t_max)
@@ -89,6 +95,19 @@ class LearningRate(Callback):
         self.schedule = schedule
         self.max_duration = max_duration
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Raises ConfigError where spans need the length of an epoch, and the data does not tell it."""
+        if state.dataloader_len is not None:
+            return
+        run, is_constant = self.max_duration, self.schedule.name == "constant_with_warmup"
+        for key in ("t_warmup",) if is_constant else ("t_warmup", "t_max"):
+            span = Duration.parse(getattr(self.schedule, key))
+            if span.value > 0 and (run.unit, span.unit) in (("ep", "ba"), ("ep", "dur"), ("ba", "ep")):
+                raise ConfigError(
+                    f"scheduler.{key}: {span} of a run of {run} needs the number of batches in an epoch, and "
+                    f"train_loader does not tell it; write both in ba"
+                )
+
     def batch_start(self, state: State, logger: Logger) -> None:
         num_batches = int(state.dataloader_len or 1)
         multiplier = learning_rate_multiplier(
@@ -105,7 +124,7 @@ def progress_of(state: State, max_duration: Duration) -> float:
 
 def is_evaluation_due(config: TrainConfig, state: State) -> bool:
     """After the batch that has just been trained: every `eval_interval`, and after the last."""
-    if config.eval_interval == 0 or not (config.eval_loader or config.icl_tasks):
+    if config.eval_interval == 0 or not (config.validation or config.icl_tasks):
         return False
     every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
     rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value

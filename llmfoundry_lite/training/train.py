@@ -48,8 +48,8 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import (
     build_callbacks,
-    build_eval_data,
     build_eval_interval,
+    build_evaluators,
     build_mirrors,
     build_model,
     build_optimizer,
@@ -166,7 +166,7 @@ def build_trainer(
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
     train_data = build_train_data(config, layout)
-    eval_data = build_eval_data(config, layout)
+    evaluators = build_evaluators(config, layout)
     model = build_model(config, layout)
     agreement = Agreement(ranks, preemption)
     callbacks = build_callbacks(config, ranks, model, preemption, agreement, start, islands)
@@ -179,9 +179,9 @@ def build_trainer(
         device_batch_size=config.global_train_batch_size // ranks.size,
         model=model,
         train_dataloader=train_data,
-        eval_dataloader=eval_data,
-        eval_interval=build_eval_interval(config, preemption) if eval_data is not None else 0,
-        eval_subset_num_batches=config.eval_subset_num_batches if eval_data is not None else -1,
+        eval_dataloader=evaluators or None,
+        eval_interval=build_eval_interval(config, preemption) if evaluators else 0,
+        eval_subset_num_batches=config.eval_subset_num_batches if evaluators else -1,
         optimizers=build_optimizer(config, model, layout),
         max_duration=str(Duration.parse(config.max_duration)),
         callbacks=[*callbacks, run],
@@ -239,7 +239,8 @@ def make_up_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkp
     """Of the batch that the run carries on from, if the launch before had to leave in the middle of it."""
     if not checkpointing.run_state.owes_evaluation:
         return
-    batch, last_metric = int(trainer.state.timestamp.batch), "eval/loss" if trainer.state.evaluators else "eval/icl/"
+    batch, evaluators = int(trainer.state.timestamp.batch), trainer.state.evaluators
+    last_metric = f"{evaluators[-1].label}/loss" if evaluators else "eval/icl/"
     # A run that is done is launched again at times, and has been evaluated by then.
     is_made_up = run.is_main and any(key.startswith(last_metric) for key in run.log.record_of(batch))
     if not tell_all(is_made_up) and evaluate(trainer) and run.is_main:

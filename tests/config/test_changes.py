@@ -61,6 +61,9 @@ TABLE = {
         "eval_loader.dataset.": "local remote predownload cache_limit download_retry download_timeout",
         "eval_loader.dataset.streams.*.": "local remote download_retry download_timeout validate_hash keep_zip",
         "eval_loader.": "num_workers pin_memory prefetch_factor persistent_workers timeout",
+        "eval_loaders.*.dataset.": "local remote predownload cache_limit download_retry download_timeout",
+        "eval_loaders.*.dataset.streams.*.": "local remote download_retry download_timeout validate_hash keep_zip",
+        "eval_loaders.*.": "num_workers pin_memory prefetch_factor persistent_workers timeout",
         "callbacks.speed_monitor.": "window_size",
         "callbacks.": "lr_monitor memory_monitor runtime_estimator profiler extra",
         "callbacks.profiler.": """skip_first wait warmup active repeat folder all_ranks record_shapes profile_memory
@@ -80,14 +83,19 @@ TABLE = {
         "optimizer.": "lr adamw_lr ns_dtype weight_decay",
         "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
             alpha_f_cooldown""",
-        "": """max_duration eval_loader eval_interval eval_subset_num_batches icl_tasks icl_limit on_non_finite
-            save_interval""",
-        "eval_loader.": "name drop_last kwargs",
-        "eval_loader.dataset.": """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
+        "": """max_duration eval_loader eval_loaders eval_interval eval_subset_num_batches icl_tasks icl_limit
+            on_non_finite save_interval""",
+        **dict.fromkeys(["eval_loader.", "eval_loaders.*."], "name drop_last kwargs"),
+        **dict.fromkeys(
+            ["eval_loader.dataset.", "eval_loaders.*.dataset."],
+            """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
             validate_hash keep_zip allow_unhashed_shards token_encoding_type eos_token_id bos_token_id
             override_eos_token_id_mismatch_error
             override_bos_token_id_mismatch_error""",
-        "eval_loader.dataset.streams.*.": "split proportion repeat choose",
+        ),
+        **dict.fromkeys(
+            ["eval_loader.dataset.streams.*.", "eval_loaders.*.dataset.streams.*."], "split proportion repeat choose"
+        ),
         "algorithms.": "gradient_clipping",
         "algorithms.gradient_clipping.": "clipping_type clipping_threshold",
     },
@@ -144,6 +152,18 @@ def test_a_microbatch_is_free_unless_attention_draws_its_dropout_for_it():
     assert not find_changes(resolved(*residual), resolved(*residual, *layout))["by being said"]
     said = find_changes(resolved(*drawn), resolved(*drawn, *layout))["by being said"]
     assert [change.key for change in said] == ["device_train_microbatch_size", "tp_config"]
+
+
+def test_one_of_several_validation_loaders_may_come_move_and_change():
+    wiki = "eval_loaders={wiki: {num_workers: 1, dataset: {local: x, split: a}}}"
+    found = find_changes(
+        resolved("eval_loader=null", wiki),
+        resolved("eval_loader=[{label: wiki, dataset: {local: y, split: b}}, {label: c4, dataset: {local: z}}]"),
+    )
+    assert [change.key for change in found["by being said"]] == ["eval_loaders.wiki.dataset.split", "eval_loaders.c4"]
+    assert {change.key for change in found["freely"]} == {
+        *("eval_loaders.wiki.dataset.local", "eval_loaders.wiki.num_workers")
+    }
 
 
 def test_a_block_that_comes_or_goes_is_one_change():

@@ -11,7 +11,7 @@ import yaml
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
-from llmfoundry_lite.config.schema import Duration, as_dict
+from llmfoundry_lite.config.schema import Duration, as_dict, data_label
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
 
@@ -106,9 +106,6 @@ WRONG = {
     ),
     "scheduler.t_max=81sp": (
         "81sp given, expected a span in ba, the unit of max_duration, or in dur; a share of the run is written 0.1dur"
-    ),
-    "scheduler.t_max=1": (
-        "1ep given, expected a span in ba, the unit of max_duration, or in dur; a share of the run is written 0.1dur"
     ),
     # out of range
     "optimizer.lr=.inf": "inf given, expected a finite number",
@@ -517,6 +514,73 @@ def test_spans_are_read_as_composer_reads_them(text, value, unit):
     assert str(Duration.parse(text)) == f"{value}{unit}"
 
 
+WIKI = "{label: wiki, name: text, dataset: {local: w, split: val, num_canonical_nodes: 8}}"
+C4 = "{label: c4, name: 'python:my.data:build', path: /c4}"
+
+
+@pytest.mark.parametrize("key", ["eval_loader", "eval_loaders"])
+def test_a_list_of_validation_loaders_is_read_by_their_labels(key):
+    invocation = load(f"{key}=[{WIKI}, {C4}]")
+    config = invocation.config
+    assert {block: loader.name for block, loader in config.validation.items()} == {
+        "eval_loaders.wiki": "text",
+        "eval_loaders.c4": "python:my.data:build",
+    }
+    assert [data_label(block) for block in config.loaders] == ["train", "eval/wiki", "eval/c4"]
+    assert config.eval_loader is None and config.eval_loaders["c4"].kwargs == {"path": "/c4"}
+    assert "eval_loaders.wiki.dataset.num_canonical_nodes has no effect" in invocation.notes[0]
+    Path("again.yaml").write_text(yaml.safe_dump(as_dict(load(f"{key}=[{WIKI}]").config)))
+    assert load_train_config(["again.yaml"], {}).config.eval_loaders == {"wiki": config.eval_loaders["wiki"]}
+
+
+def test_a_later_list_or_null_replaces_the_validation_data_before_it():
+    Path("more.yaml").write_text(f"eval_loader: [{WIKI}, {C4}]")
+    assert not load("more.yaml", "eval_loader=null").config.validation
+    assert not load("more.yaml", "eval_loaders=null").config.validation
+    assert [*load("more.yaml", f"eval_loader=[{C4}]").config.validation] == ["eval_loaders.c4"]
+    assert [*load("eval_loader.dataset.local=x", "more.yaml", "eval_loader=null").config.validation] == []
+    assert [*load("more.yaml", "eval_loaders=null", "eval_loader={dataset: {local: x}}").config.validation] == [
+        "eval_loader"
+    ]
+    config = load("more.yaml", "eval_loaders.wiki.num_workers=3").config
+    assert config.eval_loaders["wiki"].num_workers == 3 and len(config.validation) == 2
+    Path("disk.yaml").write_text("overlay: hardware\neval_loaders: {wiki: {dataset: {local: /scratch/w}}}")
+    assert load("more.yaml", "disk.yaml").config.eval_loaders["wiki"].dataset.local == "/scratch/w"
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        ("[{name: text}]", "eval_loader[0].label: missing; expected a name for its loss without dots, such as wiki"),
+        ("[{label: a.b}]", "eval_loader[0].label: 'a.b' given; expected a name for its loss without dots, such as"),
+        (f"[{WIKI}, {WIKI}]", "eval_loader[1].label: wiki given twice; each loss needs a name of its own"),
+        ("[wiki]", "eval_loader[0]: 'wiki' given, expected a block of `key: value` lines"),
+        ("[{label: w, dataset: {}}]", "eval_loaders.w.dataset.local: missing; expected the folder of an MDS data set"),
+        ("[{label: w, num_workers: -1}]", "eval_loaders.w.num_workers: -1 given, expected 0 or more"),
+        ("[{label: w, names: text}]", "eval_loaders.w.names: unknown key; did you mean eval_loaders.w.name?"),
+        ("[{label: w, name: strange}]", "eval_loaders.w.name: 'strange' is not known; expected text or python:"),
+        ("[{label: w, name: finetuning}]", "eval_loaders.w.name: finetuning: fine-tuning is absent here"),
+        (
+            "[{label: w, dataset: {local: x, replication: 2}}]",
+            "eval_loaders.w.dataset.replication: LLM Foundry's option is left out here; use tp_config or cp_config",
+        ),
+    ],
+)
+def test_a_mistake_in_a_list_of_validation_loaders_is_named_by_its_label(loaders, message):
+    assert refusal("run.yaml", f"eval_loader={loaders}").startswith(f"command line: {message}")
+
+
+def test_one_validation_loader_does_not_go_with_several():
+    Path("more.yaml").write_text(f"eval_loader: [{WIKI}]")
+    assert refusal("run.yaml", "more.yaml", "eval_loader.num_workers=2") == (
+        "command line: eval_loader.num_workers: there are eval_loaders, wiki; write eval_loaders.wiki.num_workers, or "
+        "keep one of eval_loader and eval_loaders"
+    )
+    assert refusal("run.yaml", f"eval_loader=[{WIKI}]", f"eval_loaders=[{C4}]") == (
+        "command line: eval_loader: eval_loaders given too; keep one of them"
+    )
+
+
 def test_objects_of_ones_own_keep_their_keyword_arguments():
     config = load(
         "optimizer={name: 'python:my.optim:SGD', lr: 0.1, momentum: 0.9}",
@@ -587,10 +651,17 @@ def test_a_window_below_two_batches_is_noted_for_it_shuffles_nothing():
 def test_a_bare_integer_counts_epochs_and_is_noted():
     note = "command line: max_duration: 10 counts epochs; 10 batches are 10ba"
     assert load("max_duration=10", "scheduler.t_warmup=0.1dur").notes == [note]
-    assert refusal("run.yaml", "max_duration=10") == (
-        "run.yaml: scheduler.t_warmup: 10ba given, expected a span in ep, the unit of max_duration, or in dur; "
+    assert refusal("run.yaml", "max_duration=10", "scheduler.t_warmup=80sp") == (
+        "command line: scheduler.t_warmup: 80sp given, expected a span in ep, the unit of max_duration, or in dur; "
         "a share of the run is written 0.1dur; max_duration: 10 counts epochs"
     )
+
+
+def test_composers_schedules_mix_batches_and_epochs():
+    assert load("max_duration=1ep", "scheduler.t_warmup=100ba").config.scheduler.t_warmup == "100ba"
+    load("scheduler.t_warmup=1ep", "scheduler.t_max=2ep")
+    stable = refusal("run.yaml", "scheduler.name=warmup_stable_decay", "scheduler.t_warmup=1ep")
+    assert stable.startswith("command line: scheduler.t_warmup: 1ep given, expected a span in ba, the unit of max")
 
 
 def test_the_schedule_is_counted_in_the_unit_of_the_run():

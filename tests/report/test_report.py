@@ -344,6 +344,14 @@ def test_a_log_of_nothing_but_an_evaluation_before_the_first_batch(tmp_path):
     assert (facts["num_batches"], facts["training_loss"], facts["validation_loss"]) == (0, None, 4.5)
 
 
+def test_of_several_validation_losses_the_first_is_reported_and_named(tmp_path):
+    lines = [record(1, eval__wiki__loss=4.5, eval__c4__loss=3.0, eval__icl__wiki__loss=1.0), record(2)]
+    facts = report([write_run(tmp_path / "run", lines, eval_loaders={"wiki": {}, "c4": {}})])["runs"][0]
+    assert (facts["validation_loss"], facts["validation_batch"]) == (4.5, 1)
+    note = "validation: eval/wiki/loss, the first of eval_loaders; metrics.jsonl has eval/c4/loss too"
+    assert note in facts["notes"]
+
+
 def test_without_a_configuration_the_newest_checkpoint_has_it(tmp_path):
     where = write_run(tmp_path / "run", [record(1)], [on_cpu(1, 1)])
     (tmp_path / "run/config.yaml").unlink()

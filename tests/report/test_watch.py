@@ -46,14 +46,14 @@ def test_a_pipe_gets_a_line_whenever_the_run_is_further_and_its_end(run):
     steps = [
         lambda: append(run, 1),
         lambda: None,
-        lambda: (append(run, 2, **{"eval/loss": 4.25}), save(run, 1), save(run, 2)),
+        lambda: (append(run, 2, **{"eval/a/loss": 4.25, "eval/b/loss": 3.0}), save(run, 1), save(run, 2)),
         lambda: (append(run, 3), write_status(run, "failed", 3, "out of memory")),
     ]
     console = Console(file=io.StringIO(), width=200)
     status = watch(run, console=console, pause=lambda seconds: steps.pop(0)())
     assert console.file.getvalue().splitlines() == [
         "batch 1/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15",
-        "batch 2/4 · loss 4.5000 · validation 4.2500 · 1,234 tokens/s · ETA 1:15 · saved ba2",
+        "batch 2/4 · loss 4.5000 · validation a 4.2500 · validation b 3.0000 · 1,234 tokens/s · ETA 1:15 · saved ba2",
         "batch 3/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2",
         "failed at batch 3: out of memory",
     ]

@@ -31,6 +31,13 @@ class SignalInTasks(Signal):
         in_context.InTraining.score = signal_once  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class SignalInManyRows(SignalInEvaluation):
+    """When the first of two loaders has been evaluated."""
+
+    def is_here(self, state) -> bool:
+        return super().is_here(state) and state.dataloader_label == "eval/many"
+
+
 def callback_of(kind, batch):
     """At the evaluation after `batch`."""
     return {f"python:{kind.__module__}:{kind.__name__}": {"rank": 1, "batch": batch + 1}}
@@ -67,6 +74,22 @@ def test_preempted_in_the_last_batch_the_run_is_evaluated_later(tmp_path, data):
     assert result.exit_codes == [75, 75]
     run(tmp_path, config, "moved", 2)
     assert_same_curves(tmp_path)
+
+
+@pytest.mark.slow
+def test_several_validations_are_made_up_though_the_first_was_made(tmp_path, data):
+    loaders = [
+        {"label": label, "dataset": {"local": str(data), "split": split}}
+        for label, split in (("few", "val"), ("many", "train"))
+    ]
+    config = tiny_config(data, autoresume=True, eval_loader=loaders, eval_interval="4ba", max_duration="4ba")
+    run(tmp_path, config, "whole", 2)
+    result = attempt(tmp_path, config, "moved", 2, callbacks=callback_of(SignalInManyRows, 4))
+    assert result.exit_codes == [75, 75]
+    left = metrics(tmp_path, "moved")[-1]
+    assert "eval/few/loss" in left and "eval/many/loss" not in left
+    run(tmp_path, config, "moved", 2)
+    assert_same_curves(tmp_path, ("loss/train/total", "eval/few/loss", "eval/many/loss"))
 
 
 @pytest.mark.slow

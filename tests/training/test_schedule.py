@@ -1,9 +1,12 @@
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llmfoundry_lite.config.schema import Duration, SchedulerConfig
-from llmfoundry_lite.training.schedule import learning_rate_multiplier
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.training.schedule import LearningRate, elapsed, learning_rate_multiplier
 
 
 def at(t, max_duration="100ba", **options):
@@ -29,8 +32,6 @@ def test_a_fraction_of_the_run_is_counted_in_the_unit_of_the_run():
     [("4810ba", 1, "0.05dur", 240), ("100ba", 1, "0.29dur", 28), ("3ep", 37, "0.1dur", 11), ("1ep", 50, "0.29dur", 14)],
 )
 def test_a_fraction_of_the_run_is_cut_to_whole_batches_as_in_composer(max_duration, num_batches, t_warmup, batches):
-    from types import SimpleNamespace
-
     from composer.core import Time
     from composer.optim.scheduler import _convert_time
 
@@ -111,8 +112,6 @@ def test_before_its_decay_a_stable_rate_does_not_depend_on_the_run_s_end():
 
 @pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup"])
 def test_agrees_with_composer_where_composer_has_the_schedule(name):
-    from types import SimpleNamespace
-
     from composer.core import Time, Timestamp
     from composer.optim import CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler
 
@@ -125,3 +124,44 @@ def test_agrees_with_composer_where_composer_has_the_schedule(name):
             timestamp=Timestamp(batch=t), max_duration=Time.from_timestring("100ba"), dataloader_len=None
         )
         assert at(t, name=name, t_warmup="10ba", alpha_f=0.1) == pytest.approx(theirs(state))
+
+
+@pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup", "constant_with_warmup"])
+@pytest.mark.parametrize(
+    ("max_duration", "t_warmup", "t_max"),
+    [("1ep", "10ba", "1dur"), ("2ep", "10ba", "2ep"), ("3ep", "1ep", "120ba"), ("100ba", "1ep", "3ep")],
+)
+def test_batches_and_epochs_are_mixed_as_in_composer(name, max_duration, t_warmup, t_max):
+    from composer import optim
+    from composer.core import Time, Timestamp
+
+    spans: Any = {"t_warmup": t_warmup, "t_max": t_max}
+    theirs = {
+        "cosine_with_warmup": optim.CosineAnnealingWithWarmupScheduler,
+        "linear_decay_with_warmup": optim.LinearWithWarmupScheduler,
+        "constant_with_warmup": optim.ConstantWithWarmupScheduler,
+    }[name](**spans)
+    run, length = Duration.parse(max_duration), 37
+    num_batches = int(run.value) * (length if run.unit == "ep" else 1)
+    for t in range(0, num_batches, 3):
+        state: Any = SimpleNamespace(
+            timestamp=Timestamp(epoch=t // length, batch=t, batch_in_epoch=t % length),
+            max_duration=Time.from_timestring(max_duration),
+            dataloader_len=length,
+        )
+        schedule = SchedulerConfig(name=name, **spans, alpha_f=0.0)
+        ours = learning_rate_multiplier(schedule, run, lambda unit, state=state: elapsed(state, unit), length)
+        assert ours == pytest.approx(theirs(state), abs=1e-12), t
+
+
+def test_a_span_that_needs_an_unknown_length_of_an_epoch_is_refused_in_one_line():
+    rate = LearningRate(SchedulerConfig(name="cosine_with_warmup", t_warmup="100ba"), Duration(1, "ep"))
+    state: Any = SimpleNamespace(dataloader_len=None)
+    with pytest.raises(ConfigError) as caught:
+        rate.fit_start(state, None)  # pyright: ignore[reportArgumentType]
+    assert str(caught.value) == (
+        "scheduler.t_warmup: 100ba of a run of 1ep needs the number of batches in an epoch, and train_loader does not "
+        "tell it; write both in ba"
+    )
+    state.dataloader_len = 7
+    rate.fit_start(state, None)  # pyright: ignore[reportArgumentType]

@@ -8,6 +8,8 @@ import torch
 from composer.core import Callback
 
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.log_lines import console_line
 from llmfoundry_lite.training.builders import find_separator
 from tests.helpers.launch import train
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config
@@ -157,6 +159,32 @@ def test_evaluation_counts_each_sample_once_on_every_world(tmp_path, data):
     four = run(tmp_path, config, "four", 4)
     assert [record["batch"] for record in one] == [0, 1, 2]
     assert values(four, "eval/loss") == pytest.approx(values(one, "eval/loss"), rel=1e-5)
+
+
+def test_each_of_several_validation_loaders_is_logged_by_its_label(tmp_path, data):
+    config = tiny_config(data, max_duration="2ba", eval_interval="2ba", eval_first=True)
+    one, loaders = run(tmp_path, config, "one"), two_loaders(data)
+    two = run(tmp_path, config | {"eval_loader": loaders}, "two")
+    assert values(two, "eval/wiki/loss") == values(one, "eval/loss")
+    assert len(values(two, "eval/more/loss")) == 2 and not values(two, "eval/loss")
+    assert "validation wiki " in console_line(two[-1], Duration(2, "ba"))
+
+
+@pytest.mark.slow
+def test_several_validation_loaders_lose_the_same_in_a_pipeline(tmp_path, data):
+    config = tiny_config(data, max_duration="2ba", eval_interval="2ba", eval_loader=two_loaders(data))
+    one = run(tmp_path, config, "one")
+    stages = {"pp_config": {"pipeline_parallel_degree": 2}, "device_train_microbatch_size": 2}
+    staged = run(tmp_path, config | stages, "staged", 2)
+    for label in ("wiki", "more"):
+        assert values(staged, f"eval/{label}/loss") == pytest.approx(values(one, f"eval/{label}/loss"), rel=1e-5)
+
+
+def two_loaders(data):
+    return [
+        {"label": label, "name": "text", "dataset": {"local": str(data), "split": split}}
+        for label, split in (("wiki", "val"), ("more", "train"))
+    ]
 
 
 @pytest.mark.slow
