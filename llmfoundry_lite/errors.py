@@ -40,11 +40,11 @@ BRIEF_ERRNOS = (
 TRANSIENT_ERRNOS = {*BRIEF_ERRNOS, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EBUSY} - {errno.EAGAIN}
 """May be others an hour later, too. EAGAIN is what a lock says that somebody else holds."""
 TRANSIENT_STATUSES = (408, 425, 429)
-"""Of HTTP, besides 5xx: too slow, too early, too many requests."""
+"""HTTP statuses beside 5xx: too slow, too early, too many requests."""
 EXPIRED_CODES = ("400", "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
-"""Of S3. The answer to a HEAD request has no body: an expired token is a bare 400 there."""
+"""S3's codes. The answer to a HEAD request has no body: an expired token is a bare 400 there."""
 TRANSIENT_CODES = (*EXPIRED_CODES, "SlowDown", "RequestTimeout", "BandwidthLimitExceeded", "RequestLimitExceeded")
-"""Of S3 and what speaks its language; also every code with `Throttl` in it."""
+"""Codes of S3 and its like. Every code with `Throttl` in it counts too."""
 TRANSIENT_CLASSES = {
     *(
         "HTTPClientError",
@@ -56,7 +56,7 @@ TRANSIENT_CLASSES = {
     *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "ClientConnectionError", "ClientPayloadError"),
     *("TransportError", "IncompleteRead", "ResponseParserError"),
 }
-"""Of clients with errors of their own for a link or for credentials: botocore, aiohttp, requests, httpx, urllib3."""
+"""Names of clients' own errors for a link or credentials: botocore, aiohttp, requests, httpx, urllib3."""
 
 
 class TransientError(OSError):
@@ -86,7 +86,7 @@ def has_expired(error: BaseException | None) -> bool:
 
 
 def _code_of(error: BaseException) -> str | None:
-    """Of botocore's ClientError: such as SlowDown."""
+    """Return the code of botocore's ClientError, such as SlowDown."""
     response: Any = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None
 

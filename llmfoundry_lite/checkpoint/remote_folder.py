@@ -128,7 +128,7 @@ class RemoteFolder:
         persistently(lambda: self._remove_key(f"{self.path}/{name}"))
 
     def version(self, name: str) -> str | None:
-        """What `remove_version` tells this content from another by; None where the client can't. OSError if absent."""
+        """Return the version for `remove_version`; None where the client has none. Raises OSError if it is absent."""
         self.filesystem.invalidate_cache()
         return persistently(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
 
@@ -154,7 +154,7 @@ class RemoteFolder:
         return True
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Of the uploads below this folder that were begun and not ended, those whose name in it `is_dead`.
+        """Abort unfinished uploads below this folder whose name in it `is_dead`.
 
         On S3 alone: what they have sent is kept, and paid for, until then. Other stores drop it after a week.
         """

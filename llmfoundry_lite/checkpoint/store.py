@@ -70,7 +70,7 @@ DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{32}")
-"""As `LocalFolder.put` names what it has not finished: a kill leaves it."""
+"""Name that `LocalFolder.put` gives an unfinished file. A kill leaves one."""
 HINT = "latest.json"
 LOG = "log"
 """The folder of the parts of the run's log: see `log_parts`."""

@@ -32,7 +32,7 @@ COMPOSERS_SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_dec
 MUON_KEYS = ("adamw_lr", "momentum", "ns_steps", "ns_dtype", "adjust_lr_fn")
 
 TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
-"""Of LLM Foundry's, those that are checked, and those that no id depends on."""
+"""LLM Foundry's options that are checked, or that change no token id."""
 
 LONGEST_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""

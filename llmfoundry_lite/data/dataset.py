@@ -38,10 +38,10 @@ from llmfoundry_lite.ranks.exchange import gather_json
 from llmfoundry_lite.ranks.memory import return_freed_memory
 
 TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
-"""What rows of bytes are of in practice, the widest first."""
+"""Types of tokens in rows of bytes, the widest first."""
 
 MOST_TOKENS = 1 << 24
-"""Of a vocabulary that is not known."""
+"""Limit of token ids where the vocabulary is not known."""
 
 PAD_TOKEN = -100
 """Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""

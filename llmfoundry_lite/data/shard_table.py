@@ -57,8 +57,8 @@ class ShardTable:
         header = json.loads(content[8:size].tobytes())
         self.streams = [StreamTable(**stream) for stream in header["streams"]]
         self.kinds: list[dict[str, Any]] = header["kinds"]
-        """What many shards share: columns, encodings, compression, and `hash_name`: the algorithm of `raw_hash` and
-        `zip_hash`, empty where there is none."""
+        """Facts that many shards share: columns, encodings, compression and `hash_name`. The latter is the algorithm of
+        `raw_hash` and `zip_hash`, empty where there is none."""
         self.columns: dict[str, Column] = {
             name: np.ndarray(length, np.dtype(dtype), content, offset)
             for name, (dtype, length, offset) in header["columns"].items()

@@ -33,7 +33,7 @@ INDEX = "index.json"
 PART = ".part"
 """Ends the names of files that are on their way."""
 PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
-"""As `_part_name` makes them; the transport adds `.tmp`. A user's own `film.part` is none."""
+"""Names that `_part_name` makes. The transport adds `.tmp`. A user's own `film.part` does not match."""
 NOT_IN_A_REMOTE = "?#\n\r\t"
 """The transport cuts an URL at the first two and leaves out the others: it would read another folder."""
 

@@ -152,7 +152,7 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """Of the token that begins a text, where there is one."""
+        """Id of the token that begins a text, where there is one."""
         token = self.config.get("bos_token")
         token = token.get("content") if isinstance(token, dict) else token
         return None if token is None else self.backend.token_to_id(token)

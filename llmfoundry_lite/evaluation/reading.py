@@ -214,7 +214,7 @@ def _check_items(beside: Path, task: str, record: Record, items: Sequence[Record
 
 
 def _find_odd(item: Record) -> str:
-    """What of an item an evaluation never writes, as far as it is there; empty if nothing."""
+    """Name the first value that no evaluation writes; empty if there is none."""
 
     def is_number(value: Any, least: float, most: float) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
@@ -304,7 +304,7 @@ def by_document(items: Sequence[Record]) -> Floats:
 
 
 def document_of(item: Record) -> int | str:
-    """What a window of text is independent in: its document, or the cluster of equal ones."""
+    """Return the independent unit of a window of text: its document, or the cluster of equal ones."""
     return item.get("cluster", item["index"])
 
 

@@ -25,7 +25,7 @@ THOUGHT_ALLOWANCE = 10
 
 
 TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
-"""Of held-out text, the same for all."""
+"""Settings that all held-out text shares."""
 
 
 class Encoder(Protocol):
@@ -36,7 +36,7 @@ class Encoder(Protocol):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without anything before it is predicted from."""
+        """Token that a text with nothing before it is predicted from."""
         ...
 
     @property
@@ -185,7 +185,7 @@ def data_fingerprint(rows: list[dict[str, Any]]) -> str:
 
 
 def question_of(config: TaskConfig, row: dict[str, Any]) -> str:
-    """What a row asks, whatever else it says, such as its number."""
+    """Return a fingerprint of what a row asks, without its other columns."""
     contexts, answers, _ = _options(config, row)
     return fingerprint([contexts, answers])
 

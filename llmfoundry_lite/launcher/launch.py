@@ -30,7 +30,7 @@ from llmfoundry_lite.ranks.output import pass_over_lost_words
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before the first restart in a row without progress, the second, …; the last one from then on."""
 CODES = {EXIT_RETRY: EXIT_PREEMPTED, EXIT_RETRY_LOST: EXIT_BUG}
-"""Of ranks that met a fault that may pass -> of the launch, when it is not tried again."""
+"""Exit code of ranks that met a transient fault -> of the launch, when it is not tried again."""
 LINES_QUOTED = 15
 LARGEST_ARGUMENTS = MESSAGE_BYTES // 4
 """Bytes. In a message each may take six, as JSON escapes; it also holds a few variables."""

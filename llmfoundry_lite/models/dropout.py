@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 STEPS = 1 << 16
-"""Of a probability: a mask takes 16 bits for each number."""
+"""Resolution of a probability: a mask takes 16 bits for each number."""
 
 
 def row_keys(tokens_bt: torch.Tensor, seed: int) -> torch.Tensor:

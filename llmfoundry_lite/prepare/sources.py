@@ -388,7 +388,7 @@ def hub_revision(name: str) -> str:
 
 @contextmanager
 def open_plainly(name: str) -> Iterator[str]:
-    """As `files.without_magic`, its error in one sentence."""
+    """Wrap `files.without_magic`; its error is one sentence."""
     with ExitStack() as stack:
         try:
             plain = stack.enter_context(without_magic(name))

@@ -255,8 +255,8 @@ class FirstError(NamedTuple):
 
 
 def first_error(error: BaseException) -> FirstError | None:
-    """What the first rank to fail has put into the process group's store: `error`, if that is this one. None without a
-    process group. Raises RuntimeError when the store is gone."""
+    """Return the first failure of any rank, from the process group's store: `error` if this rank is the first. None
+    without a process group. Raises RuntimeError when the store is gone."""
     store = _process_group_store()
     if store is None:
         return None
@@ -268,8 +268,8 @@ def first_error(error: BaseException) -> FirstError | None:
 
 
 def answer_in_time(ask: Callable[[], str]) -> str | None:
-    """What the store answers. None after `STORE_SECONDS`: rank 0 keeps the store, and torch waits for a frozen one for
-    ever. Raises RuntimeError when rank 0 is gone."""
+    """Return the store's answer, None after `STORE_SECONDS`. Rank 0 keeps the store, and torch waits for a frozen one
+    for ever. Raises RuntimeError when rank 0 is gone."""
     answers: list[str | RuntimeError] = []
 
     def run() -> None:

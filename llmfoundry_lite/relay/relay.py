@@ -66,7 +66,7 @@ NO_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno
 
 
 class GivenUp(UserError):
-    """What may pass has not passed for as long as the user wants to wait."""
+    """A transient fault has lasted for longer than the user waits."""
 
     def __init__(self, text: str, exit_code: int = EXIT_BUG):
         super().__init__(text)
@@ -152,7 +152,7 @@ class Runner:
         self._launched: subprocess.Popen[bytes] | None = None
         self._has_read_saves = False
         self._said: set[str] = set()
-        """Of checkpoints that are passed over, once each."""
+        """Notes on checkpoints that are passed over, said once each."""
         self._ended_at: dict[int, float] = {}
         """Leg -> when it ended, by the monotonic clock: the wall clock may step while a place rests."""
         self._in_vain_since: float | None = None
@@ -238,7 +238,7 @@ class Runner:
         )
 
     def _newest_batch(self) -> int:
-        """Of the newest save that a launch can carry on from; 0 without one."""
+        """Return the batch of the newest save that a launch can carry on from; 0 without one."""
 
         def may_pass(error: Exception) -> bool:
             return is_transient(error) or (self._has_read_saves and not isinstance(error, NewerFormatError))
@@ -255,7 +255,7 @@ class Runner:
         return search.checkpoint.manifest.timestamp.batch if search.checkpoint is not None else 0
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """What reads or writes the run folder, which was there and allowed it, or starts a process."""
+        """Retry a call that reads or writes the run folder, which was there and allowed it, or starts a process."""
         return patiently(self.relay, self.ending, call, lambda error: getattr(error, "errno", 0) not in NO_PLACE)
 
     # ------------------------------------------------------------------------------------------------ one launch

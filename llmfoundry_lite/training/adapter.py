@@ -46,7 +46,7 @@ class LanguageModel(ComposerModel):
         self.by_rows = by_rows
         """Each row of a batch has the same weight in training, and not each token. A row counts as full."""
         self.drop_seed: int | None = None
-        """Of this batch, where the residual stream is dropped."""
+        """Seed of this batch's dropout, where the residual stream is dropped."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
 
@@ -77,7 +77,7 @@ class LanguageModel(ComposerModel):
         return document_numbers(tokens_bt, self.separator, begins=self.separator_begins)
 
     def drop_keys(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
-        """What each whole row drops."""
+        """Return each row's key for dropout; None where nothing is dropped."""
         return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

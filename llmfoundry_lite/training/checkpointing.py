@@ -94,7 +94,7 @@ class Checkpointing(Callback):
         self.last_saved_batch = -1
         """Its save has begun at least."""
         self.published_batch = -1
-        """Of the newest checkpoint that this launch knows of in the run's folder; -1: of none."""
+        """Batch of the newest checkpoint that this launch knows of in the run's folder; -1 for none."""
         self.newest_lease: int | None = None
         """On rank 0: the store's when this island was told to save."""
 

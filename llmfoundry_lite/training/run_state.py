@@ -107,7 +107,7 @@ def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows_of_batch(evaluator: Evaluator) -> int | None:
-    """Of a global batch; None of a user's own loader."""
+    """Return the rows of a global batch; None for a user's own loader."""
     loader = getattr(evaluator.dataloader, "dataloader", None)
     return getattr(getattr(loader, "dataset", None), "global_batch_size", None)
 

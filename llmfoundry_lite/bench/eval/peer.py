@@ -56,7 +56,7 @@ def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: s
 
 
 def nats_of(response: "float | tuple[float, bool]") -> float:
-    """Of an answer with whether it is the likeliest, or of a whole document."""
+    """Return the log-probability of an answer (a pair with whether it is the likeliest) or of a whole document."""
     return float(response[0] if isinstance(response, tuple) else response)
 
 
