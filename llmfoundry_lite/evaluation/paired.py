@@ -109,7 +109,8 @@ def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
         return None
     z = z_of(level)
     low, high = -upper_limit(losses, wins, n, z), upper_limit(wins, losses, n, z)
-    return float(jump * low), float(jump * high)
+    # Units of unlike size make jumps beyond what two accuracies can differ by.
+    return max(-1.0, float(jump * low)), min(1.0, float(jump * high))
 
 
 def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z: float) -> Floats:
@@ -200,7 +201,8 @@ class Studentised(NamedTuple):
         return min(1.0, self.caution * (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
-        """What p would not reject at `level`. None where nothing is claimed, or more draws would be needed."""
+        """What p would not reject at `level`. None where nothing is claimed, where it has no end, or where more draws
+        would be needed."""
         draws = self.deviations_d
         room = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
         both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out
@@ -208,7 +210,8 @@ class Studentised(NamedTuple):
             return None
         half_width = np.sort(np.abs(draws))[-1 - both]
         above, below = max(half_width, draws[-1 - each]), min(-half_width, draws[each])
-        return self.difference - float(above) * self.error, self.difference - float(below) * self.error
+        low, high = self.difference - float(above) * self.error, self.difference - float(below) * self.error
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> Studentised:

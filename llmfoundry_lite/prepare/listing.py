@@ -115,6 +115,7 @@ def expand(source: str, split: str, unreadable: Unreadable, repeated: list[str])
         return [path], [], 0
     if os.path.islink(path):
         raise DataError(f"{source} is a link to {os.readlink(path)}, which does not exist or cannot be reached")
+    path = with_plain_folders(path)
     for folder, reason in closed_folders(path):
         unreadable(folder, reason)
     # A folder that matches is read as if it were named, but not one that the glob goes through by itself.
@@ -136,6 +137,12 @@ def expand(source: str, split: str, unreadable: Unreadable, repeated: list[str])
         else:
             num_other += 1
     return own, linked, num_other
+
+
+def with_plain_folders(pattern: Path) -> Path:
+    """The pattern in which a folder that exists stands for itself: `run[1]/*.txt` never means run1."""
+    folder = next((parent for parent in pattern.parents if os.path.isdir(parent)), Path())
+    return Path(glob.escape(str(folder))) / pattern.relative_to(folder)
 
 
 def closed_folders(pattern: Path) -> list[tuple[Path, str]]:

@@ -90,6 +90,20 @@ def test_a_cluster_that_holds_most_items_leaves_no_evidence():
     assert paired.score_interval(paired.count(equal, equal), 0.05) is not None
 
 
+def test_accuracies_of_unlike_clusters_differ_by_1_at_most():
+    counts = Counts(wins=3.9, losses=0.1, num_units=14, jump=2.7, num_effective=6.1)
+    low, high = score_interval(counts, 0.05)
+    assert -1 < low < counts.difference < high == 1
+    low, high = score_interval(counts._replace(wins=0.1, losses=3.9), 0.05)
+    assert -1 == low < -counts.difference < high < 1
+
+
+def test_one_document_that_differs_of_many_has_no_interval_instead_of_an_endless_one():
+    texts = np.stack([np.arange(50.0, 80), np.arange(100.0, 130)], axis=1)
+    found = difference_of_ratios(texts, texts + np.eye(30, 2) * [3, 0], np.random.default_rng(0))
+    assert (found.p, found.interval(0.05)) == (1, None) and found.difference > 0
+
+
 def test_too_few_are_no_evidence():
     assert score_p(Counts(5, 0, 5, 1.0)) == 1 and score_interval(Counts(5, 0, 5, 1.0), 0.05) is None
     few = np.stack([np.arange(1.0, 20), np.ones(19)], axis=1)

@@ -425,6 +425,14 @@ def let_everybody_in(folder: Path) -> None:
             place.chmod(0o755)
 
 
+def test_a_glob_in_a_folder_that_looks_like_one_reads_that_folder(tmp_path: Path) -> None:
+    for name in ("run[1]", "run1", "run[2]"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        plain(tmp_path / name / "part/a.txt", name.encode())
+    assert texts_of(tmp_path / "run[1]/*/*.txt") == texts_of(tmp_path / "run[1]/**") == ["run[1]"]
+    assert texts_of(tmp_path / "run[12]/*/a.txt") == ["run1"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
 @pytest.mark.parametrize("pattern", ["*/*.txt", "*/a.txt", "**/*.txt", "**", "cl*/[a-b].*"])
 @pytest.mark.parametrize("mode", [0o000, 0o744], ids=["closed", "listed, not entered"])
