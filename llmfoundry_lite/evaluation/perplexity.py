@@ -12,6 +12,11 @@ from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.rows import is_broken_text
 from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Encoder, Item, Prepared, Request
+from llmfoundry_lite.files import open_regular
+
+
+LINES = (".jsonl", ".json", ".ndjson")
+"""Files with a row to a line, as `data prepare` takes them."""
 
 
 class Document(NamedTuple):
@@ -29,7 +34,7 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     """Windows that each predict the next `max_seq_len` tokens after the token before them. The last one has fewer to
     predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
 
-    A text file is one document; of a JSONL file each row's `text` is one. Both are predicted from the tokenizer's
+    A text file is one document; of a file of JSON lines each row's `text` is one. Both are predicted from the tokenizer's
     beginning, or its beginning-of-text token, or its end-of-text token where it has neither. Of an MDS split each
     sample is one, and its first token is given, not predicted. The documents in a sample see each other unless the
     model was trained with attn_uses_sequence_id.
@@ -88,11 +93,12 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
         try:
-            samples = read_tokens(path)
+            samples = read_tokens(path, tokenizer.vocab_size)
         except (ValueError, KeyError, OSError) as error:
             raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from error
+        between = (tokenizer.eos_token_id, tokenizer.prefix_token_id)  # documents, and no text
         for before, *ids in samples.tolist():
-            written = tokenizer.decode([token for token in ids if token != tokenizer.eos_token_id])
+            written = tokenizer.decode([token for token in ids if token not in between])
             yield Document(before, ids, len(written.encode()), [before, *ids])
         return
     for text in _texts(path, config.label):
@@ -103,12 +109,13 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
 
 def _texts(path: Path, label: str) -> Iterator[str]:
     try:
-        content = path.read_bytes().decode("utf-8-sig")  # every byte counts, those of line ends too
+        with open(path, "rb", opener=open_regular) as file:
+            content = file.read().decode("utf-8-sig")  # every byte counts, those of line ends too
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{label}: {path} cannot be read ({error}); expected a text or JSONL file or an MDS split"
         ) from error
-    if path.suffix != ".jsonl":
+    if path.suffix not in LINES:
         yield content
         return
     for number, line in enumerate(content.split("\n"), start=1):

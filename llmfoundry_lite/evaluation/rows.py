@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import without_magic
+from llmfoundry_lite.files import open_regular, without_magic
 
 COLUMNS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -36,7 +36,8 @@ def strip(value: Any) -> Any:
 def _read_jsonl(path: Path, label: str) -> list[dict[str, Any]]:
     try:
         # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        with open(path, "rb", opener=open_regular) as file:
+            lines = file.read().decode("utf-8-sig").split("\n")
     except FileNotFoundError:
         raise DataError(
             f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "

@@ -35,6 +35,9 @@ class Encoder(Protocol):
     def eos_token_id(self) -> int: ...
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def prefix_token_id(self) -> int:
         """Token that a text with nothing before it is predicted from."""
         ...

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +243,53 @@ def test_a_compressed_split_is_read_and_a_damaged_one_refused(tmp_path, tokenize
         (place / name).write_bytes(content)
         with pytest.raises(DataError, match=rf"no MDS split of tokens \({name} is damaged: its xxh64 is not the one"):
             prepared(place)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint16"])
+def test_rows_of_bytes_are_read_as_what_they_are(tmp_path, tokenizer, dtype) -> None:
+    """LLM Foundry writes any of these, and its index does not say which."""
+    rows = np.arange(40).reshape(2, 20) * 7
+    for name, column in (("bytes", "bytes"), ("arrays", "ndarray")):
+        with MDSWriter(out=str(tmp_path / name), columns={"tokens": column}) as writer:
+            for row in rows.astype(dtype):
+                writer.write({"tokens": row.tobytes() if column == "bytes" else row})
+    found = [
+        prepare_text(task(tmp_path / name), tokenizer, max_seq_len=8, limit=None).items for name in ("bytes", "arrays")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "message"),
+    [
+        ("bytes", b"12345", "its rows are bytes of no numbers below 280: neither int64, int32, uint16, uint8"),
+        ("bytes", np.array([3, -4]).tobytes(), "its rows are bytes of no numbers below 280"),
+        ("bytes", np.arange(250, 290).tobytes(), "its rows are bytes of no numbers below 280"),
+        ("bytes", np.arange(250, 290, dtype=np.int32).tobytes(), "its rows are bytes of no numbers below 280"),
+        ("ndarray", np.array([3, -4]), "-4 is no token"),
+        ("ndarray", np.array([3.0, 4.0]), "column tokens holds ndarray, not a row of whole numbers"),
+        ("json", [3, 4], "column tokens holds list, not a row of whole numbers"),
+        ("pkl", [3, 4], "a column is of type pkl, which may run code when it is read"),
+    ],
+)
+def test_rows_that_are_no_tokens_are_refused(tmp_path, tokenizer, column, row, message) -> None:
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": column}) as writer:
+        writer.write({"tokens": row})
+    with pytest.raises(DataError, match=re.escape(f"is no MDS split of tokens ({message}")):
+        prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "ndjson"])
+def test_json_lines_are_documents_whatever_they_are_called(tmp_path, tokenizer, suffix) -> None:
+    (tmp_path / f"a.{suffix}").write_text('{"text": "a second line"}\n{"text": "of words"}\n')
+    items = prepare_text(task(tmp_path / f"a.{suffix}"), tokenizer, max_seq_len=64, limit=None).items
+    assert [item.requests[0].num_characters for item in items] == [13, 8]
+
+
+def test_a_pipe_is_no_text_to_wait_for(tmp_path, tokenizer) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="cannot be read"):
+        prepare_text(task(tmp_path / "a.txt"), tokenizer, max_seq_len=8, limit=None)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:

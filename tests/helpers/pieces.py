@@ -13,6 +13,10 @@ class Pieces:
         self.eos_token_id = self.prefix_token_id = 0
         self.beginning = []
 
+    @property
+    def vocab_size(self):
+        return len(self.pieces)
+
     def encode(self, text):
         found = re.findall(self.pattern, text)
         self.pieces += [piece for piece in dict.fromkeys(found) if piece not in self.pieces]
