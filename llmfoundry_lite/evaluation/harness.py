@@ -14,6 +14,7 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.against import Against, ask_until_decided
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
+from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.reading import (
     Record,
@@ -172,7 +173,7 @@ def ask(
         return [_generation_record(task, item, text) for item, text in zip(task.items, texts, strict=True)]
     # As in training and eval/loss; prompts are one document, whatever tokens they have.
     is_separated = task.kind == "perplexity" and model.separates_documents
-    separator = tokenizer.eos_token_id if is_separated else None
+    separator = (model.separator or Separator(tokenizer.eos_token_id)) if is_separated else None
     scores = _score_all(model, task, max_batch_tokens, *share, on_progress, separator)
     return [_record(task, item, scores) for item in _numbered(task.items)]
 
@@ -184,7 +185,7 @@ def _score_all(
     rank: int,
     world_size: int,
     on_progress: Progress,
-    separator: int | None,
+    separator: Separator | None,
 ) -> dict[int, Score]:
     found: dict[int, Score] = {}
     num_requests = sum(len(item.requests) for item in task.items)

@@ -38,6 +38,7 @@ from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
 from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
+from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.plain_models import load_plain, read_plain_config
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden
 from llmfoundry_lite.models.generate import generate
@@ -172,7 +173,15 @@ def _load_checkpoint(
         _fill(model, load_full_tensors(checkpoint.where), device, None)
     else:
         restore.load(checkpoint.where, model, cast=True)  # each rank reads its part alone
-    return TreeModel(model, device)
+    return TreeModel(model, device, separator=separator_of(checkpoint.manifest.config))
+
+
+def separator_of(config: dict[str, Any]) -> Separator | None:
+    """The token that training took for the end or the beginning of a document, where the loader named one."""
+    dataset = (config.get("train_loader") or {}).get("dataset") or {}
+    if dataset.get("bos_token_id") is not None:
+        return Separator(dataset["bos_token_id"], begins=True)
+    return None if dataset.get("eos_token_id") is None else Separator(dataset["eos_token_id"])
 
 
 def _find_folder(
@@ -294,9 +303,10 @@ class TreeModel:
 
     shares_prefixes = True
 
-    def __init__(self, model: MPT, device: torch.device):
+    def __init__(self, model: MPT, device: torch.device, separator: Separator | None = None):
         self.model = model
         self.device = device
+        self.separator = separator
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
         self.separates_documents = model.config.attn_config.attn_uses_sequence_id

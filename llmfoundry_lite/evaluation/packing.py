@@ -9,6 +9,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,14 @@ from llmfoundry_lite.evaluation.tasks import Request
 
 SHORT = 128
 """Tokens that a row is filled up to at least."""
+
+
+class Separator(NamedTuple):
+    """A token between documents that do not see each other."""
+
+    token: int
+    begins: bool = False
+    """It is the first token of a document, not the last."""
 
 
 class Row:
@@ -53,22 +62,27 @@ class Row:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def may_see(self, length: int, separator: int | None = None) -> np.ndarray:
+    def may_see(self, length: int, separator: Separator | None = None) -> np.ndarray:
         """Bool [length, length]; beyond the row's end a token sees itself, which keeps softmax from dividing by 0.
 
-        With a separator, which is the last token of a document, only what is of its document.
+        With a separator, only what is of its document.
         """
         sight = np.eye(length, dtype=bool)
         for index, parent in enumerate(self.parents):
-            if parent >= 0 and self.tokens[parent] != separator:
+            if parent >= 0 and not self._divides(separator, parent, index):
                 sight[index] |= sight[parent]
         return sight
 
-    def is_plain(self, separator: int | None = None) -> bool:
-        """No branches, and no document but the last ends: plain text."""
-        return all(parent == index - 1 for index, parent in enumerate(self.parents)) and (
-            separator is None or separator not in self.tokens[:-1]
+    def is_plain(self, separator: Separator | None = None) -> bool:
+        """No branches, and all of one document: plain text."""
+        return all(
+            parent == index - 1 and (parent < 0 or not self._divides(separator, parent, index))
+            for index, parent in enumerate(self.parents)
         )
+
+    def _divides(self, separator: Separator | None, parent: int, index: int) -> bool:
+        """Whether a token is of another document than the one before it."""
+        return separator is not None and self.tokens[index if separator.begins else parent] == separator.token
 
 
 @dataclass(slots=True)

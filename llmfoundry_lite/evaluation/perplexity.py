@@ -14,7 +14,6 @@ from llmfoundry_lite.evaluation.rows import is_broken_text
 from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Encoder, Item, Prepared, Request
 from llmfoundry_lite.files import open_regular
 
-
 LINES = (".jsonl", ".json", ".ndjson")
 """Files with a row to a line, as `data prepare` takes them."""
 
@@ -34,10 +33,10 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     """Windows that each predict the next `max_seq_len` tokens after the token before them. The last one has fewer to
     predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
 
-    A text file is one document; of a file of JSON lines each row's `text` is one. Both are predicted from the tokenizer's
-    beginning, or its beginning-of-text token, or its end-of-text token where it has neither. Of an MDS split each
-    sample is one, and its first token is given, not predicted. The documents in a sample see each other unless the
-    model was trained with attn_uses_sequence_id.
+    A text file is one document; of a file of JSON lines each row's `text` is one. Both are predicted from the
+    tokenizer's beginning, or its beginning-of-text token, or its end-of-text token where it has neither. Of an MDS
+    split each sample is one, and its first token is given, not predicted. The documents in a sample see each other
+    unless the model was trained with attn_uses_sequence_id.
 
     Of each request, `num_characters` counts bytes. An item's `index` is its document's, because windows of one document
     are not independent. Equal documents are a cluster. `limit` counts windows. Raises DataError.

@@ -142,6 +142,7 @@ class PlainModel:
 
     shares_prefixes = False
     separates_documents = False
+    separator = None
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model

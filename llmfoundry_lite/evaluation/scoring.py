@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from llmfoundry_lite.evaluation.packing import Batch, pack
+from llmfoundry_lite.evaluation.packing import Batch, Separator, pack
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models.attention import for_any_width
 from llmfoundry_lite.models.products import logits_in_parts
@@ -68,6 +68,9 @@ class Scorable(Protocol):
         """Whether it was trained so that the documents of a sample do not see each other."""
         ...
 
+    separator: Separator | None
+    """What stands between them. None: the tokenizer's end of text."""
+
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
@@ -89,13 +92,13 @@ def score(
     rank: int = 0,
     world_size: int = 1,
     *,
-    separator: int | None = None,
+    separator: Separator | None = None,
 ) -> Iterator[dict[int, Score]]:
     """Scores by number of request (in order over all groups), batch by batch: those of this rank's share.
 
     With several ranks each yields as many times as the others, so that a sharded model's ranks stay together; a rank
-    without work left repeats the last batch and yields nothing of it. With a `separator`, no token sees what stands
-    before the last separator before it.
+    without work left repeats the last batch and yields nothing of it. With a `separator`, no token sees another
+    document than its own.
     """
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
@@ -105,7 +108,7 @@ def score(
 
 
 @torch.no_grad()
-def score_batch(model: Scorable, batch: Batch, separator: int | None = None) -> dict[int, Score]:
+def score_batch(model: Scorable, batch: Batch, separator: Separator | None = None) -> dict[int, Score]:
     width = batch.width
     tokens_bt = np.zeros((len(batch.rows), width), np.int64)
     for i, row in enumerate(batch.rows):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.evaluation.models import TreeModel
-from llmfoundry_lite.evaluation.packing import Row, pack
+from llmfoundry_lite.evaluation.packing import Row, Separator, pack
 from llmfoundry_lite.evaluation.plain_models import PlainModel
 from llmfoundry_lite.evaluation.scoring import Score, Wanted, score, score_hidden
 from llmfoundry_lite.evaluation.tasks import Request
@@ -150,7 +150,9 @@ def test_after_a_separator_nothing_before_it_is_seen(name, implementation):
     expected, seen = one_by_one(model, alone), one_by_one(model, whole)
     for num_choices, max_batch_tokens in ((2, 64), (1, 1)):  # as trees, and as plain rows
         found = {}
-        for part in score(model, [group[:num_choices] for group in whole], max_batch_tokens, separator=separator):
+        for part in score(
+            model, [group[:num_choices] for group in whole], max_batch_tokens, separator=Separator(separator)
+        ):
             found |= part
         for number, value in found.items():
             first = number * (3 - num_choices)
