@@ -50,11 +50,11 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
     refuse_fine_tuning(values, layers)
+    check_kinds(values, layers)
     notes = [layer.note for layer in layers if layer.note]
     notes += drop_keys_without_effect(values, layers) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
-    check_kinds(values, layers)
     config = build_block(TrainConfig, _gather_extras(values), "", layers)
     check_config(config, layers)
     # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.

@@ -99,6 +99,15 @@ def test_a_key_that_is_left_out_belongs_to_ones_own_optimizer_all_the_same():
     assert config.optimizer.kwargs["amsgrad"] is True
 
 
+def test_a_model_of_another_kind_is_named_before_options_that_are_left_out():
+    """Without the options the file would be refused all the same."""
+    own = ["model.name=hf_causal_lm", "expandable_segments=true", "eval_gauntlet=x.yaml"]
+    with pytest.raises(
+        ConfigError, match=r"^command line: model\.name: 'hf_causal_lm' is not known; LLM Foundry's Hug"
+    ):
+        load_train_config([str(YAML), *own], {})
+
+
 def test_adaptive_clipping_and_outlier_lions_are_named_as_left_out():
     for change, text in (
         (
