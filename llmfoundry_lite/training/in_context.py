@@ -13,6 +13,7 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
+from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.results import Results as TaskResults
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -77,7 +78,8 @@ class InTraining(TreeModel):
     """The model as it trains: sharded, and in the run's precision."""
 
     def __init__(self, model: LanguageModel, device: torch.device):
-        super().__init__(model.model, device)
+        separator = None if model.separator is None else Separator(model.separator, model.separator_begins)
+        super().__init__(model.model, device, separator)
         self.autocast = model.precision.autocast
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
