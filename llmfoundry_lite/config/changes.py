@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from llmfoundry_lite.config.layers import HARDWARE_KEYS, get, leaf_keys
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
 from llmfoundry_lite.errors import CheckpointError
 
 FREELY = (
@@ -88,6 +88,14 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
         )
         found["by being said" if is_drawn else rule_of(change.key)].append(change)
     return found
+
+
+def find_other_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
+    """Changes by which weights, though they fit, are another function of the tokens."""
+    models = [config.get("model") for config in (there, here)]
+    if not all(isinstance(model, Mapping) for model in models):
+        return []
+    return [change for change in _compare(ModelConfig, *models, "model") if rule_of(change.key) == "never"]
 
 
 def refuse_changes(changes: list[Change]) -> None:

@@ -30,13 +30,18 @@ def in_words_of_today(config: Any, *, is_imported: bool = False) -> Any:
     return config
 
 
+CUT_SPANS_OF = {"warmup_stable_decay": ("t_decay",), "inv_sqrt_with_warmup": ("t_cooldown",)}
+"""Schedule -> spans that it alone uses. Others have them by default, and do not change with them."""
+
+
 def _count_in_whole_units(config: dict[str, Any]) -> None:
     """`0.05dur` of 4810ba was 240.5ba, and is 240ba, as in Composer. Such a span is written out, so that a run that
     carries on names the change."""
     schedule, end = config.get("scheduler"), config.get("max_duration")
     if not isinstance(schedule, dict):
         return
-    for key, text in schedule.items():
+    for key in ("t_warmup", "t_max", *CUT_SPANS_OF.get(str(schedule.get("name")), ())):
+        text = schedule.get(key)
         try:
             run, span = Duration.parse(end), Duration.parse(text, ("dur",))  # type: ignore[arg-type]
             length = span.value * run.value

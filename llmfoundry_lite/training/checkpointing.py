@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
-from llmfoundry_lite.config.changes import Change, find_changes
+from llmfoundry_lite.config.changes import Change, find_changes, find_other_model
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
@@ -108,8 +108,11 @@ class Checkpointing(Callback):
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
             carries_on = self.begins.is_own or not self.config.load_weights_only
+            there, here = restored.manifest.config or {}, as_dict(self.config)
             if carries_on:
-                self.changes = find_changes(restored.manifest.config, as_dict(self.config))["by being said"]
+                self.changes = find_changes(there, here)["by being said"]
+            elif others := find_other_model(there, here):
+                restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
             self._say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
             if carries_on:
                 for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):

@@ -20,10 +20,10 @@ def learning_rate_multiplier(
 
     All spans are counted in the unit of `max_duration` (config.check checks that they can be): batches and epochs are
     converted by an epoch's length. A fraction of the run is cut to a whole number of them, and of epochs to one of
-    batches. Composer's `_convert_time` does both.
+    batches. Composer's `_convert_time` does both. `t_scale` is no span, and stays a fraction.
     """
 
-    def span(text: str | int) -> float:
+    def span(text: str | int, *, is_cut: bool = True) -> float:
         duration = Duration.parse(text)
         if duration.unit == max_duration.unit:
             return duration.value
@@ -32,13 +32,15 @@ def learning_rate_multiplier(
         steps = batches_per_epoch if max_duration.unit == "ep" else 1
         if duration.unit != "dur":
             return duration.value / steps
-        return int(duration.value * steps * max_duration.value) / steps
+        length = duration.value * steps * max_duration.value
+        return (int(length) if is_cut else length) / steps
 
     t, t_warmup, t_max = elapsed(max_duration.unit), span(schedule.t_warmup), span(schedule.t_max)
     if schedule.name == "inv_sqrt_with_warmup":
         if t < t_warmup:
             return t / t_warmup
-        return _inverse_square_root(schedule, t, t_warmup, t_max, span(schedule.t_scale), span(schedule.t_cooldown))
+        t_scale, t_cooldown = span(schedule.t_scale, is_cut=False), span(schedule.t_cooldown)
+        return _inverse_square_root(schedule, t, t_warmup, t_max, t_scale, t_cooldown)
 
     if schedule.name == "warmup_stable_decay" and t >= t_warmup:
         return _stable_then_decayed(schedule, t, t_max, span(schedule.t_decay))
@@ -75,7 +77,8 @@ def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_de
     Before t_max - t_decay nothing depends on when the run ends. So any checkpoint from before it can be carried on
     with another end, or decay at once.
     """
-    fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay))
+    # A short run's decay may be cut to no step at all.
+    fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay)) if t_decay else float(t >= t_max)
     left = {
         "linear": 1.0 - fraction,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * fraction)),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.changes import find_changes, refuse_changes
+from llmfoundry_lite.config.changes import find_changes, find_other_model, refuse_changes
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.recorded import in_words_of_today
 from llmfoundry_lite.config.schema import as_dict
@@ -52,6 +52,33 @@ def test_a_run_with_them_goes_on_when_its_yaml_says_which_they_are():
     said = [word.rstrip(",") for word in str(caught.value).split("set ")[1].split() if "=" in word][:2]
     assert said == ["model.attn_config.norm_type=rmsnorm", "model.attn_config.norm_eps=1e-06"]
     assert not any(find_changes(there, resolved(*here, *said)).values())
+
+
+def test_weights_alone_of_such_a_run_are_said_to_be_of_another_model():
+    there = in_words_of_today(earlier(*RMS, "model.attn_config.qk_ln=true"))
+    here = resolved(
+        "model.attn_config.qk_ln=true", *RMS, "optimizer.lr=1", "seed=3", "model.init_config.emb_init_std=1"
+    )
+    assert list(map(str, find_other_model(there, here))) == [
+        "model.attn_config.norm_type rmsnorm -> low_precision_layernorm",
+        "model.attn_config.norm_eps 1e-06 -> 1e-05",
+    ]
+    assert find_other_model({"model": there["model"]}, here), "of an import, the model alone is recorded"
+    assert not find_other_model({}, here)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        (("scheduler.name=cosine_with_warmup",), []),
+        (("scheduler.name=warmup_stable_decay",), ["scheduler.t_decay 0.8ba -> 0.1dur"]),
+        (("scheduler.name=inv_sqrt_with_warmup", "scheduler.t_scale=0.01dur"), []),
+    ],
+)
+def test_a_span_that_a_schedule_does_not_use_is_no_change(schedule, named):
+    arguments = ("max_duration=8ba", "scheduler.t_warmup=0ba", "scheduler.alpha_f=0", *schedule)
+    changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["by being said"]
+    assert [str(change) for change in changes] == named
 
 
 def test_todays_records_mean_what_they_say():

@@ -136,6 +136,8 @@ def test_weights_alone_begin_a_new_run(tmp_path, data):
     fresh = {"load_path": str(saves(tmp_path, "base")), "load_weights_only": True, "max_duration": "2ba"}
     run(tmp_path, config, "fresh", **fresh)
     assert losses(tmp_path, "fresh")[0] < losses(tmp_path, "base")[0] - 1
+    other = run(tmp_path, config, "other", **fresh, model=config["model"] | {"norm_eps": 0.1})
+    assert "the checkpoint's model differs: model.norm_eps 1e-05 -> 0.1\n" in other.output
 
 
 class Weights(torch.nn.Module):

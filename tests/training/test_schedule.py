@@ -103,6 +103,12 @@ def test_beyond_its_end_a_schedule_stands_still(options, end):
     assert rates == pytest.approx([end] * 4)
 
 
+def test_a_share_of_a_short_run_that_is_no_whole_batch_is_no_error():
+    assert [at(t, "5ba", name="warmup_stable_decay", alpha_f=0.5) for t in range(6)] == [1.0] * 5 + [0.5]
+    rates = [at(t, "50ba", name="inv_sqrt_with_warmup", t_scale="0.01dur") for t in (0, 1, 4)]
+    assert rates == pytest.approx([1, 3**-0.5, 1 / 3])
+
+
 def test_before_its_decay_a_stable_rate_does_not_depend_on_the_run_s_end():
     options = {"name": "warmup_stable_decay", "t_warmup": "10ba", "t_decay": "20ba"}
     rates = [[at(t, end, **options) for t in range(41)] for end in ("60ba", "1000ba")]
