@@ -34,6 +34,8 @@ MUON_KEYS = ("adamw_lr", "momentum", "ns_steps", "ns_dtype", "adjust_lr_fn")
 TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
 """LLM Foundry's options that are checked, or that change no token id."""
 
+LARGEST_SEED = 2**32 - 2**16
+
 LONGEST_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
@@ -54,6 +56,8 @@ def _refusing(layers: Sequence[Layer]) -> Refuse:
 def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     """What goes together, of values that are right by themselves; a planner asks often. Raises ConfigError."""
     refuse = _refusing(layers)
+    if config.seed > LARGEST_SEED:
+        refuse("seed", f"{config.seed} given, expected at most {LARGEST_SEED}: a rank adds its number, within 32 bits")
     check_model(config.model, refuse)
     if config.max_seq_len > config.model.max_seq_len:
         refuse("max_seq_len", f"{config.max_seq_len} is more than model.max_seq_len, {config.model.max_seq_len}")
@@ -296,7 +300,7 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig, refuse:
 def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: bool = False) -> list[str]:
     """What is allowed, and perhaps not meant."""
     notes = []
-    for key in ("max_duration", "eval_interval"):
+    for key in ("max_duration", "eval_interval", "save_interval"):
         value = getattr(config, key)
         given = any(get(layer.values, key)[0] for layer in layers)
         if given and isinstance(value, int) and value > 0:

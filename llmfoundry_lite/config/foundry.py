@@ -70,17 +70,6 @@ EXPERTS = (
 )
 
 LEFT_OUT = {
-    "mlm_probability": "the next token is predicted; remove it",
-    "sampling_method": "streams are sampled evenly in every epoch; remove it",
-    "sampling_granularity": "streams are sampled evenly in every epoch; remove it",
-    "allow_unsafe_types": "pickles are never read; remove it",
-    "replication": "use tp_config or cp_config",
-    "seq_parallel_replication": "use cp_config",
-    "stream_name": "streams are folders or URLs; remove it",
-    "stream_config": "streams are folders or URLs; remove it",
-}
-
-LEFT_OUT = {
     "save_weights_only": "use `llmfoundry-lite checkpoint export`",
     "icl_tasks_str": IN_CONTEXT,
     "eval_gauntlet": IN_CONTEXT,

@@ -172,6 +172,7 @@ WRONG = {
     ),
     # LLM Foundry's options that are left out
     "device_train_microbatch_size=automatic": ("'automatic' given, expected a number of samples, or auto"),
+    "seed=4294967295": "4294967295 given, expected at most 4294901760: a rank adds its number, within 32 bits",
     "max_wall_time=soon": "'soon' given, expected a time such as 3h55m, 90s, 3:55:00 or a number of seconds",
     "model.name=hf_causal_lm": (
         "'hf_causal_lm' is not known; LLM Foundry's Hugging Face models cannot be training targets here; "
@@ -379,6 +380,8 @@ def test_a_path_that_is_not_utf_8_is_one_line():
 def test_a_fine_tuning_run_is_refused_as_such():
     Path("tune.yaml").write_text("model: {name: hf_causal_lm}\ntrain_loader: {name: finetuning}\neval_gauntlet: x\n")
     assert refusal("tune.yaml").startswith("tune.yaml: train_loader.name: finetuning: fine-tuning is absent here: ")
+    Path("more.yaml").write_text("model: {name: hf_causal_lm}\nexpandable_segments: true\n")
+    assert refusal("more.yaml").startswith("more.yaml: model.name: 'hf_causal_lm' is not known; ")
 
 
 def test_the_file_that_has_the_key_is_named():
@@ -604,6 +607,7 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
             "train_loader.dataset.shuffle_algo has no effect: there is one order, for every world size",
         ),
         ("eval_interval=500", "eval_interval: 500 counts epochs; 500 batches are 500ba"),
+        ("save_interval=500", "save_interval: 500 counts epochs; 500 batches are 500ba"),
         (
             "scheduler.t_warmup=200ba",
             "scheduler.t_warmup: 200ba is longer than the run, 100ba: the learning rate never reaches lr",
