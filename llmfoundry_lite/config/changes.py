@@ -92,10 +92,10 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
 
 def find_other_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
     """Changes by which weights, though they fit, are another function of the tokens."""
-    models = [config.get("model") for config in (there, here)]
-    if not all(isinstance(model, Mapping) for model in models):
+    then, now = there.get("model"), here.get("model")
+    if not isinstance(then, Mapping) or not isinstance(now, Mapping):
         return []
-    return [change for change in _compare(ModelConfig, *models, "model") if rule_of(change.key) == "never"]
+    return [change for change in _compare(ModelConfig, then, now, "model") if rule_of(change.key) == "never"]
 
 
 def refuse_changes(changes: list[Change]) -> None:
