@@ -53,7 +53,6 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     check_kinds(values, layers)
     notes = [layer.note for layer in layers if layer.note]
     notes += drop_keys_without_effect(values, layers) + drop_values_without_effect(values, layers)
-    check_kinds(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     config = build_block(TrainConfig, _gather_extras(values), "", layers)
