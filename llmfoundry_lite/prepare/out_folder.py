@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder, write_atomically
 from llmfoundry_lite.prepare.listing import num_files, read_object
 from llmfoundry_lite.prepare.request import Request
-from llmfoundry_lite.prepare.sources import Source
+from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
 PARTIAL = ".partial"
@@ -131,6 +131,16 @@ def refuse_others(out: Path) -> None:
         raise DataError(
             f"{out} already contains {', '.join(present)}, not written by this command; choose another --out"
         )
+
+
+def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
+    """The next launch would take what this one writes for its input."""
+    for source in sources:
+        folder = Path(source.removeprefix(HUB_PREFIX)).expanduser()
+        if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+            raise DataError(
+                f"--out {out} lies in the source {source}, which is read again by every launch; choose another --out"
+            )
 
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:

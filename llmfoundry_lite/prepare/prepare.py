@@ -46,6 +46,7 @@ from llmfoundry_lite.prepare.out_folder import (
     open_partial,
     publish,
     record_of,
+    refuse_within_source,
 )
 from llmfoundry_lite.prepare.request import TRAIN_PREFIX, Request
 from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
@@ -78,6 +79,7 @@ def prepare(
     """
     started = time.monotonic()
     out = Path(out).expanduser()
+    refuse_within_source(out, request.sources)
     source = open_source(
         request.sources,
         text_keys=request.text_keys,

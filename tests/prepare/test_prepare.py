@@ -934,3 +934,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and message in printed.err
     assert printed.err.count("\n") == 1 and printed.out == ""
+
+
+@pytest.mark.parametrize("prefix", ["", "hf:"])
+def test_an_out_folder_in_the_source_is_refused_before_anything_is_discarded(tmp_path, tokenizer_folder, prefix):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    write_jsonl(corpus / "a.jsonl", make_documents(3))
+    wanted = request(f"{prefix}{corpus}", tokenizer_folder)
+    for out in (corpus, corpus / "out"):
+        with pytest.raises(DataError, match=r"lies in the source .*corpus, .*; choose another --out"):
+            prepare(wanted, out, num_workers=1, overwrite=True)
+    assert os.listdir(corpus) == ["a.jsonl"]
