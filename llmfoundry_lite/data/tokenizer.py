@@ -236,6 +236,8 @@ def build_tokenizer(
     # A file may carry the padding and truncation of whoever saved it last; neither may touch our documents.
     backend.no_padding()
     backend.no_truncation()
+    if getattr(backend.model, "dropout", None):  # which merges at random: a text would have other tokens each time
+        backend.model.dropout = None
     # Or else a document that merely quotes "<|endoftext|>" would end there.
     backend.encode_special_tokens = True
     if set(backend.get_vocab(with_added_tokens=False).values()) <= backend.get_added_tokens_decoder().keys():

@@ -248,3 +248,14 @@ def test_other_kinds_of_tokenizers_are_left_to_the_library(
     assert other.word_cache is None
     texts = make_documents(3)
     assert [ids.tolist() for ids in other.encode_to_arrays(texts)] == other.encode_batch(texts)
+
+
+def test_a_text_has_the_same_tokens_each_time_whatever_dropout_a_file_names(tokenizer_folder: Path, tmp_path: Path):
+    shutil.copytree(tokenizer_folder, tmp_path / "random")
+    stored = json.loads((tmp_path / "random/tokenizer.json").read_text())
+    stored["model"]["dropout"] = 0.5
+    (tmp_path / "random/tokenizer.json").write_text(json.dumps(stored))
+    plain, random = load_tokenizer(tokenizer_folder), load_tokenizer(tmp_path / "random")
+    texts = make_documents(3)
+    assert random.encode_batch(texts) == plain.encode_batch(texts)
+    assert random.fingerprint == plain.fingerprint
