@@ -186,6 +186,8 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
 def check_numbers(block: Any, place: str, refuse: Refuse) -> None:
     """Those of a block that stands at `place` (`model.`; "" for the whole): finite, and within their limits."""
     for key, value in _numbers(block, place.removesuffix(".")):
+        if isinstance(value, int) and abs(value) >= 2**63:
+            refuse(key, f"{value} given, expected a whole number of 64 bits")
         if not math.isfinite(value):
             refuse(key, f"{value!r} given, expected a finite number")
     for table, is_right, expected in (

@@ -82,7 +82,7 @@ def _are_tokens(raw: list[bytes], dtype: str, vocab_size: int) -> bool:
     if any(len(row) % size for row in raw) or (dtype == "uint8" and vocab_size > 256):
         return False
     tokens = np.frombuffer(b"".join(raw), dtype)
-    is_dense = size == 8 or 4 * np.count_nonzero(tokens) > 3 * len(tokens)
+    is_dense = size == 8 or bool(4 * np.count_nonzero(tokens) > 3 * len(tokens))
     return not raw or (is_dense and bool(((tokens >= 0) & (tokens < vocab_size)).all()))
 
 

@@ -138,7 +138,8 @@ SEQUENTIAL: Kinds = {
 def _check_kinds(values: Record, kinds: Kinds, whose: str) -> None:
     for key, expected in kinds.items():
         value = values.get(key)
-        if isinstance(value, bool) or not isinstance(value, expected):
+        is_huge = isinstance(value, int | float) and abs(value) > LARGEST
+        if isinstance(value, bool) or not isinstance(value, expected) or is_huge:
             raise DataError(f"{whose} has {key} {value!r}, which no result has; evaluate it again with redo=true")
 
 

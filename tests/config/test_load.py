@@ -110,6 +110,8 @@ WRONG = {
     # out of range
     "optimizer.lr=.inf": "inf given, expected a finite number",
     "model.logit_scale=.nan": "nan given, expected a finite number",
+    "train_loader.dataset.shuffle_seed=9223372036854775808": "9223372036854775808 given, expected a whole number of 64 "
+    "bits",
     "model.d_model=.inf": "inf given, expected a whole number",
     "save_num_checkpoints_to_keep=0": "0 given, expected -1 (all) or a count above 0",
     "save_num_checkpoints_to_keep=-5": "-5 given, expected -1 (all) or a count above 0",

@@ -488,6 +488,7 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
         ({"n": True}, "t/0-shot has n True, which no result has"),
         ({"metric": []}, "t/0-shot has no 'metric'|t/0-shot has metric \\[\\], which no result has"),
         ({"acc_per_token": "x"}, "t/0-shot has acc_per_token 'x', which no result has"),
+        ({"acc_per_token": 10**400}, "t/0-shot has acc_per_token 1000*, which no result has"),
         ({"acc_per_token_stderr": None}, "t/0-shot has acc_per_token_stderr None, which no result has"),
         ({"settings": 3}, "t/0-shot has settings 3, which no result has"),
         ({"settings": {"limit": "x"}}, "t/0-shot has limit 'x', which no result has"),
