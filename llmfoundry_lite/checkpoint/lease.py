@@ -65,7 +65,7 @@ class Leases:
                 self.folder.put(_name(epoch), write_json(owner), only_if_new=True)
                 break
             except FileExistsError:
-                continue
+                at_least = epoch + 1  # a listing may not have it yet, nor ever
         for name in self.folder.names():
             claim = CLAIM.fullmatch(name)
             if claim is not None and int(claim[1]) <= epoch - KEPT:

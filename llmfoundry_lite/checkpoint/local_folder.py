@@ -129,7 +129,8 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        if self.is_link() or self.path.is_file():  # where a link leads, someone has moved a checkpoint, which is theirs
+        # Where a link leads, someone has moved a checkpoint, which is theirs. `rmtree` waits for ever at a pipe.
+        if self.is_link() or (self.path.exists() and not self.path.is_dir()):
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 

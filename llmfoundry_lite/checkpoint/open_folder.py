@@ -18,8 +18,10 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         return LocalFolder(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):
         return LocalFolder(Path(rest))
-    # fsspec splits an URL at `::`, and s3fs cuts it at `?versionId=` and takes a newline for its end: another folder's.
-    if wrong := next((part for part in ("::", "?versionId=", *"\n\r\0") if part in text), None):
+    # fsspec splits an URL at `::`; s3fs cuts it at `?versionId=`, takes a newline for its end, and lists nothing of a
+    # folder whose path has `//`, though it writes there.
+    is_wrong = {part: part in text for part in ("::", "?versionId=", *"\n\r\0")} | {"//": "//" in rest.strip("/")}
+    if wrong := next((part for part, is_here in is_wrong.items() if is_here), None):
         raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
     import fsspec
 

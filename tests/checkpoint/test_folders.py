@@ -210,7 +210,7 @@ def test_a_name_like_a_pattern_removes_its_own_files_and_no_others(tmp_path, kin
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", ["run::y", "a\nb", "a\rb", "run?versionId=3", "memory://x::y"])
+@pytest.mark.parametrize("name", ["run::y", "a\nb", "a\rb", "run?versionId=3", "memory://x::y", "/run", "a//run"])
 def test_an_url_that_a_client_reads_as_another_folder_is_refused_in_a_line(name):
     with pytest.raises(CheckpointError, match=r"is not possible in the URL of a folder; give another name") as refused:
         open_folder(f"s3://bucket/{name}")

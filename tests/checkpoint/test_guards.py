@@ -287,6 +287,22 @@ def test_what_is_no_file_in_the_place_of_one_is_passed_over_and_not_waited_for(t
 
 
 @pytest.mark.fault
+def test_a_lease_that_no_listing_shows_is_passed_over(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    store.acquire()
+    monkeypatch.setattr(leases.Leases, "highest", lambda self: 0)
+    assert store.acquire().epoch == 2
+
+
+@pytest.mark.fault
+def test_a_pipe_in_the_place_of_a_checkpoint_is_replaced_by_a_save(tmp_path):
+    store = CheckpointStore(tmp_path)
+    os.mkfifo(tmp_path / "ba1")
+    save(store, store.acquire(), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".leases", "ba1", "latest.json"]
+
+
+@pytest.mark.fault
 def test_a_pipe_in_the_place_of_a_lease_is_nobody_s(tmp_path):
     store = CheckpointStore(tmp_path)
     store.acquire()
