@@ -43,7 +43,10 @@ TRANSIENT_STATUSES = (408, 425, 429)
 """HTTP statuses beside 5xx: too slow, too early, too many requests."""
 EXPIRED_CODES = ("400", "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 """S3's codes. The answer to a HEAD request has no body: an expired token is a bare 400 there."""
-TRANSIENT_CODES = (*EXPIRED_CODES, "SlowDown", "RequestTimeout", "BandwidthLimitExceeded", "RequestLimitExceeded")
+TRANSIENT_CODES = (
+    *(*EXPIRED_CODES, "SlowDown", "RequestTimeout", "BandwidthLimitExceeded", "RequestLimitExceeded"),
+    *("ConditionalRequestConflict", "OperationAborted"),
+)
 """Codes of S3 and its like. Every code with `Throttl` in it counts too."""
 TRANSIENT_CLASSES = {
     *(

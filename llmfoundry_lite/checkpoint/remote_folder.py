@@ -119,10 +119,15 @@ class RemoteFolder:
         try:
             with as_os_errors():
                 self.filesystem.pipe_file(path, data, mode="create")
-        except (TypeError, NotImplementedError, ValueError):  # a store without conditional put
-            persistently(lambda: self.filesystem.pipe_file(path, data))
-            if self.read(name, len(data)) != data:
-                raise FileExistsError(path) from None
+            return
+        except (TypeError, NotImplementedError, ValueError):  # a client without conditional put
+            pass
+        except OSError as error:  # a server without
+            if error.errno != errno.ENOSYS:
+                raise
+        persistently(lambda: self.filesystem.pipe_file(path, data))
+        if self.read(name, len(data)) != data:
+            raise FileExistsError(path)
 
     def remove(self, name: str) -> None:
         persistently(lambda: self._remove_key(f"{self.path}/{name}"))

@@ -89,6 +89,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 400, "AccessDenied": 403}
+STATUS |= {"NotImplemented": 501, "ConditionalRequestConflict": 409}
 """Of HTTP, that S3 sends with a code."""
 
 

@@ -214,6 +214,22 @@ def test_the_lease_is_claimed_by_one(connect):
 
 
 @pytest.mark.fault
+def test_a_server_that_knows_no_conditional_put_gives_a_lease_too(proxy):
+    proxy.refuses = lambda method, path, headers: "NotImplemented" if "If-None-Match" in headers else None
+    store = CheckpointStore(proxy.url)
+    store.check(store.acquire())
+    assert proxy.num_refused and store.acquire().epoch == 2
+
+
+@pytest.mark.fault
+def test_a_server_that_is_busy_with_the_same_key_may_answer_later(proxy):
+    proxy.refuses = lambda method, path, headers: "ConditionalRequestConflict" if "If-None-Match" in headers else None
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore(proxy.url).acquire()
+    assert caught.value.is_transient
+
+
+@pytest.mark.fault
 def test_a_second_look_is_past_what_was_listed(connect):
     folder = CheckpointStore(connect()).root
     folder.put("file", b"12")
