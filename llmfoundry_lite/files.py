@@ -4,6 +4,7 @@ import errno
 import glob
 import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterable, Iterator
@@ -19,8 +20,15 @@ RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "
 """Keys of a record: of a bench, of `bench memory`, of `report`, `compare` and `doctor`."""
 
 
+def check_is_path(path: Path) -> None:
+    """Raises ConfigError for a URL: `s3://b/x` as a path is a folder `s3:` here, which nobody means."""
+    if re.match(r"\w[\w+.-]+:/", str(path)):
+        raise ConfigError(f"{path}: a URL given, expected a path of this machine")
+
+
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
     """Raises ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command."""
+    check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
     if there and not _is_record(record):
         raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")

@@ -10,6 +10,7 @@ from llmfoundry_lite.checkpoint.manifest_json import FORMAT, HEAD_BYTES, MANIFES
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import COMMITTED, Checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.files import check_is_path
 
 INSIDE_A_RUN = "checkpoints"
 TOKENIZER = "tokenizer"
@@ -27,7 +28,8 @@ def folder_of_checkpoints(where: str) -> str:
 
 def check_outside_checkpoints(target: Path) -> None:
     """Raises CheckpointError if `target`, about to be written, lies in a checkpoint or in what a run keeps for its own,
-    or has the name of a checkpoint in a folder of them: a relay and a launch take it for one."""
+    or has the name of a checkpoint in a folder of them: a relay and a launch take it for one. ConfigError for a URL."""
+    check_is_path(target)
     target = target.absolute()
     for path in {target, target.resolve()}:
         for folder in (path, *path.parents):

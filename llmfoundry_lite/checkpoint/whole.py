@@ -142,11 +142,14 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
     except OSError as error:
         raise CheckpointError(f"{path}: not written: {error.strerror or error}") from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that is read-only, also where there is no draft
+            draft.unlink(missing_ok=True)
     return path
 
 
 def _is_consolidated(path: Path) -> bool:
+    if not path.is_file():  # a pipe would make its reader wait for ever
+        return False
     with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
         return {"save_id", "aliases"} <= (file.metadata() or {}).keys()
     return False

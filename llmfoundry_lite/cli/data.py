@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.errors import EXIT_INTERRUPTED
+from llmfoundry_lite.files import check_is_path
 
 data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -52,6 +53,7 @@ def data_prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in OUT.")] = False,
 ) -> None:
     """Turn text into tokenised MDS shards. Killed and started again, it carries on."""
+    check_is_path(out)
     from llmfoundry_lite.prepare.prepare import prepare
     from llmfoundry_lite.prepare.request import Request
     from llmfoundry_lite.prepare.summary import print_summary

@@ -115,6 +115,9 @@ NOT_EMPTY = {
 }
 """Text that stands for something, and what it stands for."""
 
+LOCAL = ("run_folder", "callbacks.profiler.folder")
+"""No URL: as a path, `s3://b/x` is a folder `s3:` here."""
+
 PROBABILITIES = ("model.attn_config.attn_pdrop", "model.resid_pdrop", "model.emb_pdrop")
 
 DURATIONS = {
@@ -170,6 +173,10 @@ def check_values(config: TrainConfig, layers: Sequence[Layer], refuse: Refuse) -
         for _, value in _values(config, key):
             if not value.strip():
                 refuse(key, f"{value!r} given, expected {expected}")
+    for key in LOCAL:
+        for place, value in _values(config, key):
+            if "://" in value:
+                refuse(place, f"{value!r} given, expected a folder of this machine; save_folder takes a URL")
     for key, choices in CHOICES.items():
         for place, value in _values(config, key):
             _check_choice(place, value, layers, key, choices)

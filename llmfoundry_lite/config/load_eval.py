@@ -106,6 +106,11 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
             f"{source_of('suite', layers)}: suite: {config.suite!r} given, expected the name of a folder in "
             f"results_folder ({config.results_folder}), without slashes"
         )
+    if "://" in config.results_folder:
+        raise ConfigError(
+            f"{source_of('results_folder', layers)}: results_folder: {config.results_folder!r} given, expected a "
+            "folder of this machine"
+        )
     for name in config.models:
         if not re.fullmatch(r"\w[\w.\-]{0,150}", name):
             raise ConfigError(f"{source_of('models', layers)}: models: {name!r} given, expected the name of a file")

@@ -1,6 +1,7 @@
 """One process: what a model and its optimizer hold comes back exactly, or nothing changes and the reason is said."""
 
 import io
+import os
 import pickle
 import shutil
 import threading
@@ -20,8 +21,9 @@ from llmfoundry_lite.checkpoint.save import Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import read_attachment, verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import consolidate, diff, diff_scalars, load_full_tensors
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, UnsoundCheckpointError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError, UnsoundCheckpointError
 from llmfoundry_lite.training.optimizers import Lion
+from tests.checkpoint.mounts import mounted
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
 from tests.checkpoint.saves import flip
 
@@ -522,13 +524,33 @@ def test_consolidating_replaces_an_earlier_consolidation_and_nothing_else(tmp_pa
     (tmp_path / "text").write_text("mine")
     (tmp_path / "folder").mkdir()
     copied = shutil.copy(shard, tmp_path / "copied.safetensors")
-    for path in (theirs, tmp_path / "text", tmp_path / "folder", Path(copied)):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (theirs, tmp_path / "text", tmp_path / "folder", Path(copied), tmp_path / "pipe"):
         before = path.read_bytes() if path.is_file() else None
         with pytest.raises(CheckpointError, match="exists and is not an earlier consolidation; give another name"):
             consolidate(url, path)
         assert before == (path.read_bytes() if path.is_file() else None)
     ours = consolidate(url, tmp_path / "ours.safetensors", everything=True)
     assert len(load_file(consolidate(url, ours))) < len(load_file(consolidate(url, ours, everything=True)))
+
+
+@pytest.mark.fault
+def test_consolidating_takes_no_url_for_a_path(tmp_path, monkeypatch):
+    url = save(tmp_path / "run", *train())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="s3:/bucket/x: a URL given, expected a path of this machine"):
+        consolidate(url, "s3://bucket/x")
+    assert not (tmp_path / "s3:").exists()
+
+
+@pytest.mark.fault
+def test_consolidating_onto_a_read_only_disk_is_an_error_in_a_line(tmp_path):
+    url = save(tmp_path / "run", *train())
+    with mounted(tmp_path / "disk") as disk:
+        disk.make_read_only()
+        with pytest.raises(CheckpointError, match="not written: Read-only file system") as caught:
+            consolidate(url, disk.path / "x.safetensors")
+    assert caught.value.is_transient
 
 
 @pytest.mark.fault

@@ -504,6 +504,12 @@ def test_the_run_is_named_by_its_key_the_environment_or_its_file():
     assert (config.run_folder, config.save_folder) == ("a", "a/x")
 
 
+def test_a_run_folder_is_no_url():
+    """As a path it would be a folder `s3:` here, and the checkpoints in it."""
+    expected = "run_folder: 's3://b/run' given, expected a folder of this machine; save_folder takes a URL"
+    assert refusal("run.yaml", "run_folder=s3://b/{run_name}").endswith(expected)
+
+
 @pytest.mark.parametrize(
     ("text", "value", "unit"),
     [
