@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -128,11 +129,25 @@ def write_weights(
     weight_map = {}
     for i, names in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: build_tensor(name) for name in names}, folder / file, metadata={"format": "pt"})
+        write_tensors({name: build_tensor(name) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One file, with the permissions of any other that this process writes: safetensors' own are its owner's alone.
+    Raises OSError."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
+    path.chmod(mode)
 
 
 def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MptConfig
 
 from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
@@ -224,6 +225,22 @@ def test_a_full_disk_leaves_the_earlier_export_and_no_draft(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     name = "transformer.wte.weight"
     assert torch.equal(import_model(tmp_path / "out")[1][name], model.state_dict()[name])
+
+
+def test_what_safetensors_says_of_a_disk_that_is_full_may_pass(tmp_path, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(ExportError, match="cannot be written: No space left on device") as caught:
+        export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out")
+    assert caught.value.is_transient
+
+
+def test_others_may_read_an_export_as_far_as_they_may_read_files_here(tmp_path):
+    export_model(random_model(ALIBI).state_dict(), ALIBI, tmp_path / "out")
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
 
 
 def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_path):
