@@ -130,7 +130,10 @@ class Preemption:
     def consume_stop_file(self) -> None:
         """What it asked for is done; the next launch must not find it."""
         if self._is_main and (self.agreed or self.reason):
-            self.stop_file.unlink(missing_ok=True)
+            try:
+                self.stop_file.unlink(missing_ok=True)
+            except OSError as error:  # all is saved and said; a folder of that name, a disk that is read-only by now
+                print(f"warning: {self.stop_file} cannot be removed: {error.strerror}", flush=True)
 
     # -------------------------------------------------------------------------------------------------- the threads
 

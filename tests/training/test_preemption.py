@@ -290,6 +290,16 @@ def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came
     assert preemption.leave_by == leave_by, "asked for once more is no reason to take longer"
 
 
+@pytest.mark.fault
+def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
+    preemption = Preemption(tmp_path, 30.0, None, print, print, print)
+    preemption._is_main = True
+    (tmp_path / "STOP").mkdir()
+    preemption.settle(REASONS.index("the file STOP"))
+    preemption.consume_stop_file()
+    assert "STOP cannot be removed: Is a directory" in capsys.readouterr().out
+
+
 def seconds_left(tmp_path, max_wall_seconds):
     deadline = Preemption(tmp_path, 30.0, max_wall_seconds, print, print, print).deadline
     assert deadline is not None
