@@ -83,6 +83,14 @@ def test_a_requeued_task_of_an_array_comes_back_alone(slurm, folder):
     slurm.run("scancel", array)
 
 
+def test_ranks_have_what_the_script_has_where_sbatch_hands_on_nothing(slurm, folder):
+    """Some sites' default; srun would hand on nothing either, not even PATH."""
+    write_program(folder, "import os; open('told.txt', 'w').write(os.environ['PATH'])")
+    job = slurm.submit(*ONE_TASK, "--export=NONE", SCRIPT, cwd=folder)
+    slurm.wait(lambda: slurm.show(job)["JobState"] in ("COMPLETED", "FAILED"))
+    assert (folder / "told.txt").read_text()
+
+
 def test_ranks_that_are_dealt_out_node_by_node_are_refused(slurm, folder):
     write_program(folder, TELLS)
     step = ("srun", "-N2", "--ntasks-per-node=2", "--distribution=cyclic", sys.executable, "scripts/train.py")

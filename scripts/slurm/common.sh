@@ -28,6 +28,9 @@ fi
 # Since 22.05 srun does not read sbatch's --cpus-per-task from SLURM_CPUS_PER_TASK any more.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
+# `sbatch --export=NONE`, some sites' default, would keep this shell's environment from the ranks.
+export SLURM_EXPORT_ENV=ALL
+
 # One task for each device, all of them visible to every task. The rendezvous is on rank 0's node: ranks/rank.py reads
 # srun's variables. When a rank has left the others have two minutes; the first to leave with 75 must
 # not have the others killed. (Bash before 4.4 takes an empty array for one that is not set.)
