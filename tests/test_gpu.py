@@ -109,7 +109,8 @@ def test_the_last_queries_of_plain_text_see_what_is_before_them(dtype, num_kv_he
 def test_text_is_written_on_a_gpu(sampling):
     prompt_t = random_tokens(BASE)[0, :8]
     written = list(generate(random_model(BASE).cuda(), prompt_t.cuda(), 2 * BASE.max_seq_len, **sampling))
-    assert len(written) == 2 * BASE.max_seq_len and max(written) < BASE.vocab_size
+    assert len(written) == 2 * BASE.max_seq_len
+    assert [token < BASE.vocab_size for token in written] == pytest.approx([True] * len(written))  # a number: a GPU's
 
 
 def test_an_offloaded_optimizer_trains_the_same_run(tmp_path, data):

@@ -163,6 +163,7 @@ def build_mask(
         bias_bhts = (-bias_bhts * distance_bts[:, None]).masked_fill(~may_see_bts[:, None], float("-inf"))
         return Mask(implementation=name, bias_bhts=bias_bhts, window=window)
     if implementation == "flex":
+        _expect_shapes()
         offset = num_keys - num_queries
         if documents_bs is None:
             block_mask = _block_mask(window, offset, num_queries, num_keys, device)
@@ -306,12 +307,20 @@ def _compiled_visibly(function: Callable) -> Callable:
     Older releases of torch cannot do so, and compute it again.
 
     Past its limit of recompilations torch would run it eagerly, with all scores in memory, unseen: so the whole graph
-    is asked for, and the limit lies beyond the shapes that a run with evaluations and decoding has.
+    is asked for. `_expect_shapes` raises the limit.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_SHAPES)
     option = "wrap_inductor_compiled_regions"
     options: Any = {option: True} if hasattr(inductor_config, option) else None
     return torch.compile(function, fullgraph=True, options=options)
+
+
+@functools.cache
+def _expect_shapes() -> None:
+    """Raise torch's limit of recompilations beyond the shapes of a run with evaluations and decoding.
+
+    Not where FlexAttention is called: a compiled block traces that, and would be compiled again for each limit.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_SHAPES)
 
 
 @functools.lru_cache(maxsize=16)

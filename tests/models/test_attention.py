@@ -112,6 +112,8 @@ def test_flex_never_falls_back_to_all_scores(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
     with torch._dynamo.config.patch(recompile_limit=8):
         attention._compiled_visibly.__wrapped__(None)
+        attention._expect_shapes.cache_clear()
+        build_mask(AttentionConfig(), "flex", None, torch.arange(8)[None], 8)
         assert asked[0]["fullgraph"] and torch._dynamo.config.recompile_limit >= 32
 
 

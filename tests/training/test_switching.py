@@ -106,5 +106,5 @@ def test_a_bucket_that_cannot_be_reached_is_said_in_one_line(tmp_path, data):
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, load_path="s3://nowhere/run", max_duration="2ba"))
     environment = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     result = train([path], tmp_path, env=environment)
-    assert result.exit_codes == [2]
+    assert result.exit_codes == [75]  # the link may come back
     assert "Traceback" not in result.output
