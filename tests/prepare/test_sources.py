@@ -125,15 +125,16 @@ def test_a_number_too_long_for_python_is_one_bad_line(tmp_path: Path) -> None:
 def test_a_parquet_file_without_the_column_is_counted_row_by_row_when_skipped(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    good = "word " * 99
-    pq.write_table(pa.table({"text": [good]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"body": ["x"] * 5}), tmp_path / "b.parquet", row_group_size=3)
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "c.parquet")
-    wanted = request(tmp_path, tokenizer_folder, on_error="skip")
+    good, source = "word " * 99, tmp_path / "source"
+    source.mkdir()
+    pq.write_table(pa.table({"text": [good]}), source / "a.parquet")
+    pq.write_table(pa.table({"body": ["x"] * 5}), source / "b.parquet", row_group_size=3)
+    pq.write_table(pa.table({"text": [1, 2]}), source / "c.parquet")
+    wanted = request(source, tokenizer_folder, on_error="skip")
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert (summary.skipped["missing_text_key"], summary.skipped["not_text"]) == (5, 2)
     assert summary.splits["train"].documents == 1
-    assert f"{tmp_path}/b.parquet has no 'text'; there are: body (choose one with --text-key)" in (
+    assert f"{source}/b.parquet has no 'text'; there are: body (choose one with --text-key)" in (
         summary.skipped_examples
     )
     printed = io.StringIO()

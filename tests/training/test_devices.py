@@ -30,7 +30,7 @@ def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):
     linear.model = SimpleNamespace(
         config=SimpleNamespace(max_seq_len=8, vocab_size=8, attn_config=SimpleNamespace(attn_uses_sequence_id=False))
     )
-    linear.precision = SimpleNamespace(autocast=None)
+    linear.precision, linear.separator = SimpleNamespace(autocast=None), None
     callback: Any = object.__new__(in_context.InContext)
     callback.__dict__.update(
         model=linear, tokenizer=None, tasks=[], max_batch_tokens=8, limit=None, ranks=SimpleNamespace(rank=0, size=1)

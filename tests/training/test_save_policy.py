@@ -20,7 +20,7 @@ def decide(batch, *, agreed=0, save_interval="100ba", stop_after=None, eval_inte
         save_interval=save_interval,
         stop_after=stop_after,
         eval_interval=eval_interval,
-        eval_loader="val",
+        validation={"": "val"},
         icl_tasks=[],
     )
     asked: Any = SimpleNamespace(agreed=agreed)
