@@ -1,6 +1,6 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
 #   make quickstart   text -> shards -> a small MPT on 1 rank, then on 2 -> tables, samples, a plot, an evaluation (6 minutes, no GPU)
-#   make test         the tests (12 minutes on 2 cores)
+#   make test         the tests (8 minutes on 2 cores)
 
 SHELL := bash
 PYTHON ?= python3
