@@ -96,8 +96,6 @@ class Folder(Protocol):
         """`is_anew`: past what this machine remembers of the file, as far as it lets us."""
         ...
 
-    def age_seconds(self, name: str) -> float | None: ...
-
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
     """What a file that cannot be read means: it is not there, or this machine cannot read it. Neither is damage."""

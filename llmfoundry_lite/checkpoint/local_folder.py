@@ -155,11 +155,6 @@ class LocalFolder:
     def source(self, name: str, *, is_anew: bool = False) -> "LocalSource":
         return LocalSource(self.path / name, is_anew)
 
-    def age_seconds(self, name: str) -> float | None:
-        with contextlib.suppress(OSError):
-            return max(0.0, time.time() - (self.path / name).stat().st_mtime)
-        return None
-
 
 class LocalSink:
     """A file of which aligned pieces go to the disk past the page cache.

@@ -211,9 +211,6 @@ class RemoteFolder:
             self.filesystem.invalidate_cache()
         return RemoteSource(self.filesystem, f"{self.path}/{name}")
 
-    def age_seconds(self, name: str) -> float | None:
-        return None
-
 
 class RemoteSink:
     """A multi-part upload; the object appears when it is closed."""
