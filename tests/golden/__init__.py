@@ -1,0 +1,1 @@
+"""A record of what the product does, to compare before and after a change that shall change nothing."""
