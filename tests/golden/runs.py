@@ -12,6 +12,7 @@ from typing import Any
 from tests.golden.lab import CASES, Lab, digest, split
 
 ISLANDS = ("a", "b")
+COORDINATOR_LOG = "coordinator.txt"  # lies with the island that comes first
 PASSING = ("throughput/", "memory/", "time/batch_seconds", "time/elapsed", "time/remaining", "checkpoint/")
 """Metrics that say how fast the machine was."""
 
@@ -72,7 +73,8 @@ def record_run(lab: Lab, name: str) -> dict[str, Any]:
     for suffix, log in logs.items():
         for key, values in read_metrics(log / "metrics.jsonl").items():
             found[f"{name}{suffix}/{key}"] = values
-    found[f"{name}/files"] = sorted(plain_name(path, folder) for path in folder.rglob("*") if path.is_file())
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != COORDINATOR_LOG]
+    found[f"{name}/files"] = sorted(plain_name(path, folder) for path in files)
     newest = max((folder / "checkpoints").glob("ba*"), key=lambda path: int(path.name[2:]))
     found[f"{name}/tensors"] = read_tensors(newest)
     return found
@@ -87,7 +89,9 @@ def read_metrics(path: Path) -> dict[str, list[Any]]:
     """By metric, what stands in the last line of each batch; numbers in full."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     records = [record for _, record in sorted({line["batch"]: line for line in lines}.items())]
-    keys = sorted({key for record in records for key in record if not key.startswith(PASSING)})
+    keys = sorted(
+        {key for record in records for key in record if not key.startswith(PASSING) and not key.endswith("_seconds")}
+    )
     return {key: [in_full(record.get(key)) for record in records] for key in keys}
 
 
