@@ -6,7 +6,7 @@ python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on 
 """
 
 if __name__ == "__main__":  # before the imports below, which take a moment
-    from llmfoundry_lite.early_exit import leave_with_75_when_asked
+    from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
 
     leave_with_75_when_asked()
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     config, tasks, notes = load_eval_config(arguments)
     prepare_environment(config)
-    from llmfoundry_lite.suite import run_suite  # imports torch
+    from llmfoundry_lite.evaluation.suite import run_suite  # imports torch
 
     run_suite(config, tasks, notes)
 

@@ -29,10 +29,10 @@ from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
+from llmfoundry_lite.launch.status import STATUS, write_ended_early
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.exchanges import context_exchanges, stream_reductions
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
-from llmfoundry_lite.status import STATUS, write_ended_early
 
 LARGE_INDEX_BYTES = 16_000_000
 """Of some 40,000 shards."""

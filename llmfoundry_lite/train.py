@@ -8,7 +8,7 @@ Owns the order of a launch: configuration, preflight, environment, then the heav
 """
 
 if __name__ == "__main__":  # before the imports below, which take a moment
-    from llmfoundry_lite.early_exit import leave_with_75_when_asked
+    from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
 
     leave_with_75_when_asked()
 
@@ -20,9 +20,9 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
-from llmfoundry_lite.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here]]

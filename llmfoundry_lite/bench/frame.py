@@ -17,7 +17,7 @@ from rich.console import Console
 from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.tables import markdown_table, print_table
+from llmfoundry_lite.report.tables import markdown_table, print_table
 
 T = TypeVar("T")
 PIPE_WIDTH = 140

@@ -92,8 +92,8 @@ class Folder(Protocol):
         """For a file of `num_bytes`. A local folder must be there: see `LocalPlace.make`."""
         ...
 
-    def source(self, name: str, *, is_anew: bool = False) -> Source:
-        """`is_anew`: past what this machine remembers of the file, as far as it lets us."""
+    def source(self, name: str, *, bypass_cache: bool = False) -> Source:
+        """`bypass_cache`: past what this machine remembers of the file, as far as it lets us."""
         ...
 
 
@@ -107,7 +107,7 @@ def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointEr
     return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
 
 
-def wrong_twice(look: Callable[[bool], T]) -> T:
+def retry_on_damage(look: Callable[[bool], T]) -> T:
     """What `look` finds. It is called again, with True, after damage: a bad transfer or a stale cache is none."""
     try:
         return look(False)
@@ -126,7 +126,7 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
         parent, _, name = path.rpartition("/")
         if sizes[parent].get(name) != num_bytes:
             try:
-                source = folder.source(path, is_anew=True)
+                source = folder.source(path, bypass_cache=True)
             except (FileNotFoundError, IsADirectoryError):
                 return path, None
             size = source.num_bytes
@@ -139,7 +139,7 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
 # --------------------------------------------------------------------------------------------------------- attempts
 
 
-def persistently(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
+def retry_transient_errors(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
     """Again after an error that may pass (any, without a list of them); only for calls that may be made twice."""
     for attempt in range(ATTEMPTS):
         try:

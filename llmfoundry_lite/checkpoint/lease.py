@@ -39,14 +39,14 @@ class Leases:
         self.url = root.url
         self.folder = root.child(FOLDER)
 
-    def acquire(self, *, at_least: int, from_running: bool = False) -> Lease:
+    def acquire(self, *, at_least: int, steal_from_live_writer: bool = False) -> Lease:
         """The next number. Raises CheckpointError if the holder still runs on this machine and the lease is not to be
-        taken `from_running` ones; OSError of the disk.
+        taken `steal_from_live_writer` ones; OSError of the disk.
 
         Makes the folder, and alone does so: one that is not there later has vanished.
         """
         holder = self.holder()
-        if holder is not None and not from_running and is_running_elsewhere(holder.owner):
+        if holder is not None and not steal_from_live_writer and is_running_elsewhere(holder.owner):
             raise CheckpointError(
                 f"{self.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or "
                 "give this run another save_folder"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import NO_FILE, PASSING, PAUSE_SECONDS, Buffer, persistently
+from llmfoundry_lite.checkpoint.folders import NO_FILE, PASSING, PAUSE_SECONDS, Buffer, retry_transient_errors
 from llmfoundry_lite.files import open_regular
 
 MAX_VECTORS = 512
@@ -46,7 +46,7 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         try:
-            return sorted(persistently(lambda: os.listdir(self.path), PASSING))
+            return sorted(retry_transient_errors(lambda: os.listdir(self.path), PASSING))
         except OSError as error:
             if error.errno in NO_FILE:  # a link that leads in a circle, too
                 return []
@@ -58,7 +58,7 @@ class LocalFolder:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
         try:
-            return persistently(listed, PASSING)
+            return retry_transient_errors(listed, PASSING)
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
@@ -79,7 +79,7 @@ class LocalFolder:
                 return file.read(max_bytes + 1)
 
         try:
-            return persistently(content, PASSING)
+            return retry_transient_errors(content, PASSING)
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
@@ -152,8 +152,8 @@ class LocalFolder:
     def sink(self, name: str, num_bytes: int) -> "LocalSink":
         return LocalSink(self.path / name)
 
-    def source(self, name: str, *, is_anew: bool = False) -> "LocalSource":
-        return LocalSource(self.path / name, is_anew)
+    def source(self, name: str, *, bypass_cache: bool = False) -> "LocalSource":
+        return LocalSource(self.path / name, bypass_cache)
 
 
 class LocalSink:
@@ -224,11 +224,11 @@ def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
 
 
 class LocalSource:
-    def __init__(self, path: Path, is_anew: bool = False):
+    def __init__(self, path: Path, bypass_cache: bool = False):
         self.path = path
-        self._descriptor = persistently(lambda: open_regular(path), PASSING)
+        self._descriptor = retry_transient_errors(lambda: open_regular(path), PASSING)
         self.num_bytes = os.fstat(self._descriptor).st_size
-        if is_anew and hasattr(os, "posix_fadvise"):
+        if bypass_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
@@ -239,7 +239,7 @@ class LocalSource:
             if error.errno not in PASSING:
                 raise
             time.sleep(PAUSE_SECONDS)
-            persistently(lambda: self._read_anew(offset, pieces, if_none), PASSING)
+            retry_transient_errors(lambda: self._read_anew(offset, pieces, if_none), PASSING)
 
     def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
         """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""

@@ -74,7 +74,7 @@ def agree_on_plan(tensors: Tensors, group: Group, row_orders: Mapping[str, Runs]
         table = describe(tensors, group, row_orders)
     except CheckpointError as caught:
         error = caught
-    exchange.agree(error, group)
+    exchange.raise_on_all_ranks(error, group)
     assert table is not None
     rank, world_size = exchange.rank_and_size(group)
     tables, plan = exchange.gather_distinct(table, group), None
@@ -83,7 +83,7 @@ def agree_on_plan(tensors: Tensors, group: Group, row_orders: Mapping[str, Runs]
         plan = make_plan(tables, rank, world_size)
     except CheckpointError as caught:
         error = caught
-    exchange.agree(error, group)
+    exchange.raise_on_all_ranks(error, group)
     assert plan is not None
     return plan
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, persistently
+from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, retry_transient_errors
 from llmfoundry_lite.errors import has_expired
 
 REMOTE_PART_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class RemoteFolder:
                 return []
             return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
 
-        return persistently(listed)
+        return retry_transient_errors(listed)
 
     def sizes(self) -> dict[str, int]:
         def listed() -> dict[str, int]:
@@ -91,7 +91,7 @@ class RemoteFolder:
                 if entry["type"] == "file"
             }
 
-        return persistently(listed)
+        return retry_transient_errors(listed)
 
     def exists(self) -> bool:
         return bool(self.names())
@@ -107,12 +107,12 @@ class RemoteFolder:
                     return b""
                 raise
 
-        return persistently(fetched)
+        return retry_transient_errors(fetched)
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
         path = f"{self.path}/{name}"
         if not only_if_new:
-            persistently(lambda: self.filesystem.pipe_file(path, data))
+            retry_transient_errors(lambda: self.filesystem.pipe_file(path, data))
             return
         if name in self.names():
             raise FileExistsError(path)
@@ -125,17 +125,17 @@ class RemoteFolder:
         except OSError as error:  # a server without
             if error.errno != errno.ENOSYS:
                 raise
-        persistently(lambda: self.filesystem.pipe_file(path, data))
+        retry_transient_errors(lambda: self.filesystem.pipe_file(path, data))
         if self.read(name, len(data)) != data:
             raise FileExistsError(path)
 
     def remove(self, name: str) -> None:
-        persistently(lambda: self._remove_key(f"{self.path}/{name}"))
+        retry_transient_errors(lambda: self._remove_key(f"{self.path}/{name}"))
 
     def version(self, name: str) -> str | None:
         """Return the version for `remove_version`; None where the client has none. Raises OSError if it is absent."""
         self.filesystem.invalidate_cache()
-        return persistently(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
+        return retry_transient_errors(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
 
     def remove_version(self, name: str, version: str | None) -> bool:
         """`remove`, but not of another version by now: then False. A server that cannot tell removes any."""
@@ -143,7 +143,7 @@ class RemoteFolder:
             path = f"{self.path}/{name}"
             bucket, key, _ = self.filesystem.split_path(path)
             try:
-                persistently(
+                retry_transient_errors(
                     lambda: self.filesystem.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version), ()
                 )
                 return True
@@ -189,7 +189,7 @@ class RemoteFolder:
             for path in sorted(self._find(withdirs=True), key=len, reverse=True):  # not on a store without folders
                 self.filesystem.rmdir(path)
 
-        persistently(removed)
+        retry_transient_errors(removed)
 
     def _find(self, *, withdirs: bool = False) -> list[str]:
         """Every key of this folder, or of the file that has its name."""
@@ -206,8 +206,8 @@ class RemoteFolder:
     def sink(self, name: str, num_bytes: int) -> "RemoteSink":
         return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
 
-    def source(self, name: str, *, is_anew: bool = False) -> "RemoteSource":
-        if is_anew:
+    def source(self, name: str, *, bypass_cache: bool = False) -> "RemoteSource":
+        if bypass_cache:
             self.filesystem.invalidate_cache()
         return RemoteSource(self.filesystem, f"{self.path}/{name}")
 
@@ -252,11 +252,13 @@ class RemoteSource:
     def __init__(self, filesystem: RenewingFilesystem, path: str):
         self.filesystem = filesystem
         self.path = path
-        self.num_bytes = int(persistently(lambda: filesystem.info(path))["size"])
+        self.num_bytes = int(retry_transient_errors(lambda: filesystem.info(path))["size"])
 
     def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
         size = sum(len(piece) for piece in pieces)
-        data = memoryview(persistently(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size)))
+        data = memoryview(
+            retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size))
+        )
         if len(data) != size:
             raise EOFError(f"{self.path}: ends before byte {offset + size}")
         for piece in pieces:

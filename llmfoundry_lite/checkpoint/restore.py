@@ -85,7 +85,7 @@ def load(
             checkpoint = open_checkpoint(url)
         except CheckpointError as caught:
             error = caught
-    exchange.agree(error, group)
+    exchange.raise_on_all_ranks(error, group)
     return _load_together(checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group)
 
 
@@ -121,15 +121,15 @@ def load_newest(
                 passed.update(search.passed)
             except CheckpointError as caught:
                 error = caught
-        exchange.agree(error, group)
-        name = exchange.tell_all(checkpoint.name if checkpoint else None, group)
+        exchange.raise_on_all_ranks(error, group)
+        name = exchange.broadcast_json(checkpoint.name if checkpoint else None, group)
         if name is None:
-            return Restored(None, store.root.url, exchange.tell_all(notes, group))
+            return Restored(None, store.root.url, exchange.broadcast_json(notes, group))
         try:
             manifest = _load_together(
                 checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group
             )
-            return Restored(manifest, store.root.child(name).url, exchange.tell_all(notes, group))
+            return Restored(manifest, store.root.child(name).url, exchange.broadcast_json(notes, group))
         except (DamagedCheckpointError, IncompleteCheckpointError) as fault:
             passed.add(name)
             if is_main:
@@ -148,14 +148,14 @@ def _load_together(
     group: Group,
 ) -> Manifest:
     """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
-    url = exchange.tell_all(checkpoint.where if checkpoint else None, group)
+    url = exchange.broadcast_json(checkpoint.where if checkpoint else None, group)
     raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"", group)
     error: Exception | None = None
     try:
         checkpoint = checkpoint or Checkpoint(url, open_folder(url), decode(raw, url))
     except CheckpointError as caught:  # such as a package that one node lacks
         error = caught
-    exchange.agree(error, group)
+    exchange.raise_on_all_ranks(error, group)
     assert checkpoint is not None
     manifest = checkpoint.manifest
     held = hold_together(model, optimizer, group)
@@ -166,7 +166,7 @@ def _load_together(
         staging = read_tensors(checkpoint, targets.tensors, targets.row_orders, verify=verify, num_threads=num_threads)
     except Exception as caught:
         error = caught
-    exchange.agree(_judge(error, checkpoint, group), group)
+    exchange.raise_on_all_ranks(_judge(error, checkpoint, group), group)
     assert targets is not None
     targets.write(staging)
     return manifest
@@ -180,7 +180,7 @@ def _judge(error: Exception | None, checkpoint: Checkpoint, group: Group) -> Exc
     report = None
     if isinstance(error, UnsoundCheckpointError):
         report = [error.file, socket.gethostname(), str(error), error.is_transient]
-    reports = exchange.gather_json(report, group)
+    reports = exchange.all_gather_json(report, group)
     if error is not None or exchange.rank_and_size(group)[0] != 0:
         return error
     complaints = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
@@ -239,7 +239,7 @@ def hold_together(model: nn.Module, optimizer: Optimizer | None, group: Group) -
         mine = [sorted(state.model_tensors(model)[0]), [sorted(names) for names in groups]]
     except CheckpointError as caught:
         error = caught
-    exchange.agree(error, group)
+    exchange.raise_on_all_ranks(error, group)
     held = [value for value, _ in exchange.gather_distinct(mine, group)]
     groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
     return Held(set().union(*(keys for keys, _ in held)), groups)

@@ -172,15 +172,15 @@ class Saver:
         """This rank has something to write or to publish still."""
         return self._flight is not None and not self._flight.task.done()
 
-    def take_lease(self, *, from_running: bool = False) -> None:
+    def take_lease(self, *, steal_from_live_writer: bool = False) -> None:
         """On rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
         error = None
         if self.rank == 0:
             try:
-                self.lease = self.store.acquire(from_running=from_running)
+                self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer)
             except CheckpointError as caught:
                 error = caught
-        exchange.agree(error, self.group)
+        exchange.raise_on_all_ranks(error, self.group)
         self.has_lease = True
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
@@ -196,7 +196,7 @@ class Saver:
         if exchange.max_of([signature != self._signature], self.group)[0]:
             self._make_plan(found.tensors, found.row_orders)
             self._signature = signature
-        epoch, save_id = exchange.tell_all(lease_and_id, self.group)
+        epoch, save_id = exchange.broadcast_json(lease_and_id, self.group)
         self.store.on_phase("planned")
         self._stage(found.tensors, found.row_orders)
         about = replace(about, scalars=copy.deepcopy(about.scalars))  # of this moment too, though encoded later
@@ -226,7 +226,7 @@ class Saver:
         if not all_written:
             return None
         try:
-            exchange.agree(_error_of(flight.task), self.group)
+            exchange.raise_on_all_ranks(_error_of(flight.task), self.group)
             if not flight.is_publishing:
                 reports = self._gather_reports(flight)
                 optimizer, aliases = self._gather_numbers(flight.state)
@@ -373,7 +373,7 @@ class Saver:
         if len(self._plan.first_ranks) == 1:
             return found.optimizer, found.aliases
         mine = encode_value([found.optimizer, found.aliases])
-        parts = [decode_value(exchange.tell_all(mine, self.group, source=r)) for r in self._plan.first_ranks]
+        parts = [decode_value(exchange.broadcast_json(mine, self.group, source=r)) for r in self._plan.first_ranks]
         return state.join_optimizers([optimizer for optimizer, _ in parts]), {
             alias: name for _, aliases in parts for alias, name in aliases.items()
         }

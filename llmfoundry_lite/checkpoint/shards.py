@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, unreadable, wrong_twice
+from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, retry_on_damage, unreadable
 from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, Stored
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
@@ -206,8 +206,8 @@ class Shard:
     def _look(self, read: Callable[[Source], T]) -> T:
         """What `read` finds; with a source of its own if it finds damage, which must be there twice."""
 
-        def once(is_anew: bool) -> T:
-            source = _open_once(self.folder, self.file, is_anew=True) if is_anew else self.source
+        def once(bypass_cache: bool) -> T:
+            source = _open_once(self.folder, self.file, bypass_cache=True) if bypass_cache else self.source
             try:
                 return read(source)
             except EOFError as error:
@@ -215,10 +215,10 @@ class Shard:
             except OSError as error:
                 raise unreadable(self.folder, self.file.name, error) from error
             finally:
-                if is_anew:
+                if bypass_cache:
                     source.close()
 
-        return wrong_twice(once)
+        return retry_on_damage(once)
 
     def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
         """Where a slice lies. Raises DamagedCheckpointError when the file has it otherwise, or not."""
@@ -424,12 +424,12 @@ def _inside(named: Sequence[Want | Span], first: int, last: int) -> str:
 
 
 def _open(folder: Folder, file: FileRecord) -> Source:
-    return wrong_twice(lambda is_anew: _open_once(folder, file, is_anew))
+    return retry_on_damage(lambda bypass_cache: _open_once(folder, file, bypass_cache))
 
 
-def _open_once(folder: Folder, file: FileRecord, is_anew: bool) -> Source:
+def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
     try:
-        source = folder.source(file.name, is_anew=is_anew)
+        source = folder.source(file.name, bypass_cache=bypass_cache)
     except OSError as error:
         raise unreadable(folder, file.name, error) from error
     if source.num_bytes != file.num_bytes:

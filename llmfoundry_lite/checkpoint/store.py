@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.folders import Folder, find_absent, unreadable, wrong_twice
+from llmfoundry_lite.checkpoint.folders import Folder, find_absent, retry_on_damage, unreadable
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Manifest
@@ -178,7 +178,7 @@ def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
 
 
 def read_checkpoint(folder: Folder) -> Checkpoint:
-    return wrong_twice(lambda is_anew: _read_once(folder))
+    return retry_on_damage(lambda bypass_cache: _read_once(folder))
 
 
 def _read_once(folder: Folder) -> Checkpoint:
@@ -217,15 +217,15 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------------------ lease
 
-    def acquire(self, *, from_running: bool = False) -> Lease:
+    def acquire(self, *, steal_from_live_writer: bool = False) -> Lease:
         """Become the writer of this run and clear away what dead writers left half done.
 
         Raises CheckpointError if the present writer still runs on this machine, but where it has been told that it is
-        the writer no more: then the lease is taken `from_running` ones.
+        the writer no more: then the lease is taken `steal_from_live_writer` ones.
         """
         with _os_errors(f"{self.root.url}: no lease can be taken"):
             at_least = max(self._committed_epochs(), default=0) + 1
-            lease = self.leases.acquire(at_least=at_least, from_running=from_running)
+            lease = self.leases.acquire(at_least=at_least, steal_from_live_writer=steal_from_live_writer)
             self._clear_remains(lease)
         return lease
 

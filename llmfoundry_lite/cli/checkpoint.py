@@ -370,8 +370,8 @@ class WatchedFolder:
         self.url, self.is_local, self.child, self.sizes = folder.url, folder.is_local, folder.child, folder.sizes
         self.parent = folder.parent
 
-    def source(self, name: str, *, is_anew: bool = False) -> "WatchedSource":
-        return WatchedSource(self._place.source(name, is_anew=is_anew), self._on_read)
+    def source(self, name: str, *, bypass_cache: bool = False) -> "WatchedSource":
+        return WatchedSource(self._place.source(name, bypass_cache=bypass_cache), self._on_read)
 
 
 class WatchedSource:
@@ -387,7 +387,7 @@ class WatchedSource:
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     from rich.console import Console
 
-    from llmfoundry_lite.tables import print_table
+    from llmfoundry_lite.report.tables import print_table
 
     print_table(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False), columns, rows, right)
 

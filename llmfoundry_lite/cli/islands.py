@@ -26,7 +26,7 @@ def coordinate(
     """
     from llmfoundry_lite.islands.messages import find_token, parse_address
     from llmfoundry_lite.islands.serve import serve
-    from llmfoundry_lite.ranks.output import pass_over_lost_words
+    from llmfoundry_lite.ranks.output import ignore_output_errors
 
-    pass_over_lost_words()
+    ignore_output_errors()
     serve(parse_address(listen, "--listen"), find_token(), num_islands, silence, until_alone=until_alone)

@@ -12,9 +12,9 @@ def relay_command(
 
     May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
     """
-    from llmfoundry_lite.ranks.output import pass_over_lost_words
-    from llmfoundry_lite.relay.places import load_relay
-    from llmfoundry_lite.relay.relay import run
+    from llmfoundry_lite.launch.places import load_relay
+    from llmfoundry_lite.launch.relay import run
+    from llmfoundry_lite.ranks.output import ignore_output_errors
 
-    pass_over_lost_words()
+    ignore_output_errors()
     raise typer.Exit(run(load_relay(path)))

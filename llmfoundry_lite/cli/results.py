@@ -115,7 +115,7 @@ def compare_results(
         for path in write_comparison(loaded, pairs, out, published_markdown(loaded) if published else ""):
             print(printable(str(path)))
         if pairs:
-            from llmfoundry_lite.plots.evaluations import plot_differences
+            from llmfoundry_lite.report.evaluation_figures import plot_differences
 
             others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
             plot_differences(

@@ -31,9 +31,9 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
     from llmfoundry_lite.config.schema import parse_seconds
-    from llmfoundry_lite.launcher.launch import Launcher, Program
-    from llmfoundry_lite.lean_imports import HEAVY
-    from llmfoundry_lite.status import read_status
+    from llmfoundry_lite.launch.launcher import Launcher, Program
+    from llmfoundry_lite.launch.status import read_status
+    from llmfoundry_lite.training.lean_imports import HEAVY
 
     config = check(context.args)[0].config
     prepare_environment(config)
@@ -55,12 +55,12 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.eval", main, context.args)
     from llmfoundry_lite.config.load_eval import load_eval_config
-    from llmfoundry_lite.launcher.launch import Launcher, Program
+    from llmfoundry_lite.launch.launcher import Launcher, Program
 
     config, _, _ = load_eval_config(context.args)
     prepare_environment(config)
     logs = log_dir or Path(config.results_folder) / "logs"
-    program = Program("llmfoundry_lite.eval", "llmfoundry_lite.suite")
+    program = Program("llmfoundry_lite.eval", "llmfoundry_lite.evaluation.suite")
     raise typer.Exit(Launcher(program, num_ranks, 0, logs).run(context.args))
 
 
@@ -69,7 +69,7 @@ def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = Fal
     many."""
     if num_ranks == 1 and not is_asked:
         return False
-    from llmfoundry_lite.launcher.launch import places, refuse_other_launchers
+    from llmfoundry_lite.launch.launcher import places, refuse_other_launchers
 
     refuse_other_launchers()
     os.environ.update(places(num_ranks) | {"RANK": "0", "LOCAL_RANK": "0"})

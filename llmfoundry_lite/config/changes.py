@@ -35,7 +35,7 @@ FREELY = (
 )
 """The machine's choices and the user's: how, where and how loudly the run is computed."""
 
-BY_BEING_SAID = (
+ALLOWED_AND_LOGGED = (
     *("max_duration", "optimizer.lr", "optimizer.weight_decay", "optimizer.kwargs.weight_decay", "scheduler"),
     *("optimizer.adamw_lr", "optimizer.ns_dtype"),
     *("algorithms", "on_non_finite", "save_interval", "train_loader.kwargs"),
@@ -59,7 +59,7 @@ WITH_ATTENTION_DROPOUT = (
 Rule = Literal["freely", "by being said", "never"]
 RULES: dict[str, Rule] = {
     **dict.fromkeys(FREELY, "freely"),
-    **dict.fromkeys(BY_BEING_SAID, "by being said"),
+    **dict.fromkeys(ALLOWED_AND_LOGGED, "by being said"),
     **dict.fromkeys(NEVER, "never"),
 }
 """Key, or block of keys -> rule. The longest key that fits decides."""

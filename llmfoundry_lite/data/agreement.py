@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llmfoundry_lite.errors import DataError, UserError
-from llmfoundry_lite.ranks.exchange import agree
+from llmfoundry_lite.ranks.exchange import raise_on_all_ranks
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def failing_together(what: str) -> Iterator[None]:
         error.__cause__ = caught
     except Exception as caught:
         error = caught
-    agree(error)
+    raise_on_all_ranks(error)
 
 
 def check_alike(notes: Sequence[dict[str, Any]]) -> None:

@@ -34,7 +34,7 @@ from llmfoundry_lite.data.order import (
 from llmfoundry_lite.data.shard_cache import CachedShards
 from llmfoundry_lite.data.streams import folder_of
 from llmfoundry_lite.errors import DataError, TransientDataError
-from llmfoundry_lite.ranks.exchange import gather_json
+from llmfoundry_lite.ranks.exchange import all_gather_json
 from llmfoundry_lite.ranks.memory import return_freed_memory
 
 TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
@@ -196,7 +196,7 @@ class TextDataset(CachedShards):
                 self._check_columns()
                 self.order.shard_begins.setflags(write=False)  # worked out before workers are forked, who share it
             # Whoever comes back from here knows that the other ranks have opened the blocks as well.
-            check_alike(gather_json(self._describe()))
+            check_alike(all_gather_json(self._describe()))
         except BaseException:
             self.__del__()  # lets go of the folders; the error may keep this object alive
             raise

@@ -52,7 +52,7 @@ from llmfoundry_lite.data.shared_memory import (
 )
 from llmfoundry_lite.data.streams import CheckedStream, build_streams, find_damage, folder_of, remedy
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.ranks.exchange import gather_json, tell_all
+from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class CachedShards(StreamingDataset):
     ) -> None:
         """The first rank of each node reads the indexes and makes what the node shares; the others open that."""
         self._background_error: Exception | None = None
-        launch_id = tell_all(secrets.token_hex(8))
+        launch_id = broadcast_json(secrets.token_hex(8))
         number = None
         self._cannot_open = "cannot open the data set"
         with failing_together(self._cannot_open):
@@ -88,7 +88,7 @@ class CachedShards(StreamingDataset):
         with failing_together(self._cannot_open):
             if get_local_rank() == 0:
                 number = self._make_shared(launch_id, allow_unhashed_shards)
-        numbers = gather_json(number)
+        numbers = all_gather_json(number)
         with failing_together(self._cannot_open):
             if get_local_rank() > 0:
                 self._open_shared(numbers[get_rank() - get_local_rank()])

@@ -33,7 +33,7 @@ from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
 from llmfoundry_lite.doctor.gemm import BROKEN, LENGTH, Product, first_wrong
 from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
 from llmfoundry_lite.hardware import MIB
-from llmfoundry_lite.ranks.exchange import gather_json, tell_all
+from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 
@@ -114,7 +114,7 @@ def examine_nodes(machine: Machine, json_file: Path | None = None, sabotage: Sab
 
 def examine_ranks(machine: Machine, device: torch.device) -> Iterator[Finding]:
     """The same findings on every rank."""
-    members = [Member(*member) for member in gather_json(look_at_this_rank(machine, device))]
+    members = [Member(*member) for member in all_gather_json(look_at_this_rank(machine, device))]
     yield judge_versions(members)
     yield judge_products(members)
     yield judge_rates(members)
@@ -158,7 +158,7 @@ def look_at_this_rank(machine: Machine, device: torch.device) -> Member:
     problem = first_wrong(signs, torch.matmul, device)
     size = (512 if machine.quick else 1024) if device.type == "cpu" else 8192
     rate = measure_flops(device, size, 3 if machine.quick else 10)
-    gather_json(here.rank)
+    all_gather_json(here.rank)
     return Member(here.rank, node_name(), versions_here(), device_name(), rate, problem, time.time())
 
 
@@ -200,8 +200,8 @@ def measure_pairs(speakers: Sequence[int], num_bytes: int, device: torch.device)
         for first, second in pairs:
             if this_rank().rank in (first, second):
                 mine.append(measure_pair(first, second, num_bytes, device))
-        tell_all(None)  # the next round begins when this one has ended
-    found = [Pair(*pair) for pairs in gather_json(mine) for pair in pairs]
+        broadcast_json(None)  # the next round begins when this one has ended
+    found = [Pair(*pair) for pairs in all_gather_json(mine) for pair in pairs]
     wrong = {(pair.first, pair.second): pair for pair in found if pair.problem}
     alike = {(pair.first, pair.second): pair for pair in reversed(found)}  # the first rank's clock
     return sorted((alike | wrong).values())

@@ -7,7 +7,7 @@ from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError, NonFiniteError
 from llmfoundry_lite.evaluation.scoring import Scorable
 from llmfoundry_lite.evaluation.tasks import Encoder, Prepared, clean
-from llmfoundry_lite.ranks.exchange import agree, gather_json, max_of
+from llmfoundry_lite.ranks.exchange import all_gather_json, max_of, raise_on_all_ranks
 
 
 def answer_all(
@@ -27,7 +27,7 @@ def answer_all(
         number = min(start + rank, len(task.items) - 1)  # a rank without one repeats the last, for sharded models
         context = task.items[number].requests[0].context
         text = write(model, tokenizer, context, task.config.max_new_tokens, task.config)
-        agree(
+        raise_on_all_ranks(
             DataError(f"{task.name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
             if text is None
             else None
@@ -36,7 +36,7 @@ def answer_all(
         if start + rank < len(task.items):
             found.append((number, text))
         on_progress(task.name, min(start + world_size, len(task.items)), len(task.items))
-    return [text for _, text in sorted({(n, t) for share in gather_json(found) for n, t in share})]
+    return [text for _, text in sorted({(n, t) for share in all_gather_json(found) for n, t in share})]
 
 
 def write(

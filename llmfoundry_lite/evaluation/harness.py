@@ -29,7 +29,7 @@ from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_versio
 from llmfoundry_lite.evaluation.rows import GENERATION, read_rows
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import Encoder, Item, Prepared, prepare
-from llmfoundry_lite.ranks.exchange import agree, gather_json, rank_and_size, tell_all
+from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raise_on_all_ranks, rank_and_size
 
 METRICS = {
     "multiple_choice": ("acc_per_token", "acc", "acc_norm"),
@@ -80,11 +80,11 @@ def evaluate(
     except UserError as caught:
         error = caught
     error = error or _find_unknown_token(model, prepared)
-    agree(error)  # of a file that one machine alone lacks, the others hear now, not when they wait for it
+    raise_on_all_ranks(error)  # of a file that one machine alone lacks, the others hear now, not when they wait for it
     for task in prepared:
         # Rank 0's word, because it alone may see the files.
         told = None if against is None else against.told(task.name, against.plan(task))
-        if files is not None and (known := tell_all(files.find(task, results, told))) is not None:
+        if files is not None and (known := broadcast_json(files.find(task, results, told))) is not None:
             results.tasks[task.name] = known
             continue
         how = (max_batch_tokens, on_progress, share or rank_and_size(None))
@@ -95,10 +95,10 @@ def evaluate(
                 files.add(results, task.name, items)
             except UserError as caught:
                 error = caught
-            agree(error)  # rank 0 alone writes, and the others would wait for it at the next task
+            raise_on_all_ranks(error)  # rank 0 alone writes, and the others would wait for it at the next task
     if files is not None:
         results.tasks |= {
-            name: record for name, record in tell_all(files.kept(results)).items() if name not in results.tasks
+            name: record for name, record in broadcast_json(files.kept(results)).items() if name not in results.tasks
         }
     return results
 
@@ -195,14 +195,14 @@ def _score_all(
         done = min(num_requests, len(found) * world_size)
         on_progress(task.name, len(task.items) * done // num_requests, len(task.items))
     bad = sum(not math.isfinite(value.log_probability) for value in found.values())
-    agree(
+    raise_on_all_ranks(
         DataError(
             f"{task.name}: the model gives NaN or infinity for {bad:,} of {len(found):,} answers; nothing is kept"
         )
         if bad
         else None
     )
-    shares = gather_json([[number, *value] for number, value in found.items()])
+    shares = all_gather_json([[number, *value] for number, value in found.items()])
     return {number: Score(*value) for share in shares for number, *value in share}
 
 

@@ -13,7 +13,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.paired import Z_TWO_SIDED
 from llmfoundry_lite.evaluation.reading import Loaded, Record, num_unasked
 from llmfoundry_lite.evaluation.tables import average_error, print_blocks, print_note
-from llmfoundry_lite.tables import markdown_list, markdown_table
+from llmfoundry_lite.report.tables import markdown_list, markdown_table
 
 TASKS = {
     "arc_challenge": "ARC-c",

@@ -19,7 +19,7 @@ from llmfoundry_lite.evaluation.gauntlet import Gauntlet, averages_of, run_gaunt
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
 from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at, data_of, error_of_sum, num_unasked
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.tables import lean_table, markdown_list, markdown_table
+from llmfoundry_lite.report.tables import lean_table, markdown_list, markdown_table
 
 if TYPE_CHECKING:  # comparing needs no torch
     from llmfoundry_lite.evaluation.results import Results

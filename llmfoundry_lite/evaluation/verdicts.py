@@ -13,7 +13,7 @@ from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, 
 from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record
 from llmfoundry_lite.evaluation.tables import print_note
-from llmfoundry_lite.tables import lean_table, markdown_list, markdown_table, markdown_text
+from llmfoundry_lite.report.tables import lean_table, markdown_list, markdown_table, markdown_text
 
 Point = tuple[float, float, float, bool]
 

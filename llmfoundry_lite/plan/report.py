@@ -10,7 +10,7 @@ from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.cost import Joined, compute_optimal, model_state_bytes
 from llmfoundry_lite.plan.plan import Plan
 from llmfoundry_lite.plan.search import Candidate, Rejected, usable_bytes
-from llmfoundry_lite.tables import markdown_table
+from llmfoundry_lite.report.tables import markdown_table
 
 CANNOT_PROMISE = (
     "not predicted: slow storage, stragglers, congestion by other jobs, the host's own time. "

@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, NoReturn
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError, printable
-from llmfoundry_lite.ranks.output import pass_over_lost_words
+from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 
 # Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
@@ -49,7 +49,7 @@ ECHO_SECONDS = 2.0
 
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
-    pass_over_lost_words()
+    ignore_output_errors()
     _shield_resource_tracker()
     raise_when_interrupted()
     try:

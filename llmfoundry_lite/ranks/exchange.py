@@ -31,7 +31,7 @@ def rank_and_size(group: Group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def gather_json(value: Any, group: Group = None) -> list[Any]:
+def all_gather_json(value: Any, group: Group = None) -> list[Any]:
     """What each rank passed, in order of rank, on every rank; two collectives."""
     _, world_size = rank_and_size(group)
     raw = write_json(value)
@@ -64,10 +64,10 @@ def gather_distinct(value: Any, group: Group = None) -> list[tuple[Any, list[int
         holders.setdefault(digest, []).append(rank)
     if len(holders) == 1:
         return [(json.loads(write_json(value)), list(range(len(digests))))]
-    return [(tell_all(value, group, source=ranks[0]), ranks) for ranks in holders.values()]
+    return [(broadcast_json(value, group, source=ranks[0]), ranks) for ranks in holders.values()]
 
 
-def tell_all(value: Any, group: Group = None, *, source: int = 0) -> Any:
+def broadcast_json(value: Any, group: Group = None, *, source: int = 0) -> Any:
     """What one rank passed, rank 0 unless said otherwise, on every rank."""
     rank, _ = rank_and_size(group)
     return json.loads(tell_bytes(write_json(value) if rank == source else b"", group, source=source))
@@ -102,7 +102,7 @@ def max_of(values: list[int], group: Group = None) -> list[int]:
     return _reduce(values, dist.ReduceOp.MAX, group)
 
 
-def sum_of(values: list[int], group: Group = None) -> list[int]:
+def all_reduce_sum(values: list[int], group: Group = None) -> list[int]:
     """Each value's sum over the ranks, modulo 2**64: 64-bit addition wraps around in just that way. Negative numbers
     and those from 2**63 on come back in either form."""
     return _reduce([(value + (1 << 63)) % (1 << 64) - (1 << 63) for value in values], dist.ReduceOp.SUM, group)
@@ -116,7 +116,7 @@ def _reduce(values: list[int], operation: Any, group: Group) -> list[int]:
     return tensor.tolist()
 
 
-def agree(error: Exception | None, group: Group = None) -> None:
+def raise_on_all_ranks(error: Exception | None, group: Group = None) -> None:
     """Return on all ranks if none has an error; otherwise raise on all of them what the first had.
 
     Errors that are not a user's are raised as they are where they happened.
@@ -125,7 +125,7 @@ def agree(error: Exception | None, group: Group = None) -> None:
         return
     rank, _ = rank_and_size(group)
     may_pass = isinstance(error, UserError) and error.is_transient
-    reports = gather_json([type(error).__name__, str(error), may_pass] if error is not None else None, group)
+    reports = all_gather_json([type(error).__name__, str(error), may_pass] if error is not None else None, group)
     if error is not None and not isinstance(error, CheckpointError):
         raise error
     first = next(i for i, report in enumerate(reports) if report is not None)

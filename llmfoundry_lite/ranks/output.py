@@ -21,7 +21,7 @@ class Words(io.FileIO):
             return len(memoryview(content).cast("B"))
 
 
-def pass_over_lost_words() -> None:
+def ignore_output_errors() -> None:
     """From now on whoever prints does not learn whether it could be written. Nothing happens where something else
     stands for an output, as in tests."""
     open_closed_descriptors()

@@ -23,9 +23,9 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoaderConfig, LoggersConfig, TrainConfig
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
-from llmfoundry_lite.lean_imports import HEAVY, import_lean
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.rehearse.device import choose_kernels
+from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
 GRADIENT_NORM = 1000.0
 """As the host reads it: more than clipping allows, so that gradients are clipped."""
@@ -150,7 +150,7 @@ def replace_the_world() -> None:
         asks = sys._getframe(1).f_globals.get("__name__", "")
         return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
-    def agree(error: Exception | None, group: Any = None) -> None:
+    def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
         if error is not None:
             raise error
 
@@ -159,8 +159,8 @@ def replace_the_world() -> None:
     # Nobody else is there to tell or to ask.
     exchange.open_host_group = lambda timeout: None
     exchange._device = lambda group: torch.device("cpu")
-    exchange.tell_all = lambda value, group=None, *, source=0: value
-    exchange.agree = agree
+    exchange.broadcast_json = lambda value, group=None, *, source=0: value
+    exchange.raise_on_all_ranks = raise_on_all_ranks
     fsdp.initialise_weights = lambda model, seed: None
     torch.cuda._is_in_bad_fork = lambda: False  # nothing of a device that is not there is lost in a fork
     # cuDNN's library asks the device for more than a device that is not there can say.

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmfoundry_lite.plots.runs import Difference
 from llmfoundry_lite.report.reading import LOSS, VALIDATION, Log, Run
+from llmfoundry_lite.report.run_figures import Difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

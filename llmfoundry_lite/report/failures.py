@@ -17,9 +17,9 @@ import numpy as np
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.log_lines import Record
+from llmfoundry_lite.launch.log_lines import Record
+from llmfoundry_lite.launch.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
-from llmfoundry_lite.status import is_running, read_status
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)

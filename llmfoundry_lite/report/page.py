@@ -9,7 +9,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.segments import short_precision
-from llmfoundry_lite.tables import markdown_list, markdown_table, markdown_text, print_table
+from llmfoundry_lite.report.tables import markdown_list, markdown_table, markdown_text, print_table
 
 Facts = dict[str, Any]
 

@@ -20,8 +20,8 @@ from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.log_lines import Record, merge_logs, number_of, read_lines, validation_losses
-from llmfoundry_lite.status import LAUNCHES
+from llmfoundry_lite.launch.log_lines import Record, merge_logs, number_of, read_lines, validation_losses
+from llmfoundry_lite.launch.status import LAUNCHES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 MAX_BYTES = 4 << 30

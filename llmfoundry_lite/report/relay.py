@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.journal import Leg, read_legs
+from llmfoundry_lite.launch.journal import Leg, read_legs
 from llmfoundry_lite.report.reading import SECONDS, Run
 
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.files import check_replaceable
-from llmfoundry_lite.log_lines import read_lines
-from llmfoundry_lite.plots.runs import Axis, Curve, Leg, plot_comparison, plot_relay, plot_run
+from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.comparison import compare
 from llmfoundry_lite.report.failures import describe_failures
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
@@ -38,6 +37,7 @@ from llmfoundry_lite.report.reading import (
     read_run,
 )
 from llmfoundry_lite.report.relay import describe_relay
+from llmfoundry_lite.report.run_figures import Axis, Curve, Leg, plot_comparison, plot_relay, plot_run
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 
 PROMPTS = ("def ", "import ", "class ")

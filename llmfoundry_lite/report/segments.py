@@ -25,8 +25,8 @@ import numpy as np
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
-from llmfoundry_lite.plots.runs import Span
 from llmfoundry_lite.report.reading import ELAPSED, FLOPS, MFU, RATE, SECONDS, Log, Run
+from llmfoundry_lite.report.run_figures import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

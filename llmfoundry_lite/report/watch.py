@@ -23,9 +23,16 @@ from rich.text import Text
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import Duration
 from llmfoundry_lite.errors import CheckpointError, DataError, printable
-from llmfoundry_lite.log_lines import Record, console_line, duration_text, number_of, read_lines, validation_losses
+from llmfoundry_lite.launch.log_lines import (
+    Record,
+    console_line,
+    duration_text,
+    number_of,
+    read_lines,
+    validation_losses,
+)
+from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, runs_within
-from llmfoundry_lite.status import read_status
 
 REMAINING = "time/remaining_seconds"
 UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}

@@ -14,7 +14,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import batch_digest
-from llmfoundry_lite.ranks.exchange import sum_of
+from llmfoundry_lite.ranks.exchange import all_reduce_sum
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 
@@ -105,7 +105,7 @@ class Agreement(Callback):
         """The highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        missing, filled, tokens, losses, digest, writing, wanting, *having = sum_of(
+        missing, filled, tokens, losses, digest, writing, wanting, *having = all_reduce_sum(
             [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *reasons]
         )
         self.upcoming = Upcoming(missing == 0, filled, tokens, losses, digest % (1 << 64))

@@ -14,7 +14,7 @@ from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.ranks.exchange import agree, rank_and_size
+from llmfoundry_lite.ranks.exchange import raise_on_all_ranks, rank_and_size
 from llmfoundry_lite.training.loggers import METRICS, log_until
 
 
@@ -38,7 +38,7 @@ class CarriedLog:
                 self.history = log.content
         except CheckpointError as caught:
             error = caught
-        agree(error)
+        raise_on_all_ranks(error)
         return log
 
 

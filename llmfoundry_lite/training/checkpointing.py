@@ -30,7 +30,7 @@ from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.ranks.exchange import agree, tell_all
+from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.carried_log import CarriedLog
@@ -180,8 +180,8 @@ class Checkpointing(Callback):
                 found = [where, True] if is_checkpoint(where) else [folder_of_checkpoints(where), False]
         except CheckpointError as caught:
             error = caught
-        agree(error)
-        url, is_one = tell_all(found)
+        raise_on_all_ranks(error)
+        url, is_one = broadcast_json(found)
         if is_one:
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
         restored = load_newest(CheckpointStore(url), self.model.model, optimizer, **options)
@@ -207,7 +207,7 @@ class Checkpointing(Callback):
     def leave_if_asked(self, state: State, logger: Logger) -> None:
         """A long evaluation does not hold the exit: the batch before it is recorded and saved, and the run leaves.
         The next launch evaluates. Every rank must call this at the same places."""
-        preempted_by = self.preemption.agree()
+        preempted_by = self.preemption.agree_on_reason()
         if not preempted_by:
             return
         self.was_preempted_by = preempted_by
@@ -269,16 +269,18 @@ class Checkpointing(Callback):
             known = self.saver.lease.epoch if self.saver.lease is not None else self.newest_lease
             with suppress(OSError):
                 is_followed = known is not None and self.store.leases.highest() > known
-        return tell_all(is_followed)
+        return broadcast_json(is_followed)
 
     def _is_left_behind(self, islands: OtherIslands) -> bool:
         """As `_is_followed`, of an island that has heard of its own loss already."""
-        return tell_all(islands.has_lost_the_others) and self._is_followed()
+        return broadcast_json(islands.has_lost_the_others) and self._is_followed()
 
     def _save(self, state: State, logger: Logger) -> None:
         if not self.saves_here or (self.islands is not None and self._is_left_behind(self.islands)):
             return
-        if not self.saver.has_lease and self._settle(partial(self.saver.take_lease, from_running=True), logger):
+        if not self.saver.has_lease and self._settle(
+            partial(self.saver.take_lease, steal_from_live_writer=True), logger
+        ):
             return
         save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
         if self._settle(save, logger) is not None:  # the one before failed, and this one has not begun
@@ -309,7 +311,7 @@ class Checkpointing(Callback):
             if error is None:
                 return
             left = began + parse_seconds(self.config.retry_for) - time.monotonic()
-            pause = tell_all(min(left, PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)]))  # by the clock of rank 0
+            pause = broadcast_json(min(left, PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)]))
             if pause <= 0:
                 raise error
             self._say(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")

@@ -43,7 +43,7 @@ from llmfoundry_lite.islands.member import Lost, Member, View, found_coordinator
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.ranks.exchange import agree, max_of, sum_of, tell_all
+from llmfoundry_lite.ranks.exchange import all_reduce_sum, broadcast_json, max_of, raise_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -89,7 +89,7 @@ class Islands:
                 found_coordinator(coordinator, self.config.begin_with, Path(config.run_folder) / "coordinator.txt")
         except ConfigError as caught:
             error = caught
-        agree(error)
+        raise_on_all_ranks(error)
         try:
             token = find_token()
             self.member = Member(coordinator, token, self.name, self._say_waiting)
@@ -99,7 +99,7 @@ class Islands:
         except (OSError, UnicodeError) as caught:  # the latter: no name of a host
             reason = getattr(caught, "strerror", None) or caught
             error = ConfigError(f"islands.address: {self.config.address}: {reason}")
-        agree(error)
+        raise_on_all_ranks(error)
         self.member.on_newer_view = self.exchange.abort
         self.member.on_lost = lambda: self.exchange.abort(math.inf)
         self.member.count_bytes = lambda: self.exchange.num_bytes
@@ -137,7 +137,7 @@ class Islands:
         names = parameter_names(checkpointing.model.model, optimizer)
         self.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
-        launch, first_batch = tell_all([secrets.token_hex(8), int(state.timestamp.batch)])
+        launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
         self.member.say_hello(
             {
                 "island": self.name,
@@ -167,7 +167,7 @@ class Islands:
         """For as long as it takes. Who asks this launch to leave is answered at once: there is nothing to save."""
         preemption = self.agreement.preemption
         while not max_of([int(self.member.wait(LOOK_SECONDS))])[0]:
-            if asked_by := preemption.agree():
+            if asked_by := preemption.agree_on_reason():
                 why = preemption.because(asked_by)
                 raise Preempted(f"{why} while waiting for other islands; run the same command again", orderly=True)
 
@@ -190,7 +190,7 @@ class Islands:
         if self.rank == 0:
             heard = self.member.hear()
             verdict = {"kind": "lost", "lost": list(heard)} if isinstance(heard, Lost) else heard
-        verdict = tell_all(verdict)
+        verdict = broadcast_json(verdict)
         if verdict["kind"] == "lost":
             self._leave(Lost(*verdict["lost"]))
         return verdict
@@ -211,7 +211,7 @@ class Islands:
                 described = {name: self.member.describe(name, launch) for name, launch in view.members.items()}
             except ConnectionError as caught:
                 lost = self.member.lost or Lost(str(caught), "gone")
-        described, lost = tell_all([described, lost])
+        described, lost = broadcast_json([described, lost])
         return described, Lost(*lost) if lost is not None else None
 
     def _take_up(self, view: View, state: State, described: Described | None = None) -> None:
@@ -282,7 +282,7 @@ class Islands:
     def _digest_weights(self) -> str:
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        digest = sum_of([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
+        digest = all_reduce_sum([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
         return f"{digest % (1 << 64):016x}"
 
     # -------------------------------------------------------------------------------------------------- the batch
@@ -359,7 +359,7 @@ class Islands:
         with suppress(OSError):
             swapped = self.exchange.swap(inside, self.pieces, int(state.timestamp.batch) * LABELS, float(weight))
         self.member.phase = "wait"  # for ranks whose links are slower, or dead
-        failed, leaves = sum_of([int(swapped is None), int(bool(self.agreement.preemption.reason))])
+        failed, leaves = all_reduce_sum([int(swapped is None), int(bool(self.agreement.preemption.reason))])
         if failed:
             return {"ok": False, "leaving": bool(leaves), "norm": 0.0, "loss": 0.0, "bad": 0}
         assert swapped is not None
@@ -424,7 +424,7 @@ class Islands:
         except OSError as caught:
             error = caught
         self.member.phase = "wait"
-        if sum_of([int(error is not None)])[0]:
+        if all_reduce_sum([int(error is not None)])[0]:
             raise self._joined_in_vain()
         self.member.phase = "compute"
         wholes = [self._complete(kind) for kind in kinds]

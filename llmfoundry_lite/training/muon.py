@@ -21,7 +21,7 @@ from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, ModelConfig, OptimizerConfig
-from llmfoundry_lite.ranks.exchange import gather_json, rank_and_size
+from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -163,7 +163,7 @@ class Owners:
         self.group = group
         self.rank, self.size = rank_and_size(group)
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
-        places = gather_json([box_of(parameter) for parameter in parameters], group)
+        places = all_gather_json([box_of(parameter) for parameter in parameters], group)
         self.boxes: list[list[Box]] = [[(tuple(begin), tuple(count)) for begin, count in boxes] for boxes in places]
         order = sorted(range(len(parameters)), key=lambda index: (-math.prod(self.shapes[index]), index))
         self.rounds = [order[i : i + self.size] for i in range(0, len(order), self.size)]

@@ -90,7 +90,7 @@ class Preemption:
         threading.Thread(target=self._listen, name="preemption", daemon=True).start()
         threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
 
-    def agree(self) -> str:
+    def agree_on_reason(self) -> str:
         """The reason to leave that any rank knows of, or nothing. Every rank must call this at the same places."""
         return self.settle(max_of([self.look()])[0])
 
@@ -120,7 +120,7 @@ class Preemption:
         if self.reason:
             self.saved = name
 
-    def fall_silent(self) -> None:
+    def stop_polling_store(self) -> None:
         """The process is about to end: the thread asks torch for nothing any more. Python ends daemon threads without
         unwinding them, and one that is inside of C++ then takes the process down with an abort."""
         self._may_ask = False

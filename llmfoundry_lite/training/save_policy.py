@@ -7,7 +7,7 @@ from typing import NamedTuple
 from composer.core import State, Timestamp
 
 from llmfoundry_lite.config.schema import Duration, SaveInterval, TrainConfig
-from llmfoundry_lite.status import seconds_between_failures
+from llmfoundry_lite.launch.status import seconds_between_failures
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.save_timer import SaveTimer

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE, choose_save_interval
-from llmfoundry_lite.log_lines import duration_text
+from llmfoundry_lite.launch.log_lines import duration_text
 
 FIRST_SECONDS = 60.0
 """Of training before the first save, which tells what one costs."""

@@ -16,7 +16,7 @@ from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.ranks.exchange import agree, tell_all
+from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
 from llmfoundry_lite.training.loggers import METRICS, SAVED, read_lines
 
 
@@ -37,8 +37,8 @@ def find_start(config: TrainConfig) -> Start:
             found = look(config, fingerprints)
         except CheckpointError as caught:
             error = caught
-    agree(error)
-    is_own, note = tell_all(found)
+    raise_on_all_ranks(error)
+    is_own, note = broadcast_json(found)
     return Start(is_own, note, fingerprints)
 
 

@@ -28,6 +28,7 @@ from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, OutOfMemoryError, UserError
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.plan.advice import advise_less_memory
 from llmfoundry_lite.plan.memory import slots_of
 from llmfoundry_lite.ranks.ending import (
@@ -40,10 +41,9 @@ from llmfoundry_lite.ranks.ending import (
     leaving_because,
     raise_when_interrupted,
 )
-from llmfoundry_lite.ranks.exchange import gather_distinct, receive_from, send_to_main, tell_all
+from llmfoundry_lite.ranks.exchange import broadcast_json, gather_distinct, receive_from, send_to_main
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import (
@@ -97,7 +97,7 @@ def train(config: TrainConfig) -> None:
             islands.member.on_evicted = run.leave_late
             islands.enter(trainer.state, trainer.logger, checkpointing)
         run.start(trainer, checkpointing)
-        make_up_evaluation(trainer, run, checkpointing)
+        run_missed_evaluation(trainer, run, checkpointing)
         if progress_of(trainer.state, Duration.parse(config.max_duration)) < 1:
             if config.eval_first and int(trainer.state.timestamp.batch) == 0 and evaluate(trainer) and run.is_main:
                 run.log.write(trainer.state)
@@ -127,11 +127,11 @@ def train(config: TrainConfig) -> None:
         preemption.consume_stop_file()
         if preempted.is_orderly and trainer is not None:
             trainer.close()
-        preemption.fall_silent()
+        preemption.stop_polling_store()
         raise preempted from None
     preemption.consume_stop_file()
     trainer.close()
-    preemption.fall_silent()
+    preemption.stop_polling_store()
 
 
 def as_preempted(error: BaseException, preemption: Preemption) -> Preempted | None:
@@ -235,7 +235,7 @@ def say_whole_batch(config: TrainConfig) -> None:
         )
 
 
-def make_up_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkpointing) -> None:
+def run_missed_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkpointing) -> None:
     """Of the batch that the run carries on from, if the launch before had to leave in the middle of it."""
     if not checkpointing.run_state.owes_evaluation:
         return
@@ -243,7 +243,7 @@ def make_up_evaluation(trainer: Trainer, run: "RunFolder", checkpointing: Checkp
     last_metric = f"{evaluators[-1].label}/loss" if evaluators else "eval/icl/"
     # A run that is done is launched again at times, and has been evaluated by then.
     is_made_up = run.is_main and any(key.startswith(last_metric) for key in run.log.record_of(batch))
-    if not tell_all(is_made_up) and evaluate(trainer) and run.is_main:
+    if not broadcast_json(is_made_up) and evaluate(trainer) and run.is_main:
         run.log.add_to(batch)
     checkpointing.run_state.owes_evaluation = False
 

@@ -237,7 +237,7 @@ def test_a_second_look_is_past_what_was_listed(connect):
     elsewhere = s3fs.S3FileSystem(skip_instance_cache=True)
     for name, content in (("file", b"123"), ("new", b"1")):
         elsewhere.pipe_file(f"{folder.url}/{name}", content)
-    assert [folder.source(name, is_anew=True).num_bytes for name in ("file", "new")] == [3, 1]
+    assert [folder.source(name, bypass_cache=True).num_bytes for name in ("file", "new")] == [3, 1]
 
 
 @pytest.mark.fault

@@ -6,14 +6,13 @@ import shutil
 import pytest
 import torch
 
-from llmfoundry_lite import suite
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.eval import main as evaluate
-from llmfoundry_lite.evaluation import harness
+from llmfoundry_lite.evaluation import harness, suite
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.reading import load_results
 from llmfoundry_lite.evaluation.sequential import Rule

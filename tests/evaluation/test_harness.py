@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import llmfoundry_lite.eval
-from llmfoundry_lite import suite
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError, UserError
-from llmfoundry_lite.evaluation import harness, models
+from llmfoundry_lite.evaluation import harness, models, suite
 from llmfoundry_lite.evaluation import results as results_module
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
@@ -30,7 +29,7 @@ from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.plots.evaluations import Panel
+from llmfoundry_lite.report.evaluation_figures import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.results import write_result
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data

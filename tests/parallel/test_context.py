@@ -30,7 +30,7 @@ from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.network import find_node
 from llmfoundry_lite.plan.search import search_layouts
 from llmfoundry_lite.preflight import Preflight, describe
-from llmfoundry_lite.ranks.exchange import gather_json
+from llmfoundry_lite.ranks.exchange import all_gather_json
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.monitor import DropoutSeed
 from tests.helpers import flash_attn
@@ -218,8 +218,8 @@ def drop_apart() -> None:
         seed = DropoutSeed(17, model, layout.data_ranks(dist.get_rank()), place, has_runs=has_runs)
         seed.batch_start(SimpleNamespace(timestamp=SimpleNamespace(batch=3)), None)  # type: ignore[arg-type]
         seeds.append(torch.initial_seed())
-        assert len(set(gather_json([model.drop_seed]))) == 1, "that of the residual stream"
-    whole, runs = zip(*gather_json(seeds), strict=True)
+        assert len(set(all_gather_json([model.drop_seed]))) == 1, "that of the residual stream"
+    whole, runs = zip(*all_gather_json(seeds), strict=True)
     assert whole[0] == whole[1] != whole[2] == whole[3]
     assert len(set(runs)) == 4
 

@@ -26,7 +26,7 @@ from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.exchanges import stream_reductions
 from llmfoundry_lite.plan.model_memory import estimate_memory
-from llmfoundry_lite.ranks.exchange import gather_json
+from llmfoundry_lite.ranks.exchange import all_gather_json
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
 from llmfoundry_lite.training.monitor import DropoutSeed
 from llmfoundry_lite.training.optimizers import local
@@ -282,7 +282,7 @@ class CopiesAreEqual(Callback):
 
     def batch_end(self, state, logger):
         norms = [p for name, p in state.model.named_parameters() if "norm_" in name and ".blocks." in name]
-        shares = gather_json([local(p).sum(dtype=torch.float64).item() for p in norms])
+        shares = all_gather_json([local(p).sum(dtype=torch.float64).item() for p in norms])
         assert (shares[0], shares[2]) == (shares[1], shares[3])
         assert shares[0] != shares[2] or int(state.timestamp.batch) == 1  # whose learning rate is 0
 
@@ -330,10 +330,10 @@ def compare_heads() -> None:
     for training in (True, False):
         model.train(training)(torch.arange(32)[None])
     digests = [[float(head.double().square().sum()) for head in heads], int(torch.randint(1 << 30, ()))]
-    (dropped, whole), (other_dropped, other_whole) = (sums for sums, _ in gather_json(digests))
+    (dropped, whole), (other_dropped, other_whole) = (sums for sums, _ in all_gather_json(digests))
     assert dropped != other_dropped
     assert whole == other_whole
-    following = [number for _, number in gather_json(digests)]
+    following = [number for _, number in all_gather_json(digests)]
     assert following[0] == following[1]  # the stream's dropout, which comes after, is the same again
 
 

@@ -19,7 +19,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.journal import append
+from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
 from llmfoundry_lite.report.watch import Watched

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.launch.status import write_status
 from llmfoundry_lite.report.watch import Watched, picture, watch
-from llmfoundry_lite.status import write_status
 from tests.checkpoint.saves import save as save_checkpoint
 
 LINE = {

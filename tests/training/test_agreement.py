@@ -40,8 +40,8 @@ def end_batch(monkeypatch, *ranks):
     heard: list[list[int]] = []
     batches = [list(one._batches) for one in ranks]
 
-    def play(sum_of):
-        monkeypatch.setattr(agreement, "sum_of", sum_of)
+    def play(all_reduce_sum):
+        monkeypatch.setattr(agreement, "all_reduce_sum", all_reduce_sum)
         for one, its in zip(ranks, batches, strict=True):
             one._batches = iter(its)
             one.batch_end(NOT_OVER, cast(Any, None))
@@ -105,7 +105,7 @@ def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
         yield
 
     one = rank([])
-    monkeypatch.setattr(agreement, "sum_of", lambda values: values)
+    monkeypatch.setattr(agreement, "all_reduce_sum", lambda values: values)
     one._batches = broken()
     one.batch_end(NOT_OVER, cast(Any, None))
     assert one.upcoming.is_there  # or the epoch would seem to have ended, and the error with it

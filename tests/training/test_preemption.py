@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.config.schema import parse_seconds
+from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
-from llmfoundry_lite.status import read_status
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from composer.core import Callback
 from safetensors.torch import load_file
 
-from llmfoundry_lite.status import read_status
+from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.training import train as training
 from tests.helpers.runs import run, saved_names, status
 from tests.helpers.tiny import tiny_config

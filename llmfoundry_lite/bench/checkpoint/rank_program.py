@@ -53,7 +53,7 @@ def measure(settings: dict[str, Any], rank: int, rendezvous: str) -> None:
     found = measures[settings["what"]](model, optimizer, work, settings["num_rounds"])
     local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
     parameters = count_parameters(model_config(settings["size"]))
-    _say(result={"parameters": parameters, "local_bytes": exchange.gather_json(local_bytes), **found})
+    _say(result={"parameters": parameters, "local_bytes": exchange.all_gather_json(local_bytes), **found})
     dist.destroy_process_group()
 
 

@@ -36,10 +36,10 @@ from llmfoundry_lite.bench.switch.legs import NO_GPU, ROOT
 from llmfoundry_lite.bench.train.made_up import write_run
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.islands.messages import TOKEN
-from llmfoundry_lite.launcher.launch import free_port, places
-from llmfoundry_lite.launcher.server import open_channel
-from llmfoundry_lite.launcher.world import World
-from llmfoundry_lite.lean_imports import HEAVY
+from llmfoundry_lite.launch.launcher import free_port, places
+from llmfoundry_lite.launch.server import open_channel
+from llmfoundry_lite.launch.world import World
+from llmfoundry_lite.training.lean_imports import HEAVY
 
 SIZES = {"a": 2, "b": 1, "c": 1}
 """Ranks of each island."""
@@ -133,7 +133,7 @@ class Keeper:
         """Of launches that have ended."""
         self.is_over = threading.Event()
         mine, its = open_channel()
-        command = [sys.executable, "-m", "llmfoundry_lite.launcher.server", str(its.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]
         command += ["llmfoundry_lite.bench.islands.paced", "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
             self.server = subprocess.Popen(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llmfoundry_lite.islands.exchange import Swapped
-from llmfoundry_lite.lean_imports import HEAVY, import_lean
+from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
 DIES_AT = 20
 """Batches that have been trained when the island that dies does, with its gradient sent and no word said of it."""

@@ -20,7 +20,7 @@ import yaml
 
 import llmfoundry_lite
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.journal import read_legs
+from llmfoundry_lite.launch.journal import read_legs
 
 ROOT = Path(llmfoundry_lite.__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "train.py"

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from llmfoundry_lite import lean_imports
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.lean_imports import FULL_IMPORTS, import_lean
+from llmfoundry_lite.training import lean_imports
+from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, import_lean
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -78,7 +78,7 @@ def test_a_component_of_the_users_own_may_need_everything(changes, is_own, tmp_p
 def test_composer_is_imported_without_what_it_never_uses_here():
     program = """
 import json, sys
-from llmfoundry_lite.lean_imports import HEAVY, import_lean
+from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 import_lean(*HEAVY)
 import llmfoundry_lite.training.train
 from composer import Callback, Trainer

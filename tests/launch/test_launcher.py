@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launcher import world
-from llmfoundry_lite.launcher.launch import Launcher, Program, Restarts, make_room_for_logs, refuse_other_launchers
-from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, open_channel, receive, send
-from llmfoundry_lite.launcher.world import verdict
+from llmfoundry_lite.launch import world
+from llmfoundry_lite.launch.launcher import Launcher, Program, Restarts, make_room_for_logs, refuse_other_launchers
+from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, open_channel, receive, send
+from llmfoundry_lite.launch.world import verdict
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
@@ -30,7 +30,7 @@ class Launched:
         logs.mkdir()
         self.logs = logs
         numbers = (str(num_ranks), str(max_restarts))
-        command = (sys.executable, "-m", "tests.launcher.program", str(logs), *numbers, imports, *words)
+        command = (sys.executable, "-m", "tests.launch.program", str(logs), *numbers, imports, *words)
         silent = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **silent)
 
@@ -127,7 +127,7 @@ def test_a_signal_without_a_name_is_told_by_its_number(launched):
 
 @pytest.mark.parametrize("closed", ["2>/dev/full", "<&- >&- 2>&-"])
 def test_ranks_start_again_though_nobody_hears_of_it(closed, tmp_path):
-    command = [sys.executable, "-m", "tests.launcher.program", str(tmp_path), "2", "1", "json", "1.0=kill:SIGKILL"]
+    command = [sys.executable, "-m", "tests.launch.program", str(tmp_path), "2", "1", "json", "1.0=kill:SIGKILL"]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "0.0=wait"]
     assert subprocess.run(shell, cwd=ROOT, capture_output=True, timeout=DEADLINE_SECONDS).returncode == 0
     assert (tmp_path / "rank1.txt").read_text() == "rank 1 of 2 speaks, try 0\nrank 1 of 2 speaks, try 1\n"
@@ -214,7 +214,7 @@ def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path)
     mine, its = open_channel()
     mine.settimeout(DEADLINE_SECONDS)
     begins = "become(Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
-    program = f"import socket, sys; from llmfoundry_lite.launcher.server import Start, become; {begins}"
+    program = f"import socket, sys; from llmfoundry_lite.launch.server import Start, become; {begins}"
     command = [sys.executable, "-c", program, str(tmp_path / "rank1.txt"), str(its.fileno())]
     rank = subprocess.Popen(command, cwd=ROOT, pass_fds=[its.fileno()])
     its.close()
@@ -248,12 +248,12 @@ def test_a_log_folder_that_cannot_be_is_a_users_error(tmp_path):
 def test_arguments_that_no_rank_can_be_handed_are_refused(tmp_path):
     """Half of them would reach the server, and the launcher would wait for the ranks for ever."""
     with pytest.raises(ConfigError, match="the arguments are 40,002 bytes long; ranks are handed 32,768 at most"):
-        Launcher(Program("tests.launcher.program", "json"), 2, 0, tmp_path).run(["a=", "é" * 20_000])
+        Launcher(Program("tests.launch.program", "json"), 2, 0, tmp_path).run(["a=", "é" * 20_000])
 
 
 def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    slow = "tests.launcher.imports_that_take_long"
+    slow = "tests.launch.imports_that_take_long"
     run = launched(2, 3, imports=slow, TAKES_LONG=str(tmp_path / "fifo"))
     with (tmp_path / "fifo").open("w"):  # the server is importing
         run.process.send_signal(signal.SIGTERM)

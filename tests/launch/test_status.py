@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from llmfoundry_lite import status
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.launch import status
 from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -82,7 +82,8 @@ def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
 def test_a_zombie_does_not_run(tmp_path):
     """Its parent has not asked yet how it ended, as a container's first process may never do."""
     code = (
-        f"from pathlib import Path\nfrom llmfoundry_lite import status\nstatus.write_status(Path({str(tmp_path)!r}), "
+        "from pathlib import Path\nfrom llmfoundry_lite.launch import status\n"
+        f"status.write_status(Path({str(tmp_path)!r}), "
     )
     child = subprocess.Popen([sys.executable, "-c", f"{code}'running', 7)"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -129,7 +130,7 @@ def test_of_a_process_that_is_gone_without_a_word_the_guard_says_how_it_ended(tm
     code = f"""
 import os
 from pathlib import Path
-from llmfoundry_lite import status
+from llmfoundry_lite.launch import status
 folder = Path({str(tmp_path)!r})
 status.write_status(folder, "running", 7, {asked_by!r})
 started = []

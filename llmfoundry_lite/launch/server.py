@@ -1,6 +1,6 @@
 """A process that imports the training code once. Each rank is a fork of it, and starts at once.
 
-    python -m llmfoundry_lite.launcher.server DESCRIPTOR LAUNCHER MODULE IMPORTS PACKAGES
+    python -m llmfoundry_lite.launch.server DESCRIPTOR LAUNCHER MODULE IMPORTS PACKAGES
 
 Server and ranks share one end of a socket, the launcher has the other: `Start` goes down, the rest comes up.
 No process outlives the one that began it: Linux kills the server with the launcher, and the ranks with the server.
@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmfoundry_lite.lean_imports import import_lean, no_collection
 from llmfoundry_lite.ranks.ending import LEAVING_SIGNALS, run_and_exit
+from llmfoundry_lite.training.lean_imports import import_lean, no_collection
 
 BEAT_SECONDS = 1.0
 MESSAGE_BYTES = 1 << 17

@@ -32,10 +32,10 @@ from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, al
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tables import print_gauntlet, print_table, write_tables
 from llmfoundry_lite.evaluation.verdicts import print_comparison
-from llmfoundry_lite.plots.evaluations import Panel, plot_curves
-from llmfoundry_lite.ranks.exchange import agree, tell_all
+from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
+from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
@@ -59,7 +59,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
         except CheckpointError as error:
             if not config.all_checkpoints:
                 raise
-            if tell_all(is_gone(subject.source)):
+            if broadcast_json(is_gone(subject.source)):
                 tell([f"models.{results.model}: passed over {subject.source}, which was removed meanwhile"])
             elif isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
                 tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
@@ -88,11 +88,13 @@ def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]
         asked = outline_tasks(tasks, config.tokenization, config.limit)
     except UserError as caught:
         error = caught
-    agree(error)
+    raise_on_all_ranks(error)
     names = [outline.name for outline in asked]
-    if (of_rank_0 := tell_all(names)) != names:  # where data are not on all machines, and no YAML file names the tasks
+    if (
+        of_rank_0 := broadcast_json(names)
+    ) != names:  # where data are not on all machines, and no YAML file names the tasks
         error = DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
-    agree(error)
+    raise_on_all_ranks(error)
     return asked
 
 
@@ -105,7 +107,7 @@ def find_against(config: EvalConfig, asked: Sequence[Outline]) -> Against:
         found = load_against(Path(str(config.against)), rule, asked, written)
     except UserError as caught:
         error = caught
-    agree(error)
+    raise_on_all_ranks(error)
     assert found is not None
     return found
 
@@ -130,8 +132,8 @@ def find_models(
         models = expand_models(config)
     except UserError as caught:
         error = caught
-    agree(error)
-    for name, where in tell_all(models).items():  # ranks may see a live run's checkpoints at different times
+    raise_on_all_ranks(error)
+    for name, where in broadcast_json(models).items():  # ranks may see a live run's checkpoints at different times
         error = None
         try:
             subject = find_subject(
@@ -155,9 +157,9 @@ def find_models(
         except UserError as caught:
             error = caught
         try:
-            agree(error)
+            raise_on_all_ranks(error)
         except UserError:
-            if not (config.all_checkpoints and tell_all(is_gone(where))):
+            if not (config.all_checkpoints and broadcast_json(is_gone(where))):
                 raise
             found = [model for model in found if model[1].model != name]
             tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
@@ -187,7 +189,7 @@ def evaluate_one(
         model = subject.load()  # kept nowhere, so that one model alone takes memory
     except UserError as caught:
         error = caught
-    agree(error)
+    raise_on_all_ranks(error)
     assert model is not None
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     progress = ProgressLine(results.model)

@@ -2,7 +2,7 @@ import io
 
 from rich.console import Console
 
-from llmfoundry_lite.tables import markdown_table, markdown_text, print_table
+from llmfoundry_lite.report.tables import markdown_table, markdown_text, print_table
 
 
 def test_names_stay_text_in_markdown():

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry_lite.plots.runs import Axis, Curve, Difference, Span, plot_comparison, plot_run, smooth, thin
+from llmfoundry_lite.report.run_figures import Axis, Curve, Difference, Span, plot_comparison, plot_run, smooth, thin
 
 
 def curve(num=100, name="run", **more):

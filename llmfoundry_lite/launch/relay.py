@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry_lite import journal
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Search
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.errors import (
@@ -41,10 +40,10 @@ from llmfoundry_lite.errors import (
     is_transient,
     printable,
 )
-from llmfoundry_lite.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
-from llmfoundry_lite.relay import processes
-from llmfoundry_lite.relay.places import ARGUMENTS, Place, Relay
-from llmfoundry_lite.status import STATUS, is_sound, read_status
+from llmfoundry_lite.launch import journal, processes
+from llmfoundry_lite.launch.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
+from llmfoundry_lite.launch.places import ARGUMENTS, Place, Relay
+from llmfoundry_lite.launch.status import STATUS, is_sound, read_status
 
 T = TypeVar("T")
 LOCK, FOLDER = "relay.lock", "relay"

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printable
-from llmfoundry_lite.launcher.server import MESSAGE_BYTES, open_channel
-from llmfoundry_lite.launcher.world import Outcome, World, log_of
+from llmfoundry_lite.launch.server import MESSAGE_BYTES, open_channel
+from llmfoundry_lite.launch.world import Outcome, World, log_of
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
-from llmfoundry_lite.ranks.output import pass_over_lost_words
+from llmfoundry_lite.ranks.output import ignore_output_errors
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before the first restart in a row without progress, the second, …; the last one from then on."""
@@ -132,7 +132,7 @@ class Launcher:
                 "into a YAML file, and name that"
             )
         make_room_for_logs(self.logs)
-        pass_over_lost_words()
+        ignore_output_errors()
         for number in LEAVING_SIGNALS:
             signal.signal(number, self._hand_on)
         launched_at = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
@@ -185,7 +185,7 @@ class Launcher:
         mine, its = open_channel()
         module, imports, packages = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-m", "llmfoundry_lite.launcher.server", *names]
+        command = [sys.executable, "-m", "llmfoundry_lite.launch.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
             process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)

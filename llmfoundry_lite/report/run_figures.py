@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.plots.figure import CURVES, REFERENCE, TRAIN, VALIDATION, escape_texts, plt, write
+from llmfoundry_lite.report.figure import CURVES, REFERENCE, TRAIN, VALIDATION, escape_texts, plt, write
 
 SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
 MAX_POINTS = 4000

@@ -1,6 +1,6 @@
 """A program for the launcher to start, and the launcher's own process.
 
-    python -m tests.launcher.program LOGS NUM_RANKS MAX_RESTARTS WORD…
+    python -m tests.launch.program LOGS NUM_RANKS MAX_RESTARTS WORD…
 
 Each word says what a rank does on a try, `RANK.TRY=ACTION` (`1.0=exit:2`); ranks that no word names leave with 0.
 """
@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> None:
 
 
 def launch() -> int:
-    from llmfoundry_lite.launcher import world
-    from llmfoundry_lite.launcher.launch import Launcher, Program
+    from llmfoundry_lite.launch import world
+    from llmfoundry_lite.launch.launcher import Launcher, Program
 
     world.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", world.SILENCE_SECONDS))
     logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
-    program = Program("tests.launcher.program", imports)
+    program = Program("tests.launch.program", imports)
     retry_seconds = float(os.environ.get("RETRY_SECONDS", "0"))
     return Launcher(program, int(num_ranks), int(max_restarts), Path(logs), retry_seconds=retry_seconds).run(words)
 

@@ -1,6 +1,6 @@
 """What a launch leaves in its run folder, without training: status.json, checkpoints, a line for each batch.
 
-    python -m tests.relay.trainer runs/x 60 [seconds_per_batch=0.01] [host=elsewhere] autoresume=true stop_after=20ba
+    python -m tests.launch.trainer runs/x 60 [seconds_per_batch=0.01] [host=elsewhere] autoresume=true stop_after=20ba
 
 Saves every 5 batches and when it leaves; SIGTERM or SIGUSR1 makes it leave with 75.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import EXIT_PREEMPTED
-from llmfoundry_lite.status import STATUS, write_status
+from llmfoundry_lite.launch.status import STATUS, write_status
 from tests.checkpoint.saves import save
 
 SAVE_INTERVAL = 5

@@ -3,8 +3,8 @@
 from typing import Any
 from xml.etree import ElementTree
 
-from llmfoundry_lite.plots.evaluations import Panel, plot_curves, plot_differences
-from llmfoundry_lite.plots.runs import Leg, plot_relay
+from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves, plot_differences
+from llmfoundry_lite.report.run_figures import Leg, plot_relay
 
 
 def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from llmfoundry_lite import suite
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation import suite
 from llmfoundry_lite.evaluation.results import Results
 from tests.helpers.results import choice
 

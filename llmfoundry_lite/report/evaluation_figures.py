@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.plots.figure import CURVES, REFERENCE, plt, write
+from llmfoundry_lite.report.figure import CURVES, REFERENCE, plt, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

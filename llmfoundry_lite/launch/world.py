@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER
-from llmfoundry_lite.launcher.server import BEAT_SECONDS, Beat, Left, Start, receive, send
+from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, receive, send
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST
 
 GRACE_SECONDS = {
