@@ -1,15 +1,47 @@
-"""Tables for people, on a console and as Markdown. Names and numbers stay text in both."""
+"""The table type of every room: on a console, as Markdown, CSV and JSON. Names and numbers stay text in all of them."""
 
+import csv
 import html
+import io
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a tenth of a second, for what prints Markdown alone
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 from llmfoundry_lite.errors import printable
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns of text under a title."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Collection[int] | None = None
+    """Columns set to the right; None: all but the first."""
+    num_keys: int = 1
+    """The first so many columns say which row it is. The others were measured."""
+
+    def print(self, console: "Console", *, keeps_words: bool = False) -> None:
+        """Print the rows without the title. `keeps_words`: rather a long line than a word or number cut in two."""
+        print_table(console, self.columns, self.rows, self.right, keeps_words=keeps_words)
+
+    def markdown(self) -> list[str]:
+        """Return the lines of a Markdown table, without the title."""
+        return markdown_table([self.columns, *self.rows], self.right)
+
+    def csv(self) -> str:
+        content = io.StringIO(newline="")
+        csv.writer(content).writerows([self.columns, *self.rows])
+        return content.getvalue()
+
+    def json(self) -> dict[str, Any]:
+        return {"title": self.title, "columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
 
 def markdown_table(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:
@@ -29,7 +61,7 @@ def markdown_text(text: str) -> str:
     return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", html.escape(printable(text), quote=False))
 
 
-def lean_table(title: str | None = None, gap: int = 0) -> "Table":
+def lean_table(title: str | None = None, gap: int = 0) -> "RichTable":
     """A line under the header alone, and `gap` more than one space between columns."""
     from rich import box
     from rich.table import Table
