@@ -5,6 +5,7 @@ and reads by the host. Leaves the figures' words to `report.py`. Memory is measu
 mode belongs to the batch after those.
 """
 
+import inspect
 import json
 import os
 import re
@@ -13,23 +14,28 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch._ops import HigherOrderOperator
+from torch.distributed import pipelining
+from torch.distributed.fsdp import _fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from llmfoundry_lite import models
+from llmfoundry_lite.parallel.fsdp import _compute_in
+from llmfoundry_lite.training.gradients import GradientStep
+from llmfoundry_lite.training.loss import _ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights
 from llmfoundry_lite.training.monitor import Callback, Logger, State
+from llmfoundry_lite.training.trainer import GroupedTrainer
 
 HISTORY_ENTRIES = 20_000_000
 NUM_LARGEST = 5
 PACKAGE = Path(__file__).parent.parent
 
-FSDP = "/fsdp/_fully_shard/"
-PIPELINING = "/distributed/pipelining/"
-"""Its buffers for what stages send each other."""
 BACKWARD = "the backward pass"
 ATTENTION = {
     "_scaled_dot_product_flash_attention": "flash, of scaled_dot_product_attention",
@@ -124,6 +130,10 @@ def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
             key, size = live.pop(entry["addr"])
             now[key] -= size
             total -= size
+    if all(category != "activations" for category, _ in known.values()):
+        raise RuntimeError(
+            f"no allocation came from {CODE_OF_CATEGORIES['activations'].folders}: memory has no categories"
+        )
     by_category: Counter[str] = Counter()
     by_place: Counter[str] = Counter()
     for (category, place), size in at_peak.items():
@@ -138,28 +148,58 @@ def place_of(frames: list[dict[str, Any]]) -> str:
     return f"{shorten(ours[0]['filename'])}:{ours[0]['line']}" if ours else BACKWARD
 
 
+class Code(NamedTuple):
+    """Source folders, and ranges of lines of files, in which a stack frame may lie."""
+
+    folders: tuple[str, ...] = ()
+    ranges: tuple[tuple[str, int, int], ...] = ()
+    """File, first line, the line after the last."""
+
+    def has(self, frame: dict[str, Any]) -> bool:
+        file, line = frame["filename"], frame["line"]
+        return file.startswith(self.folders) or any(
+            file == name and first <= line < end for name, first, end in self.ranges
+        )
+
+
+def packages(*modules: ModuleType) -> Code:
+    return Code(folders=tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in modules))
+
+
+def functions(*objects: Any) -> Code:
+    """Return where the source of functions and classes lies."""
+    ranges = []
+    for each in objects:
+        lines, first = inspect.getsourcelines(each)
+        ranges.append((str(inspect.getsourcefile(each)), first, first + len(lines)))
+    return Code(ranges=tuple(ranges))
+
+
+LOSS_CODE = functions(_ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights)
+FSDP_CODE = packages(_fully_shard)
+CODE_OF_CATEGORIES = {
+    "rest": functions(GroupedTrainer._train_microbatches),  # the optimizer calls it
+    "optimizer": packages(torch.optim),
+    "parameters": functions(torch.nn.Module.to_empty),
+    "unsharded": functions(_compute_in),
+    "gradients": functions(GradientStep),
+    "activations": packages(models, pipelining),  # pipelining's are buffers for what stages send each other
+}
+"""Named by object, so that a rename fails at import: by file name, allocations would silently change category."""
+
+
 def categorise(frames: list[dict[str, Any]]) -> str:
-    """By the innermost line that tells. Autograd's own operations run in a thread without Python lines."""
+    """Return the category of the innermost frame that has one. Autograd's own thread has no Python frames."""
     if not frames:
         return "backward"
-    if any(frame["filename"].endswith("training/loss.py") for frame in frames):
+    if any(LOSS_CODE.has(frame) for frame in frames):
         return "logits"  # its products are those of `models`
     for frame in frames:
-        file, name = frame["filename"], frame["name"]
-        if name == "_train_microbatches":  # which the optimizer calls
-            return "rest"
-        if FSDP in file:
-            return categorise_sharded({frame["name"] for frame in frames if FSDP in frame["filename"]})
-        if "/torch/optim/" in file or file.endswith("training/optimizers.py"):
-            return "optimizer"
-        if name == "to_empty":
-            return "parameters"
-        if name == "cast_forward" and file.endswith("parallel/fsdp.py"):
-            return "unsharded"
-        if file.endswith("training/gradients.py"):
-            return "gradients"
-        if "llmfoundry_lite/models/" in file or PIPELINING in file:
-            return "activations"
+        if FSDP_CODE.has(frame):
+            return categorise_sharded({frame["name"] for frame in frames if FSDP_CODE.has(frame)})
+        for category, code in CODE_OF_CATEGORIES.items():
+            if code.has(frame):
+                return category
     return "rest"
 
 

@@ -1,9 +1,27 @@
 """The peak of memory, told from the allocator's history."""
 
-from llmfoundry_lite.rehearse.measure import replay
+import inspect
 
-MODEL = [{"filename": "llmfoundry_lite/models/mpt.py", "line": 1, "name": "forward"}]
-OPTIMIZER = [{"filename": "/torch/optim/adamw.py", "line": 2, "name": "step"}]
+import pytest
+import torch
+
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.rehearse.measure import categorise, replay
+from llmfoundry_lite.training import loss
+from llmfoundry_lite.training.gradients import GradientStep, measure
+from llmfoundry_lite.training.trainer import GroupedTrainer
+
+
+def frames(*functions):
+    """A stack in the middle of functions, the innermost first."""
+    stack = []
+    for each in functions:
+        lines, first = inspect.getsourcelines(each)
+        stack.append({"filename": inspect.getsourcefile(each), "line": first + len(lines) // 2, "name": each.__name__})
+    return stack
+
+
+MODEL, OPTIMIZER = frames(MPT.forward), frames(torch.optim.AdamW.step)
 
 
 def history(*events):
@@ -21,7 +39,7 @@ def history(*events):
 def test_what_was_given_back_is_not_in_the_peak():
     peak = replay(history((1, 100, MODEL), 1, (2, 70, OPTIMIZER), (3, 60, MODEL)), 0)
     assert peak.at_peak_bytes == {"optimizer": 70, "activations": 60}
-    assert peak.peak_at.endswith("mpt.py:1")
+    assert peak.peak_at.startswith("llmfoundry_lite/models/mpt.py:")
 
 
 def test_a_peak_before_the_first_batch_does_not_count_and_what_it_leaves_does():
@@ -32,3 +50,15 @@ def test_a_peak_before_the_first_batch_does_not_count_and_what_it_leaves_does():
 def test_an_address_is_given_out_again():
     peak = replay(history((1, 10, MODEL), 1, (1, 20, OPTIMIZER), 1, (1, 5, MODEL)), 0)
     assert peak.at_peak_bytes == {"optimizer": 20}
+
+
+def test_the_innermost_frame_with_a_category_decides():
+    step = GradientStep.after_train_batch
+    assert categorise(frames(measure, step, torch.optim.AdamW.step)) == "gradients"
+    assert categorise(frames(MPT.forward, loss._ChunkedCrossEntropy.backward)) == "logits"
+    assert categorise(frames(GroupedTrainer._train_microbatches, torch.optim.AdamW.step)) == "rest"
+
+
+def test_a_history_without_activations_is_an_error():
+    with pytest.raises(RuntimeError, match=r"no allocation came from .*llmfoundry_lite/models"):
+        replay(history((1, 100, OPTIMIZER)), 0)
