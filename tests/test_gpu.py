@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry_lite.bench.switch import switch
+from benchmarks.switch import switch
 from llmfoundry_lite.config.schema import AttentionConfig
 from llmfoundry_lite.models.attention import build_mask, document_numbers
 from llmfoundry_lite.models.generate import generate
@@ -129,7 +129,7 @@ def test_a_known_gpu_reports_its_mfu(tmp_path, data):
 
 @pytest.fixture(scope="module")
 def wide_data(tmp_path_factory):
-    """Samples as long as those of `bench switch`."""
+    """Samples as long as those of `python -m benchmarks switch`."""
     folder = write_data(tmp_path_factory.mktemp("data"), num_train=2_000, num_val=80, seq_len=switch.SEQ_LEN)
     (folder / "summary.json").write_text("{}")
     return folder

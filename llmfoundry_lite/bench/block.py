@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, spread, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory
@@ -32,6 +32,7 @@ from llmfoundry_lite.models.attention import build_mask
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.products import Linear
 from llmfoundry_lite.parallel.context import Context, build_context
+from llmfoundry_lite.report.tables import Table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -308,7 +309,7 @@ def table_of(report: dict[str, Any], name: str) -> Table:
     number = report["num_threads"]
     threads = f", {number} thread{'s' if number > 1 else ''}" if device_type() == "cpu" else ""
     title = f"{title_of(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
-    return Table(title, HEADINGS, rows, num_keys=NUM_KEYS)
+    return measured_table(title, HEADINGS, rows, num_keys=NUM_KEYS)
 
 
 def times_of(row: dict[str, Any]) -> list[str]:

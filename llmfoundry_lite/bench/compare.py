@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import SCHEMA, Table, describe_conditions, open_console, show, write_report
+from llmfoundry_lite.bench.frame import SCHEMA, describe_conditions, measured_table, open_console, show, write_report
 from llmfoundry_lite.config.check_values import either
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.report.tables import Table
 
 CONDITIONS = {
     "machine": "machine",
@@ -57,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError:
         raise DataError(f"{path}: is not JSON; give the JSON that a bench wrote with --out") from None
     name = str(report.get("bench", path.stem)) if isinstance(report, dict) else path.stem
-    again = f"measure again: llmfoundry-lite bench {name.removeprefix('compare-')} --out FOLDER"
+    again = f"measure {name.removeprefix('compare-')} again, with --out FOLDER"
     if not isinstance(report, dict):
         raise DataError(f"{path}: is no report of a bench; {again}")
     missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
@@ -67,7 +68,7 @@ def read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; {again}")
     tables = report["tables"]
     are_tables = isinstance(tables, list) and all(
-        isinstance(one, dict) and {*Table._fields} <= {*one} for one in tables
+        isinstance(one, dict) and {"title", "columns", "rows", "num_keys"} <= {*one} for one in tables
     )
     if not are_tables or not isinstance(report["asked"], dict):
         raise DataError(f"{path}: is no report of a bench; {again}")
@@ -91,15 +92,15 @@ def beside(a: dict[str, Any], b: dict[str, Any]) -> Table | None:
     num_keys, others = a["num_keys"], rows_of(b)
     rows = []
     for key, row in rows_of(a).items():
-        for heading, mine in zip(a["headings"][num_keys:], row[num_keys:], strict=True):
-            theirs = dict(zip(b["headings"], others.get(key, ()), strict=False)).get(heading, "")
+        for heading, mine in zip(a["columns"][num_keys:], row[num_keys:], strict=True):
+            theirs = dict(zip(b["columns"], others.get(key, ()), strict=False)).get(heading, "")
             numbers = number_of(mine), number_of(theirs)
             if None in numbers:
                 continue
             ratio = f"{numbers[1] / numbers[0]:.2f}" if numbers[0] and numbers[1] is not None else ""
             rows.append([*key, heading, mine, theirs, ratio])
-    headings = [*a["headings"][:num_keys], "what", "first", "second", "second over first"]
-    return Table(a["title"], headings, rows, num_keys + 1) if rows else None
+    columns = [*a["columns"][:num_keys], "what", "first", "second", "second over first"]
+    return measured_table(a["title"], columns, rows, num_keys + 1) if rows else None
 
 
 def rows_of(table: dict[str, Any]) -> dict[tuple[str, ...], list[str]]:

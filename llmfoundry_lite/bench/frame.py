@@ -1,4 +1,4 @@
-"""What every measurement has: where it ran, rounds in turns, ratios of rounds, a report on the console and in files."""
+"""The frame of every measurement: its conditions, rounds in turns, ratios, a report on the console and in files."""
 
 import datetime
 import json
@@ -17,31 +17,17 @@ from rich.console import Console
 from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.report.tables import markdown_table, print_table
+from llmfoundry_lite.report.tables import Table
 
 T = TypeVar("T")
 PIPE_WIDTH = 140
-"""Of a line where there is no terminal."""
-SCHEMA = 1
-"""Of the JSON: raised when an older release's reports can no longer be compared with this one's."""
-
-
-class Table(NamedTuple):
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_keys: int = 1
-    """The first so many columns say which row it is. The others were measured."""
-
-    @property
-    def numbers(self) -> list[int]:
-        """The columns that hold no words."""
-        columns = range(len(self.headings))
-        return [i for i in columns if not any(re.match(r"[^\W\d]", row[i]) for row in self.rows)]
+"""Characters of a line where there is no terminal."""
+SCHEMA = 2
+"""Version of the JSON: raised when older reports can no longer be compared."""
 
 
 class Spread(NamedTuple):
-    """Of the same thing measured in several rounds."""
+    """Least, median and largest of several rounds."""
 
     least: float
     median: float
@@ -54,7 +40,7 @@ class Spread(NamedTuple):
 
 
 def describe_conditions() -> dict[str, Any]:
-    """What a report begins with: when, where, with which versions, and what else the machine was doing."""
+    """Describe when, where and with which versions is measured, and the machine's load."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
@@ -67,7 +53,7 @@ def describe_conditions() -> dict[str, Any]:
 
 
 def describe_machine() -> str:
-    """In words, without its name."""
+    """Name processor, cores and memory."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     name = facts.get("model name", platform.machine())
@@ -83,9 +69,9 @@ def describe_machine() -> str:
 def take_turns(
     sides: Mapping[str, Callable[[], T]], num_rounds: int, console: Console
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
-    """Every side once in each round, so that a machine that is slow for a while is slow for all of them.
+    """Measure every side once in each round, so that a slow moment of the machine meets all of them.
 
-    Returns what each side found, and the reasons of those that failed with RuntimeError, which are left out from then.
+    Returns the results of each side, and the reasons of sides that raised RuntimeError. Those are not run again.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     failed: dict[str, str] = {}
@@ -107,11 +93,17 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
-    """One number over the other, within each round that both have."""
+    """Divide two sides within each round that both have."""
     return spread(a / b for a, b in zip(above, below, strict=False))
 
 
 # -------------------------------------------------------------------------------------------------------- reports
+
+
+def measured_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> Table:
+    """Build a table whose columns without words are set to the right."""
+    right = [i for i in range(len(columns)) if not any(re.match(r"[^\W\d]", row[i]) for row in rows)]
+    return Table(title, columns, rows, right, num_keys)
 
 
 def open_console() -> Console:
@@ -122,7 +114,7 @@ def open_console() -> Console:
 def show(console: Console, *tables: Table, notes: Sequence[str] = ()) -> None:
     for table in tables:
         console.print(f"\n{table.title}", markup=False, style="italic")
-        print_table(console, table.headings, table.rows, table.numbers, keeps_words=True)
+        table.print(console, keeps_words=True)
     for note in notes:
         console.print(note, markup=False)
 
@@ -136,22 +128,34 @@ def write_report(
     *parts: Table | Sequence[str] | str,
     asked: Sequence[str] = (),
 ) -> None:
-    """NAME.json holds everything, NAME.md what people read: `parts` are tables, paragraphs, or notes of a list.
+    """Write NAME.json, which holds everything, and NAME.md, which people read.
 
-    `asked` names what in `report` was asked for: two reports that differ in it cannot be compared (`compare.py`).
+    `parts` are tables, paragraphs or lists of notes. `asked` names what in `report` was asked for: two reports that
+    differ in it cannot be compared (`compare.py`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     check_answer_replaceable(folder, name)
-    tables = [part._asdict() for part in parts if isinstance(part, Table)]
+    tables = [part.json() for part in parts if isinstance(part, Table)]
     frame = {"schema": SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
-    (folder / f"{name}.json").write_text(json.dumps(frame | report, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(frame | report) + "\n")
     conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
     blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]
     for part in parts:
         if isinstance(part, Table):
-            lines = markdown_table([part.headings, *part.rows], part.numbers)
             blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
+            lines = part.markdown()
         else:
             lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
         blocks += ["\n".join(lines)] if lines else []
     (folder / f"{name}.md").write_text("\n\n".join(blocks) + "\n")
+
+
+def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "") -> None:
+    """Draw powers of two along x, a light grid and no frame."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

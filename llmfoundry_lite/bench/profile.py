@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import matplotlib
 
-from llmfoundry_lite.bench.frame import Table, describe_conditions, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.reading import SECONDS, read_run
+from llmfoundry_lite.report.tables import Table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -280,7 +281,7 @@ def table_of(name: str, breakdown: Breakdown) -> Table:
     rows = [[part, *cells_of(breakdown.mean(part), total)] for part in PARTS]
     rows.append(["a step", *cells_of(total, total)])
     rows.append([f"{HIDDEN}: beside the computing", *cells_of(breakdown.mean(HIDDEN), total)])
-    return Table(f"{name}, the mean of {len(breakdown.steps)} steps", ["part", "seconds", "share"], rows)
+    return measured_table(f"{name}, the mean of {len(breakdown.steps)} steps", ["part", "seconds", "share"], rows)
 
 
 def cells_of(seconds: float, total: float) -> tuple[str, str]:

@@ -8,7 +8,7 @@ cells the replica with the fewest bytes so far writes. Of a matrix that ranks ha
 in which order they have its rows; the layout is that of the rows' own order.
 
 torch's `DefaultSavePlanner` instead gathers a plan from every rank and merges them on each: 33 s and 2.3 GB a rank
-for MPT-70B on 512 ranks, where this takes 0.8 s and 16 MB on 4,096 (`llmfoundry-lite bench checkpoint --plan`).
+for MPT-70B on 512 ranks, where this takes 0.8 s and 16 MB on 4,096 (`python -m benchmarks checkpoint --plan`).
 """
 
 import itertools

@@ -81,10 +81,10 @@ def is_output_read() -> bool:
     return not output.poll(0)
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundry-lite") -> int:
     """Run one command line and return its exit code. Bugs escape with their traceback."""
     try:
-        code = app(arguments, prog_name="llmfoundry-lite", standalone_mode=False)
+        code = program(arguments, prog_name=name, standalone_mode=False)
     except UserError as error:
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code

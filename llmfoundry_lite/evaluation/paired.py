@@ -10,7 +10,7 @@ equal models are called different (50 items, exact sums), with half of one at mo
 numbers: the studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of
 symmetric and equal tails. Few documents do not show a long tail, so its p is multiplied by 1 + CAUTION / n: without,
 8.8 % of equal models are called different where 20 log-normal differences are seen, and 5.7 % where 200 are.
-`llmfoundry-lite bench intervals` measures what they promise.
+`python -m benchmarks intervals` measures what they promise.
 
 Legend: u independent units, d draws, k columns.
 """

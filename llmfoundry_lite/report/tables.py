@@ -41,7 +41,8 @@ class Table:
         return content.getvalue()
 
     def json(self) -> dict[str, Any]:
-        return {"title": self.title, "columns": list(self.columns), "rows": [list(row) for row in self.rows]}
+        rows = [list(row) for row in self.rows]
+        return {"title": self.title, "columns": list(self.columns), "rows": rows, "num_keys": self.num_keys}
 
 
 def markdown_table(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:

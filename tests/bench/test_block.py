@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from llmfoundry_lite.bench import block
-from llmfoundry_lite.bench.train import accumulation
+from llmfoundry_lite.bench import accumulation, block
 from llmfoundry_lite.cli.main import app
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import ConfigError
@@ -114,7 +113,7 @@ def test_what_cannot_be_measured_is_refused(changes, words):
 
 
 def test_microbatches_are_held_against_the_whole_batch(tmp_path, monkeypatch):
-    def measure(task, _):
+    def measure(task):
         size = int(task["overrides"][-1].partition("=")[2])
         return {"step_seconds": [1.0 + 0.1 * (8 // size)], "peak_bytes": size << 30}
 

@@ -62,17 +62,17 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(changes, words, tmp_
         (None, "cannot be read: No such file"),
         ("no JSON", "is not JSON"),
         (
-            json.dumps({"schema": 1, "bench": "mfu", "asked": {}, "tables": [{"rows": []}]}),
-            "is no report of a bench; measure again",
+            json.dumps({"schema": 2, "bench": "mfu", "asked": {}, "tables": [{"rows": []}]}),
+            "is no report of a bench; measure mfu again",
         ),
-        ("[1]", "is no report of a bench; measure again: llmfoundry-lite bench mfu --out FOLDER$"),
+        ("[1]", "is no report of a bench; measure mfu again, with --out FOLDER$"),
         (
             json.dumps({"date": "2026-11-01", "rows": []}),
-            r"mfu.json: an older release's report, or none: it has no schema, bench, asked or tables; measure again: ",
+            r"mfu.json: an older release's report, or none: it has no schema, bench, asked or tables; measure mfu again",
         ),
         (
             json.dumps({"schema": 99, "bench": "block", "asked": {}, "tables": []}),
-            "has schema 99, this release reads 1; measure again: llmfoundry-lite bench block --out FOLDER$",
+            "has schema 99, this release reads 2; measure block again, with --out FOLDER$",
         ),
     ],
 )

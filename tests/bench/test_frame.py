@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from llmfoundry_lite.bench import frame, shapes
+from llmfoundry_lite.bench import frame, steps
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_ratios_are_taken_within_rounds_so_that_a_slow_one_is_slow_for_both():
 
 def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_path):
     report = frame.describe_conditions() | {"found": frame.spread([1.0, 2.0])}
-    table = frame.Table("the rounds", ["side", "seconds", "words"], [["ours", "1.5", "all"], ["peer", "", "none"]])
+    table = frame.measured_table("the rounds", ["side", "seconds", "words"], [["ours", "1.5", "all"], ["peer", "", "none"]])
     frame.write_report(tmp_path / "new", "name", "A heading", "bench", report, table, ["a note"], "A paragraph.", [])
     assert json.loads((tmp_path / "new/name.json").read_text())["found"] == [1.0, 1.5, 2.0]
     blocks = (tmp_path / "new/name.md").read_text().split("\n\n")
@@ -49,5 +49,5 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
 
 def test_a_shape_that_is_not_in_the_table_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"^--shape: '11m' given, expected one of tiny, 10m, 40m, 125m, 350m"):
-        shapes.check_shapes("--shape", ["10m", "11m"])
-    assert shapes.model_of("10m", 32).max_seq_len == 32
+        steps.check_shapes("--shape", ["10m", "11m"])
+    assert steps.model_of("10m", 32).max_seq_len == 32

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from llmfoundry_lite.bench import profile
 from llmfoundry_lite.bench.profile import ATTENTION, DATA, EXPOSED, HIDDEN, HOST, OPTIMIZER, PARTS, PRODUCTS, REST
-from llmfoundry_lite.bench.train.made_up import write_run
+from llmfoundry_lite.bench.steps import write_run
 from llmfoundry_lite.cli.main import app
 from llmfoundry_lite.errors import DataError
 

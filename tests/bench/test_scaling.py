@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from llmfoundry_lite.bench.train import scaling
-from llmfoundry_lite.bench.train.scaling import Point
+from llmfoundry_lite.bench import scaling
+from llmfoundry_lite.bench.scaling import Point
 from llmfoundry_lite.cli.main import app, run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -93,7 +93,7 @@ def test_every_point_is_launched_once_a_round_and_all_of_it_is_told(tmp_path, mo
         return point(num_devices, settings["batch_size"], 1.0 / num_devices)
 
     monkeypatch.setattr(scaling, "launch", launch)
-    monkeypatch.setattr(scaling, "measure_in_a_process", lambda task, _: {"step_seconds": [1.0], "flops": 1e6})
+    monkeypatch.setattr(scaling, "measure_in_a_process", lambda task: {"step_seconds": [1.0], "flops": 1e6})
     report = scaling.run([2, 1, 4], "tiny", 64, 8, "fp32", 1, 2, out=tmp_path)
     assert sorted(set(launched)) == [(1, 2), (1, 8), (2, 4), (2, 8), (4, 8)] and len(launched) == 10
     assert [(row["kind"], row["num_devices"]) for row in report["rows"]] == [
@@ -111,7 +111,7 @@ def test_a_launch_that_fails_ends_the_bench_with_its_last_words(monkeypatch):
         raise RuntimeError("2 devices: exit code 2\nmodel.d_model: 7 given")
 
     monkeypatch.setattr(scaling, "launch", launch)
-    monkeypatch.setattr(scaling, "measure_in_a_process", lambda task, _: {"step_seconds": [1.0], "flops": 1e6})
+    monkeypatch.setattr(scaling, "measure_in_a_process", lambda task: {"step_seconds": [1.0], "flops": 1e6})
     with pytest.raises(DataError, match=r"^bench scaling: model.d_model: 7 given$"):
         scaling.run([1, 2], "tiny", 64, 8, "fp32", 1, 1)
 

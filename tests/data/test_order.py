@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_lite.bench.order import WINDOWS, domains_of, our_batches, variance_over_binomial
+from benchmarks.order import WINDOWS, domains_of, our_batches, variance_over_binomial
 from llmfoundry_lite.data import order as order_module
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
 from tests.helpers.data import slices_of_workers
@@ -213,7 +213,7 @@ def test_every_block_of_every_lane_is_shuffled_in_its_own_way():
 
 
 def test_batches_hold_domains_more_evenly_than_a_blind_draw():
-    """By `llmfoundry-lite bench order`: 0.45 to 0.54 of the binomial's variance. StreamingDataset has 1.33 to 71.83."""
+    """By `python -m benchmarks order`: 0.45 to 0.54 of the binomial's variance. StreamingDataset has 1.33 to 71.83."""
     for epoch in range(2):
         for window in WINDOWS:
             assert variance_over_binomial(domains_of(our_batches(window, epoch))) < 0.8

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_lite.cli import main
+from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.evaluation import paired
 from llmfoundry_lite.evaluation.paired import (
     MAX_EXACT,
@@ -234,7 +234,7 @@ def test_more_are_needed_where_more_differ():
 
 
 def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys):
-    assert main.run(["bench", "intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
+    assert run_benchmark(["intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "intervals.md").read_text()
     rows = [
         line.split(" | ") for line in written.splitlines() if line.startswith(("| one", "| mean", "| clus", "| bits"))

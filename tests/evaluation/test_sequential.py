@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from llmfoundry_lite.bench import sequential
+from benchmarks import sequential
+from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.boundaries import (
@@ -269,7 +270,7 @@ def test_a_simulated_task_keeps_its_error_and_asks_less_when_much_differs():
 def test_the_bench_writes_what_it_finds(tmp_path):
     base, ours = answers(400, 0, won=0.3)
     paths = [str(write_result(tmp_path, name, {"t/0-shot": a})) for name, a in (("base", base), ("ours", ours))]
-    assert main.run(["bench", "sequential", *paths, "--num-draws", "200", "--out", str(tmp_path)]) == 0
+    assert run_benchmark(["sequential", *paths, "--num-draws", "200", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "sequential.md").read_text()
     assert "Real pairs: 1 of 1 are decided, 1 of them as by all items" in written
     assert "| ours against base | t/0-shot | 400 |" in written and "exchanged at random: 1 pair" in written

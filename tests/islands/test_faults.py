@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llmfoundry_lite.bench.islands import faults
+from benchmarks.islands import faults
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 

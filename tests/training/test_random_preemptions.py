@@ -16,7 +16,7 @@ import psutil
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.bench.switch.band import Series, judge, measure_band, measure_deviation
+from benchmarks.switch.band import Series, judge, measure_band, measure_deviation
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors

@@ -1,0 +1,224 @@
+"""What does saving cost the training loop, and how fast is it durable and back, beside peers and this machine's limits?
+
+    python -m benchmarks checkpoint --folder /data/scratch --out .
+
+Two real ranks hold one 125M MPT with AdamW's state, sharded by `parallel`, and save it in turns: our `Saver`, torch's
+`dcp.save` and `dcp.async_save`, and what Composer's CheckpointSaver calls for sharded state. Every round also measures
+the limits on the same bytes: a copy of the local state in memory, a plain write + fsync of one file per rank, a plain
+read. Then our side alone, from 10M to 350M parameters.
+
+How it is counted. Stall: the slowest rank's time in the call that starts a save, collecting the state included.
+Durable: from there until all bytes are synced; peers' files and folders get an fsync more, because ours have had
+theirs (torch syncs its data files itself, so this costs the peers next to nothing). The first save of each side, which
+makes its buffers, is reported apart. `async_save` is given a stager that lives as long as ours does, so that its
+buffers are reused too. Loads start from a page cache from which the files were dropped (posix_fadvise after fsync),
+checked with mincore; a host's cache below a virtual disk cannot be dropped from here. "Unverified" is our own `load`
+with its hashing left out (`verify=False`, of the Python function only). Before each measurement, whosever it is, the
+ranks touch and free the memory it will need, see `meters.warm_up`.
+
+Nothing is left in `--folder` unless this process is killed with SIGKILL.
+
+A save after every batch: real training, with saves and without in turns (`interval.py`).
+
+Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it
+measures with to `meters.py`, who saves to `sides.py`, and targets and tables to
+`report.py`.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.checkpoint import rank_program
+from benchmarks.checkpoint.meters import available_bytes
+from benchmarks.checkpoint.rank_program import MARK, NUM_RANKS, model_config
+from benchmarks.checkpoint.report import (
+    judge,
+    table_of_growth,
+    table_of_intervals,
+    table_of_sides,
+    table_of_targets,
+)
+from llmfoundry_lite.bench.frame import describe_conditions, open_console, show, write_report
+from llmfoundry_lite.bench.steps import check_shapes
+from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.models.flops import count_parameters
+
+GROWTH_ROUNDS = 2
+"""Warm saves of each size are enough to see how it grows."""
+INTERVAL_ROUNDS = 2
+"""Of batches that take more than a minute each on two cores."""
+BYTES_PER_PARAMETER = 12
+"""The weights and AdamW's two moments, fp32."""
+
+
+def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path, quick: bool) -> dict[str, Any]:
+    """Measure everything in `folder`, print the tables, write them into `out`, and return the report.
+
+    `num_rounds` warm rounds follow a first one. `quick` takes a tiny model throughout. Raises UserError for a size
+    that is not in SHAPES, and for a disk that is too small or cannot be written.
+    """
+    console = open_console()
+    folder = folder.absolute()
+    sizes = ("tiny",) if quick else tuple(sizes)
+    size = "tiny" if quick else "125m"
+    _check(sizes, num_rounds)
+    _check_disk(folder, max(size_bytes(name) for name in (size, *sizes)))
+    if out is not None:
+        _make_folder(out, "--out")
+    report: dict[str, Any] = {
+        **describe_conditions(),
+        "composer": version("mosaicml"),
+        "num_ranks": NUM_RANKS,
+        "num_rounds": num_rounds,
+        "growth": {},
+    }
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as work:
+        settings = {"num_rounds": num_rounds, "folder": work}
+        report |= _measure_on_ranks({"what": "sides", "size": size, **settings}, console)
+        report["targets"] = judge(report)
+        tables = [table_of_sides(report), table_of_targets(report)]
+        show(console, *tables)
+        settings["num_rounds"] = min(num_rounds, INTERVAL_ROUNDS)
+        report |= _measure_on_ranks({"what": "interval", "size": size, **settings}, console)
+        tables.append(table_of_intervals(report))
+        show(console, tables[-1])
+        settings["num_rounds"] = min(num_rounds, GROWTH_ROUNDS)
+        for name in sizes:
+            missing = _missing_memory(name)
+            report["growth"][name] = (
+                {"left_out": missing}
+                if missing
+                else _measure_on_ranks({"what": "growth", "size": name, **settings}, console)
+            )
+    tables.append(table_of_growth(report))
+    show(console, tables[-1])
+    if out is not None:
+        heading = "Saves and loads, beside peers and this machine's limits"
+        command = "python -m benchmarks checkpoint"
+        write_report(out, "checkpoint", heading, command, report, *tables, asked=["num_ranks"])
+    return report
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise, as Ctrl-C does, so that the ranks and the files go with this process."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def size_bytes(size: str) -> int:
+    """Of one checkpoint."""
+    return count_parameters(model_config(size)) * BYTES_PER_PARAMETER
+
+
+def _check(sizes: Sequence[str], num_rounds: int) -> None:
+    check_shapes("--sizes", sizes)
+    if num_rounds < 1:
+        raise UserError(f"--num-rounds: {num_rounds} is fewer than 1")
+
+
+def _check_disk(folder: Path, largest_bytes: int) -> None:
+    _make_folder(folder, "--folder")
+    needed, free = 2 * largest_bytes, shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"--folder: {folder} has {free / GIB:.1f} GiB free and {needed / GIB:.1f} are needed; "
+            "name another disk, or smaller --sizes"
+        )
+
+
+def _make_folder(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be written: {error.strerror or error}") from None
+
+
+def _missing_memory(size: str) -> str | None:
+    """Why a size is left out: state, staged copy or read buffers, and room for the page cache."""
+    needed, available = int(2.5 * size_bytes(size)) + 2 * GIB, available_bytes()
+    if available >= needed:
+        return None
+    return f"needs about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} are available"
+
+
+# Starting the ranks
+
+
+def _measure_on_ranks(settings: dict[str, Any], console: Console) -> dict[str, Any]:
+    """Start the ranks, show what rank 0 says, return what it found. None of them outlives this call."""
+    console.print(f"{settings['what']}: {settings['size']}")
+    threads = max(1, len(os.sched_getaffinity(0)) // NUM_RANKS)
+    program, processes = [sys.executable, "-m", rank_program.__name__], []
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir=settings["folder"]) as folder:
+        rendezvous = Path(folder, "rendezvous")
+        logs = [Path(folder, f"rank{rank}.txt") for rank in range(NUM_RANKS)]
+        try:
+            for rank, log in enumerate(logs):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+                names = {**place, "NODE_RANK": 0, "OMP_NUM_THREADS": threads}  # Composer asks for all of them
+                environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
+                command = [*program, json.dumps(settings), str(rank), str(rendezvous)]
+                with log.open("w") as stderr:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                            stderr=stderr,
+                            text=True,
+                            env=environment,
+                        )
+                    )
+            for process in processes:
+                threading.Thread(target=_end_together, args=(process, processes), daemon=True).start()
+            result = None
+            assert processes[0].stdout is not None
+            for line in processes[0].stdout:
+                if line.startswith(MARK):
+                    message = json.loads(line.removeprefix(MARK))
+                    result = message.get("result", result)
+                    if "progress" in message:
+                        console.print(f"  {message['progress']}", highlight=False)
+            codes = [process.wait() for process in processes]
+            if any(codes) or result is None:
+                raise DataError(f"a rank failed: {_last_words(logs, codes)}")
+            return result
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def _end_together(process: subprocess.Popen[str], processes: Sequence[subprocess.Popen[str]]) -> None:
+    """When one rank fails, the others would wait for it."""
+    if process.wait():
+        for other in processes:
+            other.kill()
+
+
+def _last_words(logs: Sequence[Path], codes: Sequence[int]) -> str:
+    lines = [log.read_text().strip().splitlines() for log in logs]
+    silent = f"exit codes {', '.join(map(str, codes))} and no words"
+    if -signal.SIGKILL in codes:
+        silent = "killed, as Linux does where memory runs out; free some, or name smaller --sizes"
+    return next((text[-1] for text in lines if text), silent)

@@ -1,0 +1,202 @@
+"""What `python -m benchmarks checkpoint` makes of its numbers: the targets, and the tables that are shown and written.
+
+Owns the names of the sides, which are keys of the report. Leaves measuring to `rank_program.py`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.checkpoint.interval import SAVES
+from llmfoundry_lite.bench.frame import measured_table
+from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.report.tables import Table
+
+OURS, SAVE, ASYNC_SAVE, COMPOSER = "ours", "dcp.save", "dcp.async_save", "Composer"
+JUDGED_SECONDS = 30
+SIDES = (OURS, ASYNC_SAVE, SAVE, COMPOSER)
+
+
+def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets: what was measured, what was wanted. Ratios are medians over the warm rounds of ratios within one."""
+    rounds, local_bytes = report["rounds"][1:], max(report["local_bytes"])
+
+    def ratio(above: Callable[[dict[str, Any]], float], below: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(above(one) / below(one) for one in rounds)
+
+    wanted = [
+        (
+            "stall / copying the local state in memory",
+            ratio(lambda r: r[OURS]["stall_seconds"], lambda r: r["copy_seconds"]),
+            "<=",
+            1.3,
+        ),
+        (
+            "stall / async_save's",
+            ratio(lambda r: r[OURS]["stall_seconds"], lambda r: r[ASYNC_SAVE]["stall_seconds"]),
+            "<=",
+            1.0,
+        ),
+        (
+            "durable write, hashes included / plain write+fsync (bandwidth, after the stall)",
+            ratio(
+                lambda r: r["write_seconds"],
+                lambda r: r[OURS]["durable_seconds"] - r[OURS]["stall_seconds"],
+            ),
+            ">=",
+            0.8,
+        ),
+        (
+            "the same, counted from the beginning of the save",
+            ratio(lambda r: r["write_seconds"], lambda r: r[OURS]["durable_seconds"]),
+            ">=",
+            0.8,
+        ),
+        (
+            "verified load / unverified load, cold (seconds)",
+            ratio(lambda r: r["load_verified_seconds"], lambda r: r["load_unverified_seconds"]),
+            "<=",
+            1.3,
+        ),
+        (
+            "peak extra memory / local state",
+            max(r[OURS]["extra_bytes"] for r in report["rounds"]) / local_bytes,
+            "<=",
+            1.05,
+        ),
+    ]
+    return [
+        {"what": what, "measured": value, "sign": sign, "target": target, "met": _holds(value, sign, target)}
+        for what, value, sign, target in wanted
+    ]
+
+
+def _holds(value: float, sign: str, target: float) -> bool:
+    return value <= target if sign == "<=" else value >= target
+
+
+def table_of_sides(report: dict[str, Any]) -> Table:
+    total = sum(report["local_bytes"])
+    first, warm = report["rounds"][0], report["rounds"][1:]
+
+    def spread(values: Sequence[float]) -> str:
+        return f"{min(values):.3f} / {statistics.median(values):.3f}"
+
+    def rate(seconds: Sequence[float]) -> str:
+        return f"{total / GIB / statistics.median(seconds):.2f}"
+
+    rows = []
+    for side in SIDES:
+        stall, durable = ([one[side][key] for one in warm] for key in ("stall_seconds", "durable_seconds"))
+        extra = max(one[side]["extra_bytes"] for one in report["rounds"])
+        first_seconds = [f"{first[side]['stall_seconds']:.3f}", f"{first[side]['durable_seconds']:.3f}"]
+        rows.append([side, *first_seconds, spread(stall), spread(durable), rate(durable), f"{extra / GIB:.2f}"])
+    limits = (
+        ("limit: copy in memory", "copy_seconds"),
+        ("limit: write + fsync", "write_seconds"),
+        ("limit: cold read", "read_seconds"),
+        ("our load, cold, verified", "load_verified_seconds"),
+        ("our load, cold, unverified", "load_unverified_seconds"),
+    )
+    for name, key in limits:
+        seconds = [one[key] for one in warm]
+        rows.append([name, "", f"{first[key]:.3f}", "", spread(seconds), rate(seconds), ""])
+    title = (
+        f"{report['parameters']:,} parameters, {total / GIB:.2f} GiB with AdamW's state on {report['num_ranks']} "
+        f"ranks, {max(report['local_bytes']) / GIB:.2f} GiB on one; seconds, {len(warm)} warm rounds; before loads "
+        f"posix_fadvise dropped the files from the page cache, where mincore then found "
+        f"{report['resident_after_drop']:.1%} of them"
+    )
+    headings = [
+        "",
+        "first stall",
+        "first durable",
+        "stall: min / median",
+        "durable: min / median",
+        "GiB/s",
+        "extra GiB a rank",
+    ]
+    return measured_table(title, headings, rows)
+
+
+def table_of_targets(report: dict[str, Any]) -> Table:
+    rows = [
+        [row["what"], f"{row['measured']:.2f}", f"{row['sign']} {row['target']:g}", "met" if row["met"] else "MISSED"]
+        for row in report["targets"]
+    ]
+    return measured_table("targets (medians of the warm rounds' ratios)", ["", "measured", "target", ""], rows)
+
+
+def table_of_intervals(report: dict[str, Any]) -> Table:
+    """What a save costs the training around it: the larger of two medians, of time lost and of processor time."""
+    rows = []
+    for shape, rounds in report["batches"].items():
+        batch_seconds = statistics.median(one["plain"] for one in rounds) / (SAVES + 1)
+        lost = [(one["saving"] - one["plain"]) / SAVES for one in rounds]
+        processor = [one["processor"] for one in rounds]
+        share = max(statistics.median(lost), statistics.median(processor)) / batch_seconds
+        fewest = max(1, math.ceil(share / LARGEST_SHARE))
+        verdict = "not judged"
+        if batch_seconds >= JUDGED_SECONDS:
+            verdict = "met" if share <= LARGEST_SHARE else "MISSED"
+        rows.append(
+            [
+                shape,
+                f"{batch_seconds:.2f}",
+                f"{min(lost):.2f} / {statistics.median(lost):.2f}",
+                f"{min(processor):.2f} / {statistics.median(processor):.2f}",
+                f"{share:.1%}",
+                f"<= {LARGEST_SHARE:.0%} from {JUDGED_SECONDS} s a batch",
+                verdict,
+                f"{fewest}ba",
+            ]
+        )
+    headings = [
+        "batch",
+        "seconds",
+        "lost to a save, s: min / median",
+        "its processor time, s: min / median",
+        "after every batch",
+        "target",
+        "",
+        "smallest interval",
+    ]
+    return measured_table(f"a save after every batch, at most {LARGEST_SHARE:.0%} of training", headings, rows)
+
+
+def table_of_growth(report: dict[str, Any]) -> Table:
+    rows = []
+    for size, found in report["growth"].items():
+        if "left_out" in found:
+            rows.append([size, f"left out: {found['left_out']}", "", "", "", "", ""])
+            continue
+        warm = found["rounds"][1:]
+        medians = {
+            key: statistics.median(one[key] for one in warm)
+            for key in ("stall_seconds", "durable_seconds", "load_verified_seconds")
+        }
+        total = sum(found["local_bytes"])
+        extra = max(one["extra_bytes"] for one in found["rounds"])
+        rows.append(
+            [
+                f"{found['parameters']:,}",
+                f"{total / GIB:.2f}",
+                f"{medians['stall_seconds']:.3f}",
+                f"{medians['durable_seconds']:.3f}",
+                f"{total / GIB / medians['durable_seconds']:.2f}",
+                f"{medians['load_verified_seconds']:.3f}",
+                f"{extra / max(found['local_bytes']):.2f}",
+            ]
+        )
+    headings = [
+        "parameters",
+        "GiB",
+        "stall, s",
+        "durable, s",
+        "GiB/s",
+        "cold verified load, s",
+        "extra memory / local state",
+    ]
+    return measured_table("growth, ours (medians of the warm saves)", headings, rows)

@@ -1,0 +1,365 @@
+"""Evaluation in context beside lm-evaluation-harness: the same model, items, prompts, precision and cores.
+
+python -m benchmarks eval --peer-python ~/lm-eval/bin/python
+
+The peer is an environment of its own (`pip install "lm-eval[hf]==0.4.13"`); without one, our figures stand alone.
+Both sides read the same rendered prompts from one file and tokenise context and choice together. What is timed is, of
+ours, all but loading the model; of the peer's, tokenising and scoring alone. Decisions are compared item by item. Items
+are made up, in the shapes of ARC (zero-shot, five examples of each item's own, five fixed examples), HellaSwag (long
+endings) and PIQA (two choices), since only lengths matter for speed; `--data` brings a file of real ones.
+
+On a CPU that others use as well, times say who else was there; processor seconds (with OMP_NUM_THREADS=1, or threads
+that wait for each other count as working) say what either side needs. Both are told.
+"""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    measured_table,
+    open_console,
+    ratios,
+    show,
+    spread,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.steps import check_shapes, model_of
+from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.convert.huggingface import export_model
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
+from llmfoundry_lite.evaluation.packing import Row
+from llmfoundry_lite.evaluation.results import ResultFiles, Results
+from llmfoundry_lite.evaluation.rows import read_rows
+from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, render_example
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.report.tables import Table
+
+VOCAB_SIZE = 8192
+"""Of the tokenizer that is made for the items."""
+LOGITS_AT_A_TIME = 256
+"""Positions, when the product that makes logits is timed."""
+
+
+class Suite(NamedTuple):
+    """Items of one shape: words in a question, words in a choice, choices, examples."""
+
+    words: tuple[int, int]
+    choice_words: tuple[int, int]
+    num_choices: int
+    num_fewshot: int
+    is_fixed: bool
+    wanted: float | None
+    """How many times the peer's items/s."""
+
+
+SUITES = {
+    "ARC, zero-shot": Suite((12, 30), (1, 8), 4, 0, False, 3.5),
+    "ARC, 5-shot, examples of each item": Suite((12, 30), (1, 8), 4, 5, False, 5.0),
+    "ARC, 5-shot, fixed examples": Suite((12, 30), (1, 8), 4, 5, True, 8.0),
+    "HellaSwag, zero-shot": Suite((20, 50), (12, 30), 4, 0, False, 2.5),
+    "PIQA, zero-shot": Suite((6, 14), (8, 30), 2, 0, False, None),
+}
+
+
+def run(
+    *,
+    peer_python: str | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    shape: str = "125m",
+    num_items: int = 60,
+    num_rounds: int = 1,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
+    check_shapes("--shape", [shape])
+    console = open_console()
+    report: dict[str, Any] = describe_conditions() | {
+        "shape": Path(model).name if model else shape,
+        "num_items": num_items,
+        "num_rounds": num_rounds,
+        "suites": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        names = {data.name: Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
+        files = {name: folder / f"{i}.jsonl" for i, name in enumerate(names)}
+        for name, suite in names.items():
+            rows = read_real(data) if data else make_items(suite, num_items + suite.num_fewshot)
+            write_rendered(rows, suite, num_items, files[name])
+        model = model or make_model(shape, [path.read_text() for path in files.values()], folder / "model")
+        with ExitStack() as stack:
+            our_side = stack.enter_context(_worker([sys.executable, "-m", "benchmarks.eval.eval", model]))
+            peer = stack.enter_context(peer_of(peer_python, model)) if peer_python else None
+            for name, suite in names.items():
+                console.print(name)
+                sides = {"ours": partial(our_side, items=str(files[name]), is_fixed=suite.is_fixed)}
+                if peer is not None:
+                    sides["lm-eval"] = partial(peer, items=str(files[name]))
+                found, _ = take_turns(sides, num_rounds, console)
+                report["suites"][name] = compare(found["ours"], found.get("lm-eval", []), suite)
+                if out is not None:  # what has been measured is kept, whatever becomes of the rest
+                    write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR, asked=["shape"])
+    show(console, table_of(report), notes=[FLOOR])
+    return report
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Suite) -> dict[str, Any]:
+    def rates(sides: list[dict[str, Any]], key: str = "seconds") -> list[float]:
+        return [one["n"] / one[key] for one in sides]
+
+    found: dict[str, Any] = {
+        "items_per_second": spread(rates(ours)).median,
+        "items_per_cpu_second": spread(rates(ours, "cpu_seconds")).median,
+        "of_the_floor": spread(one["of_the_floor"] for one in ours).median,
+        "of_the_floor_with_logits": spread(one["of_the_floor_with_logits"] for one in ours).median,
+    }
+    if theirs:
+        different = {
+            metric: sum(a != b for a, b in zip(ours[0][metric], theirs[0][metric], strict=True))
+            for metric in ("acc", "acc_norm")
+        }
+        found |= {
+            "peer_items_per_second": spread(rates(theirs)).median,
+            "peer_items_per_cpu_second": spread(rates(theirs, "cpu_seconds")).median,
+            "times": ratios(rates(ours), rates(theirs)),
+            "times_in_cpu_seconds": ratios(rates(ours, "cpu_seconds"), rates(theirs, "cpu_seconds")),
+            "wanted": suite.wanted,
+            "num_different": different,
+            "largest_difference_nats": max(
+                abs(a - b)
+                for x, y in zip(ours[0]["log_probability"], theirs[0]["log_probability"], strict=True)
+                for a, b in zip(x, y, strict=True)
+            ),
+        }
+    return found
+
+
+HEADINGS = (
+    "items",
+    "ours",
+    "lm-eval",
+    "times",
+    "in CPU time",
+    "wanted",
+    "of the floor",
+    "with logits",
+    "other decisions",
+)
+HEADING, COMMAND = "Evaluation in context, beside lm-evaluation-harness", "python -m benchmarks eval"
+FLOOR = (
+    "The floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits. "
+    "With logits: and the plain product of the answers' tokens with the unembedding, without which nothing is scored. "
+    "Where the load average is more than there are cores, CPU time is the column to read."
+)
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = []
+    for name, found in report["suites"].items():
+        peer = [""] * 5
+        if "times" in found:
+            wanted = "" if found["wanted"] is None else f"{found['wanted']:g}"
+            times = [str(found[key]) for key in ("times", "times_in_cpu_seconds")]
+            peer = [f"{found['peer_items_per_second']:.2f}", *times, wanted, str(sum(found["num_different"].values()))]
+        shares = [f"{found[key]:.0%}" for key in ("of_the_floor", "of_the_floor_with_logits")]
+        rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], *shares, peer[4]])
+    threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
+    title = f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, {threads}"
+    return measured_table(f"{title}; items per second", HEADINGS, rows)
+
+
+# ------------------------------------------------------------------------------------------------------------ items
+
+
+def make_items(suite: Suite, count: int) -> list[dict[str, Any]]:
+    generator = random.Random(0)
+    words = ["".join(generator.choices("aeioubdfghklmnprst", k=generator.randint(2, 9))) for _ in range(2000)]
+
+    def text(bounds: tuple[int, int]) -> str:
+        return " ".join(generator.choices(words, k=generator.randint(*bounds)))
+
+    return [
+        {
+            "query": f"Question: {text(suite.words)}?",
+            "choices": [text(suite.choice_words) for _ in range(suite.num_choices)],
+            "gold": generator.randrange(suite.num_choices),
+        }
+        for _ in range(count)
+    ]
+
+
+def read_real(path: Path) -> list[dict[str, Any]]:
+    return read_rows(TaskConfig(label=path.stem, icl_task_type="multiple_choice", dataset_uri=str(path)))
+
+
+def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, path: Path) -> None:
+    """Contexts with their examples already in them, so that both sides are asked the very same."""
+    task = TaskConfig(
+        label="bench",
+        icl_task_type="multiple_choice",
+        dataset_uri=str(path),
+        continuation_delimiter="\nAnswer: ",
+        fewshot_fixed=suite.is_fixed,
+    )
+    first = suite.num_fewshot if suite.is_fixed else 0
+    with path.open("w") as file:
+        for index in range(first, min(len(rows), first + num_items)):
+            context = ""
+            for example in choose_examples(task, range(len(rows)), index, suite.num_fewshot):
+                context += render_example(task, rows[example], is_first=not context)
+            context += ("\n" if context else "") + rows[index]["query"] + "\nAnswer:"
+            row = {"query": context, "choices": rows[index]["choices"], "gold": rows[index]["gold"]}
+            file.write(json.dumps(row) + "\n")
+
+
+def make_model(shape: str, texts: list[str], folder: Path) -> str:
+    """Random weights and a tokenizer for these texts, as plain transformers loads them."""
+    train_tokenizer(texts, VOCAB_SIZE).save(folder / "tokenizer")
+    config = model_of(shape, 2048, no_bias=False)
+    model = MPT(replace(config, vocab_size=max(VOCAB_SIZE, config.vocab_size)))
+    initialise_weights(model, 17)
+    export_model(model.state_dict(), model.config, folder / "export", tokenizer_folder=folder / "tokenizer")
+    return str(folder / "export")
+
+
+# --------------------------------------------------------------------------------------------------------- our side
+
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@contextmanager
+def peer_of(python: str, model: str) -> Iterator[Ask]:
+    """Calls with items=FILE, and kind and delimiter of the task, are answered by lm-evaluation-harness."""
+    with _worker([python, str(Path(__file__).with_name("peer.py")), model]) as ask:
+        yield ask
+
+
+@contextmanager
+def _worker(command: list[str]) -> Iterator[Ask]:
+    """A process that has loaded the model, and answers a line of JSON with another until there are no more. It is idle
+    while the other side works."""
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True)
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def ask(**settings: Any) -> dict[str, Any]:
+            with suppress(BrokenPipeError):
+                questions.write(json.dumps(settings) + "\n")
+                questions.flush()
+            for line in answers:
+                if line.startswith('{"n"'):  # all else is chatter
+                    return json.loads(line)
+            told.seek(0)
+            lines = told.read().strip().splitlines() or ["no output"]
+            reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+            raise DataError(f"{command[0]} failed: {reason}")
+
+        try:
+            yield ask
+        finally:
+            with suppress(BrokenPipeError):
+                questions.close()
+            answers.close()
+            process.terminate()
+            process.wait()
+
+
+def answer_questions(model: str) -> None:
+    subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    _forward_rate(subject.model)  # warms up
+    for line in sys.stdin:
+        print(json.dumps(measure(subject, **json.loads(line))), flush=True)
+
+
+def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
+    task = TaskConfig(
+        label="bench",
+        icl_task_type="multiple_choice",
+        dataset_uri=items,
+        continuation_delimiter=" ",
+        tokenization="joint",
+    )
+    rates = [_forward_rate(subject.model)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = ResultFiles(Path(folder), "bench", "ours")
+        started, cpu_started = time.perf_counter(), time.process_time()
+        evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        answered = [json.loads(line) for line in files.items_path.read_text().splitlines()]
+    rates += [_forward_rate(subject.model)]
+    prepared = prepare(task, read_rows(task), 0, subject.tokenizer, max_seq_len=2048, tokenization="joint")
+    tree = Row()
+    for number, item in enumerate(prepared.items):
+        context = item.requests[0].context if is_fixed else (-1 - number, *item.requests[0].context)
+        for request in item.requests:
+            tree.add(request._replace(context=context), number)
+    num_tokens = len(tree) - (0 if is_fixed else len(prepared.items))
+    floor = num_tokens / statistics.mean(rates)
+    is_ours = isinstance(subject.model, TreeModel)
+    logits = _logits_seconds(subject.model, len({index for index, _, _ in tree.targets})) if is_ours else nan
+    elapsed = _elapsed(subject.model, seconds, cpu_seconds)
+    return {
+        "n": len(answered),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "of_the_floor": floor / elapsed,
+        "of_the_floor_with_logits": (floor + logits) / elapsed,
+        "acc": [item["acc"] for item in answered],
+        "acc_norm": [item["acc_norm"] for item in answered],
+        "log_probability": [item["log_probability"] for item in answered],
+    }
+
+
+def _forward_rate(model: Any) -> float:
+    """Tokens per second of plain text, without logits."""
+    tokens = torch.randint(0, 1000, (16, 128), device=model.device)
+    one = torch.zeros(1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        started, cpu_started = time.perf_counter(), time.process_time()
+        float(model.score(Inputs(tokens, None, None), Wanted(one, one, one, one)).log_probability_n[0])
+        return tokens.numel() / _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
+
+
+def _logits_seconds(model: TreeModel, num_positions: int) -> float:
+    """Of the product that makes logits of so many positions, and of nothing that is made of them."""
+    config = model.model.config
+    hidden_ud = torch.randn(num_positions, config.d_model, device=model.device)
+    unembedding_vd = torch.randn(config.vocab_size, config.d_model, device=model.device)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    for part_ud in hidden_ud.split(LOGITS_AT_A_TIME):
+        float(multiply(part_ud, unembedding_vd)[0, 0])
+    return _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
+
+
+def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
+    """What counts for a share of the floor: on a CPU its own time, whoever else was there."""
+    return cpu_seconds if model.device.type == "cpu" else seconds
+
+
+if __name__ == "__main__":
+    answer_questions(sys.argv[1])

@@ -1,0 +1,117 @@
+"""The peer's side of the eval benchmark. Runs in an environment that has lm-eval, and imports nothing of ours."""
+
+# pyright: reportMissingImports=false
+
+import json
+import sys
+import time
+
+import lm_eval
+import torch
+import transformers
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+
+
+def answer_questions(name: str) -> None:
+    """Each line that comes in is a file of items and their kind of task; each that goes out, what was found."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = HFLM(pretrained=name, dtype="float32", device=device, batch_size=16)
+    for line in sys.stdin:
+        print(json.dumps(measure(model, **json.loads(line))), flush=True)
+
+
+def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: str = " ") -> dict:
+    answer = model.loglikelihood
+    task = ConfigurableTask(
+        config={
+            "task": "bench",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": items}},
+            "test_split": "test",
+            **ask(kind, delimiter),
+        }
+    )
+    seconds = count_seconds(model)
+    found = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
+    model.loglikelihood = answer
+    of_all = found["results"]["bench"]
+    samples = sorted(found["samples"]["bench"], key=lambda sample: sample["doc_id"])
+    names = [name for name in ("acc", "acc_norm") if name in samples[0]]
+    return {
+        "n": len(samples),
+        "seconds": seconds[0],
+        "cpu_seconds": seconds[1],
+        **{name: [int(sample[name]) for sample in samples] for name in names},
+        "log_probability": [
+            [
+                nats_of(tuple(response[0]) if isinstance(response[0], list) else response[0])
+                for response in sample["resps"]
+            ]
+            for sample in samples
+        ],
+        "perplexity": next((of_all[key] for key in ("perplexity,none", "byte_perplexity,none") if key in of_all), None),
+        "versions": {"lm-eval": lm_eval.__version__, "transformers": transformers.__version__},
+    }
+
+
+def nats_of(response: "float | tuple[float, bool]") -> float:
+    """Return the log-probability of an answer (a pair with whether it is the likeliest) or of a whole document."""
+    return float(response[0] if isinstance(response, tuple) else response)
+
+
+def count_seconds(model: HFLM) -> list[float]:
+    """[on the clock, of the processor] for tokenising and scoring; what it does around them takes seconds, whatever the
+    number of items, and is left out."""
+    answer, seconds = model.loglikelihood, [0.0, 0.0]
+
+    def timed(*arguments: object, **options: object) -> object:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        found = answer(*arguments, **options)
+        seconds[0] += time.perf_counter() - started
+        seconds[1] += time.process_time() - cpu_started
+        return found
+
+    model.loglikelihood = timed
+    return seconds
+
+
+def ask(kind: str, delimiter: str) -> dict:
+    """The task's prompts as templates. White space at the delimiter's end goes before the answer."""
+    head = delimiter.rstrip()
+    space = delimiter[len(head) :]
+    if kind == "multiple_choice":
+        return {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{query}}" + head,
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "gold",
+            "target_delimiter": space,
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        }
+    if kind == "schema":  # a number as text means that the choices are contexts
+        return {
+            "output_type": "multiple_choice",
+            "doc_to_text": "gold",
+            "doc_to_choice": "{{context_options}}",
+            "doc_to_target": "{{continuation}}",
+            "target_delimiter": head + space,
+            "metric_list": [{"metric": "acc"}],
+        }
+    if kind == "perplexity":
+        return {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "byte_perplexity"}],
+        }
+    return {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{context}}" + head,
+        "doc_to_target": space + "{{continuation}}",  # here the delimiter is not put in
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    }
+
+
+if __name__ == "__main__":
+    answer_questions(sys.argv[1])

@@ -1,0 +1,110 @@
+"""The figure of `python -m benchmarks islands`: one curve, who computed which rows of it, and how far it strayed."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.switch.figure import COLOURS, INK, QUIET
+
+WRONG = {"weights": "a share weighted twice", "lost": "a batch lost at a repeat", "stale": "an old gradient counted"}
+WRONG_COLOURS = ("#c44e52", "#da8bc3", "#ccb974")
+
+
+def plot_islands(report: dict[str, Any], path: Path) -> None:
+    """The loss by batch, rows of each island below it, and the deviation against the band. As PNG."""
+    figure = plt.figure(figsize=(11, 7.2), layout="constrained", dpi=150)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(1.8, 0.7, 1.2))
+    batches, story = range(1, report["num_batches"] + 1), report["islands"]
+    first = next(iter(report["worlds"].values()))
+    top.plot(batches, first["losses"], color=COLOURS[2], linewidth=4, alpha=0.45, label="one world, never disturbed")
+    top.plot(batches, story["losses"], color=INK, linewidth=1.2, label="two islands, one of which dies and comes back")
+    for batch, words, side in (
+        (story["killed_after"], "B is killed", "right"),
+        (story["back_from"] - 1, "B is back", "left"),
+    ):
+        for axes in (top, middle, bottom):
+            axes.axvline(batch + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
+        top.annotate(
+            words,
+            (batch + 0.5, 0.62),
+            (-6 if side == "right" else 6, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha=side,
+            color=INK,
+        )
+    top.set_ylabel("loss, nats per token")
+    top.legend(frameon=False, fontsize=9.5, loc="upper right")
+    same = report["verdicts"]["islands"]["first_other_digest"] is None
+    what = "every batch has the data of one world, by its digest" if same else "NOT the same data"
+    top.set_title(f"One run on two clusters at once: {what}", fontsize=11)
+    _draw_rows(middle, report)
+    _draw_deviations(bottom, report)
+    bottom.set_xlabel("batch")
+    for axes in (top, middle, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(0.5, report["num_batches"] + 0.5)
+    releases = dict.fromkeys(cluster["torch"] for cluster in report["clusters"][:2])
+    figure.supxlabel(
+        f"{report['machine']}, torch {' and '.join(releases)}, fp32, {report['date']} · B is emulated: held to an "
+        "instruction set below the machine's own, standing for another vendor",
+        fontsize=8,
+        color=QUIET,
+    )
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_rows(axes: Any, report: dict[str, Any]) -> None:
+    """Rows of each batch: A's below, B's above."""
+    of_a, batches = report["rows"], range(1, report["num_batches"] + 1)
+    of_b = [max(of_a) - rows for rows in of_a]
+    for rows, below, name, colour, cluster in zip(
+        (of_a, of_b), ([0] * len(of_a), of_a), "AB", COLOURS, report["clusters"], strict=False
+    ):
+        axes.bar(batches, rows, 1.0, bottom=below, color=colour, alpha=0.75, lw=0)
+        ranks = f"{cluster['num_ranks']} rank{'s' if cluster['num_ranks'] > 1 else ''}, {cluster['sharding']}"
+        words = f"{name}: {ranks},\n{cluster['instructions']}, torch {cluster['torch'].split('+')[0]}"
+        place = (1.005, below[0] + rows[0] / 2)
+        axes.annotate(words, place, xycoords=("axes fraction", "data"), color=colour, fontsize=8.5, va="center")
+    axes.set_ylabel("rows of\neach batch")
+    axes.set_yticks([0, max(of_a)])
+
+
+def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
+    band, batches = report["band"], range(1, report["num_batches"] + 1)
+    floor = min(band) / 5
+    axes.fill_between(batches, floor, band, color="#bbbbbb", alpha=0.6, lw=0)
+    ratio = report["verdicts"]["islands"]["largest_ratio"]
+    axes.plot(batches, report["deviation"]["islands"], color=INK, linewidth=2)
+    notes = [(f"A and B, {ratio:.1f} x the band", report["deviation"]["islands"][-1], INK)]
+    for (name, words), colour in zip(WRONG.items(), WRONG_COLOURS, strict=True):
+        values = report["deviation"][name]
+        axes.plot(range(1, len(values) + 1), [max(value, floor) for value in values], color=colour, linewidth=1.3)
+        axes.plot(len(values), values[-1], "o", color=colour, markersize=3.5)
+        notes.append((words, values[-1], colour))
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=floor)
+    axes.set_ylabel("distance from one world,\nnats per token")
+    axes.annotate(
+        notes[0][0], (1.005, notes[0][1]), xycoords=("axes fraction", "data"), color=INK, fontsize=9, va="center"
+    )
+    axes.annotate(
+        f"the band of {len(report['worlds'])} single worlds", (0.99, floor * 1.6), xycoords=("axes fraction", "data"),
+        color=QUIET, fontsize=9, ha="right",
+    )  # fmt: skip
+    controls = sorted(notes[1:], key=lambda note: -note[1])
+    for number, (words, _, colour) in enumerate(controls):
+        axes.annotate(
+            f"{words}: caught",
+            (len(report["deviation"]["weights"]) + 2, 0.93 - 0.12 * number),
+            xycoords=("data", "axes fraction"),
+            color=colour,
+            fontsize=9,
+            va="center",
+        )
+    axes.grid(alpha=0.25, linewidth=0.6)

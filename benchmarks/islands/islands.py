@@ -1,0 +1,286 @@
+"""Two islands train one run at once, one of them dies and comes back: is it the run of one world?
+
+    python -m benchmarks islands --out results                   some 8 minutes on two quiet cores
+    python -m benchmarks islands --other-python other/bin/python
+    python -m benchmarks islands --speed                         what the exchange costs, see `speed`
+
+Three single worlds train a small MPT. Their losses span the band of the switch benchmark. Then two islands train it:
+A, and B with other instructions, another sharding and perhaps another torch. B is killed and launched again. Digests
+and losses are held against those of the single worlds. So are runs in which an island does something wrong (see
+`wrong`): the check must catch all of them, or it proves nothing.
+
+Owns the order of events and the report; the launches are the real ones (see `launches`).
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.islands.figure import plot_islands
+from benchmarks.islands.launches import Islands, last_batch, running
+from benchmarks.islands.wrong import DIES_AT
+from benchmarks.switch.band import Series, Verdict, judge, measure_band, measure_deviation
+from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Workshop, probe
+from benchmarks.switch.switch import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    configuration,
+    describe_cluster,
+    prepare_data,
+    table_of_clusters,
+    times,
+)
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.report.tables import Table
+
+ISLANDS, SOUND = "islands", "sound"
+CONTROLS: dict[str, tuple[str, tuple[str, str]]] = {
+    SOUND: ("B dies with its gradient sent", ("", "dies")),
+    "weights": ("A's share weighted twice", ("weights", "weights")),
+    "lost": ("B dies, A passes over the batch", ("lost", "dies")),
+    "stale": ("B dies, A counts its old gradient", ("stale", "dies")),
+}
+"""Short runs, and what is wrong on A and on B. The first is sound, and must pass; the others must not."""
+CONTROL_BATCHES = 2 * DIES_AT
+
+
+def run(
+    *,
+    data: Path,
+    num_batches: int = 120,
+    kill_at: int = 30,
+    seed: int = 17,
+    other_python: str | None = None,
+    out: Path | None = None,
+    keep: Path | None = None,
+    clusters: Sequence[Cluster] | None = None,
+) -> dict[str, Any]:
+    """Train, check, print; with `out`, write islands.json, .md and .png there. Returns what the JSON holds.
+
+    The runs themselves happen in `keep`, or in a folder that is removed. Raises UserError.
+    """
+    if not 0 < kill_at < num_batches or num_batches < CONTROL_BATCHES:
+        raise UserError(
+            f"--num-batches {num_batches}, --kill-at {kill_at}: B is killed within the run, and controls take "
+            f"{CONTROL_BATCHES} batches; use more batches"
+        )
+    console, conditions = open_console(), describe_conditions()
+    clusters = clusters or default_clusters(other_python)
+    prepare_data(data)
+    with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
+        shop = build_shop(Path(folder).resolve(), data, num_batches, seed, clusters)
+        machines = {cluster.letter: probe(cluster) for cluster in clusters}
+        described = [describe_cluster(cluster, machines) for cluster in clusters]
+        show(console, table_of_clusters(described))
+        with ThreadPoolExecutor(2) as pool:
+            worlds = list(pool.map(lambda cluster: train_alone(shop, cluster, console), clusters))
+        together, story = train_together(shop, kill_at, num_batches, console)
+        controls = {name: train_control(shop, name, console) for name in CONTROLS}
+    report = conditions | {
+        "num_batches": num_batches,
+        "kill_at": kill_at,
+        "seed": seed,
+        "clusters": described,
+        "worlds": {cluster.letter: series_of(records) for cluster, records in zip(clusters, worlds, strict=True)},
+        ISLANDS: series_of(together["A"]) | story,
+        "controls": {name: series_of(records) for name, records in controls.items()},
+        "rows": [record["islands/rows"] for record in together["A"]],
+        "differing": count_differing(together["A"], together["B"]),
+    }
+    evaluate(report)
+    show(console, table_of(report), notes=notes_of(report))
+    console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
+    if out is not None:
+        write(report, out)
+        console.print(f"written: {out}/islands.json, .md and .png")
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------- what is run
+
+
+def default_clusters(other_python: str | None) -> list[Cluster]:
+    """A and B are the islands; C is one more single world, for the band."""
+
+    def cluster(
+        letter: str, num_ranks: int, microbatch: int, attention: str, sharding: str, **environment: str
+    ) -> Cluster:
+        overlay = {
+            "device_train_microbatch_size": microbatch,
+            "model": {"attn_config": {"attn_impl": attention}},
+            "fsdp_config": {"sharding_strategy": sharding},
+            "environment": {"OMP_NUM_THREADS": "1", **NO_GPU, **environment},
+        }
+        return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
+
+    b = cluster("B", 1, 2, "reference", "NO_SHARD", **INSTRUCTION_SETS["sse"])
+    return [
+        cluster("A", 2, 2, "sdpa", "FULL_SHARD"),
+        dataclasses.replace(b, python=other_python or b.python),
+        cluster("C", 2, 4, "reference", "SHARD_GRAD_OP", **INSTRUCTION_SETS["avx2"]),
+    ]
+
+
+def build_shop(folder: Path, data: Path, num_batches: int, seed: int, clusters: Sequence[Cluster]) -> Workshop:
+    config = configuration(data.resolve(), num_batches, num_batches, "fp32", seed) | {"eval_interval": 0}
+    shop = Workshop(folder=folder, config=config, clusters=clusters)
+    shop.prepare()
+    return shop
+
+
+def train_alone(shop: Workshop, cluster: Cluster, console: Console) -> list[dict[str, Any]]:
+    console.print(f"training: {cluster.letter} alone")
+    world = Islands(shop, f"alone-{cluster.letter}")
+    try:
+        world.start(cluster).check()
+    finally:
+        world.end()
+    return records_of(world, cluster)
+
+
+def train_together(
+    shop: Workshop, kill_at: int, num_batches: int, console: Console
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Records of A and of B, and when what happened to B."""
+    console.print(f"training: A and B; B is killed after batch {kill_at} and launched again")
+    a, b = shop.clusters[:2]
+    with running(shop, ISLANDS, 2) as islands:
+        first, second = islands.start(a), islands.start(b)
+        log, their_log = islands.log(a), islands.log(b)
+        islands.wait_for(lambda: last_batch(log) >= kill_at, f"batch {kill_at}")
+        killed_at, killed_after = time.monotonic(), last_batch(log)
+        second.kill()
+        islands.wait_for(lambda: last_batch(log) > killed_after, "a batch without B")
+        seconds_to_go_on = time.monotonic() - killed_at
+        again_at, their_last = time.monotonic(), last_batch(their_log)
+        third = islands.start(b)
+        islands.wait_for(lambda: last_batch(their_log) > their_last or last_batch(log) == num_batches, "B to be back")
+        if last_batch(their_log) == their_last:
+            raise UserError(f"bench islands: B is not back before batch {num_batches}; use a larger --num-batches")
+        seconds_to_come_back = time.monotonic() - again_at
+        for one in (first, third):
+            one.check()
+        together = {"A": records_of(islands, a), "B": records_of(islands, b)}
+    alone = [record["batch"] for record in together["A"] if record["islands/members"] == 1]
+    story = {
+        "killed_after": min(alone) - 1,
+        "back_from": max(alone) + 1,
+        "seconds_to_go_on": seconds_to_go_on,
+        "seconds_to_come_back": seconds_to_come_back,
+        "drifts": together["A"][-1]["islands/drifts"],
+    }
+    return together, story
+
+
+def train_control(shop: Workshop, name: str, console: Console) -> list[dict[str, Any]]:
+    """A's records of a short run."""
+    what, wrong = CONTROLS[name]
+    console.print(f"training: {what}")
+    with running(shop, name, 2, stop_after=f"{CONTROL_BATCHES}ba") as islands:
+        launched = [islands.start(cluster, wrong=kind) for cluster, kind in zip(shop.clusters[:2], wrong, strict=True)]
+        launched[1].dies = wrong[1] == "dies"
+        launched[0].check()
+        return records_of(islands, shop.clusters[0])
+
+
+def records_of(islands: Islands, cluster: Cluster) -> list[dict[str, Any]]:
+    return [record for _, record in sorted(islands.log(cluster).last_of_each_batch().items())]
+
+
+def series_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "losses": [record["loss/train/total"] for record in records],
+        "digests": [record["data/digest"] for record in records],
+        "learning_rates": [record["lr"] for record in records],
+    }
+
+
+def count_differing(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> int:
+    """Batches that both have recorded, with another loss, norm or digest to the bit."""
+    by_batch = {record["batch"]: record for record in first}
+    keys = ("loss/train/total", "grad_norm", "data/digest")
+    return sum(any(record[key] != by_batch[record["batch"]][key] for key in keys) for record in second)
+
+
+# ------------------------------------------------------------------------------------------------------ what it shows
+
+
+def evaluate(report: dict[str, Any]) -> None:
+    """Add to what was run what it shows: the band, verdicts, `passed`."""
+    runs = {ISLANDS: report[ISLANDS], **report["controls"]}
+    verdicts: dict[str, Verdict] = {}
+    report["deviation"] = {}
+    for name, content in runs.items():
+        count = len(content["losses"])
+        worlds = [first_batches(world, count) for world in report["worlds"].values()]
+        verdicts[name] = judge(first_batches(content, count), worlds)
+        report["deviation"][name] = measure_deviation(content["losses"], [world.losses for world in worlds]).tolist()
+    report["band"] = measure_band([world["losses"] for world in report["worlds"].values()]).tolist()
+    report["verdicts"] = {name: dataclasses.asdict(verdict) for name, verdict in verdicts.items()}
+    is_as_expected = all(verdict.is_the_same_run == (name in (ISLANDS, SOUND)) for name, verdict in verdicts.items())
+    report["passed"] = is_as_expected and report["differing"] == 0
+
+
+def first_batches(content: dict[str, Any], count: int) -> Series:
+    return Series(
+        losses=content["losses"][:count],
+        digests=content["digests"][:count],
+        learning_rates=content["learning_rates"][:count],
+        validation={},
+    )
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = []
+    for name, values in report["verdicts"].items():
+        verdict = Verdict(**values)
+        caught = [f"digest, batch {verdict.first_other_digest}"] if not verdict.same_data else []
+        caught += [f"loss, batch {verdict.first_outside}"] if verdict.first_outside else []
+        rows.append(
+            [
+                "A and B, B dies and comes back" if name == ISLANDS else CONTROLS[name][0],
+                str(len(report["deviation"][name])),
+                "yes" if verdict.same_data else "no",
+                f"{verdict.final_deviation:.1e}",
+                times(verdict.largest_ratio),
+                "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
+            ]
+        )
+    headings = ["run", "batches", "same data", "deviation, nats", "largest / band", "verdict"]
+    return measured_table("beside the run of one world", headings, rows)
+
+
+def notes_of(report: dict[str, Any]) -> list[str]:
+    story = report[ISLANDS]
+    return [
+        f"band: {report['band'][-1]:.1e} nats per token after {report['num_batches']} batches, the largest distance "
+        f"between two of {len(report['worlds'])} single worlds (running root mean square)",
+        f"B was killed after batch {story['killed_after']} and trained again from batch {story['back_from']} on",
+        f"from the kill to the next finished batch {story['seconds_to_go_on']:.1f} s; from B's command to its first "
+        f"batch {story['seconds_to_come_back']:.1f} s (mostly imports, beside A's training)",
+        f"batches that both islands have recorded and that differ in loss, norm or digest to the bit: "
+        f"{report['differing']}",
+        f"islands that had drifted when weights were compared, every 100 batches: {story['drifts']}. Unlike kernels "
+        "round apart; the weights of the island that saves replace the other's",
+        f"wrong runs end after {CONTROL_BATCHES} batches; where B dies, it dies in batch {DIES_AT + 1}",
+    ]
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    other = " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
+    how = (
+        f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, fp32. A and B are the islands. A, B "
+        "and C alone span the band."
+    )
+    parts = table_of(report), notes_of(report), table_of_clusters(report["clusters"]), "![the figure](islands.png)"
+    heading, command = "One run on two islands at once", f"python -m benchmarks islands{other}"
+    write_report(out, "islands", heading, command, report, how, *parts, asked=("num_batches", "kill_at", "seed"))
+    plot_islands(report, out / "islands.png")

@@ -1,0 +1,218 @@
+"""The order of samples: how well it mixes, beside StreamingDataset's algorithms; what a data set of any size costs.
+
+python -m benchmarks order --num-shards 1560000
+
+A batch drawn blindly holds a domain's samples with the variance of a binomial. A ratio below 1 means batches that are
+more even than that; a ratio above 1 means waves of one domain and another.
+"""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.data.order import SampleOrder
+from llmfoundry_lite.report.tables import Table
+
+NUM_DOMAINS, SHARDS_PER_DOMAIN, SAMPLES_PER_SHARD, BATCH_SIZE = 8, 50, 1_000, 256
+WINDOWS = (4_096, 65_536, 262_144)
+PEERS = (("py1e", 1), ("py1e", 64), ("py1br", 1), ("py1br", 64))
+"""StreamingDataset's default and the one it had before, with one canonical node (its default) and with many."""
+
+WANTED_SECONDS, WANTED_MB = 5, 300
+SCALE_BATCH, SCALE_TOKENS = 64, 8
+
+
+def run(*, num_shards: int, num_workers: int, out: Path | None) -> dict[str, Any]:
+    """Measure both, print them, and write `shuffle.md` and `shuffle.json` to `out`."""
+    report = describe_conditions() | {
+        "mixing": measure_mixing(),
+        "opening": measure_opening(num_shards, num_workers),
+    }
+    mixing, opening, words = table_of_mixing(report), table_of_opening(report), opening_in_words(report)
+    show(open_console(), mixing, opening, notes=[words])
+    if out is not None:
+        command = f"python -m benchmarks order --num-shards {num_shards}"
+        write_report(out, "shuffle", "How well the order mixes", command, report, HOW, mixing, WINDOW, opening, words)
+    return report
+
+
+HOW = (
+    f"{NUM_DOMAINS} domains of {SHARDS_PER_DOMAIN} shards of {SAMPLES_PER_SHARD:,} samples, batches of {BATCH_SIZE}. "
+    "The variance of a domain's samples in a batch, over that of a binomial: 1 is a blind draw, more is waves."
+)
+WINDOW = "The window is `shuffle_block_size`: the samples that batches are drawn from at any time."
+
+
+def table_of_mixing(report: dict[str, Any]) -> Table:
+    rows = [[name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in report["mixing"].items()]
+    return measured_table("how well the order mixes", ["order", *(f"window {window:,}" for window in WINDOWS)], rows)
+
+
+def table_of_opening(report: dict[str, Any]) -> Table:
+    opening = report["opening"]
+    headings = ["shards", "loader workers", "seconds to the first batch", "wanted", "MB, workers included", "wanted"]
+    row = [
+        *(f"{opening['num_shards']:,}", str(opening["num_workers"])),
+        *(f"{opening['seconds']:.1f}", f"{WANTED_SECONDS}", f"{opening['megabytes']:.0f}", f"{WANTED_MB}"),
+    ]
+    return measured_table("what opening a data set costs", headings, [row])
+
+
+def opening_in_words(report: dict[str, Any]) -> str:
+    opening = report["opening"]
+    return (
+        f"Opening took {opening['open_seconds']:.1f} s of it. Processor time was {opening['cpu_seconds']:.1f} s in the "
+        f"rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; before, the load average was "
+        f"{opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers have more "
+        "than the rank had before, shared pages counted once."
+    )
+
+
+# Mixing ---------------------------------------------------------------------------------------------------------------
+
+
+def measure_mixing() -> dict[str, list[float]]:
+    """Name of the order -> variance of domains over the binomial's, for each window."""
+    mixing = {"ours": [variance_over_binomial(domains_of(our_batches(window))) for window in WINDOWS]}
+    for name, num_nodes in PEERS:
+        mixing[f"{name}, {num_nodes} canonical node{'s' if num_nodes > 1 else ''}"] = [
+            variance_over_binomial(domains_of(streaming_batches(name, num_nodes, window))) for window in WINDOWS
+        ]
+    return mixing
+
+
+def variance_over_binomial(domains_bl: NDArray[np.int64]) -> float:
+    """Of how often each domain is in a batch [batches, lanes], the mean over domains."""
+    batch_size, ratios = domains_bl.shape[1], []
+    for domain in np.unique(domains_bl):
+        share = float((domains_bl == domain).mean())
+        ratios.append(float((domains_bl == domain).sum(axis=1).var()) / (batch_size * share * (1 - share)))
+    return float(np.mean(ratios))
+
+
+def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
+    order = SampleOrder(
+        shard_sizes_per_stream=[_shard_sizes()],
+        choose_per_stream=[int(_shard_sizes().sum())],
+        num_lanes=BATCH_SIZE,
+        seed=9176,
+        shuffle=True,
+        window_samples=window_samples,
+    )
+    return order.epoch(epoch).sample_ids(range(BATCH_SIZE), range(order.num_batches))
+
+
+def streaming_batches(algorithm: str, num_canonical_nodes: int, window_samples: int) -> NDArray[np.int64]:
+    """As StreamingDataset has them on one node of 8 ranks, with a loader worker each [batches, lanes]."""
+    from streaming.base.partition import get_partitions
+    from streaming.base.shuffle import get_shuffle
+
+    sizes = _shard_sizes()
+    places = get_partitions("relaxed", int(sizes.sum()), num_canonical_nodes, 1, 8, 1, BATCH_SIZE // 8)[0, :, 0]
+    ids = get_shuffle(algorithm, sizes, num_canonical_nodes, 9176, 0, window_samples // num_canonical_nodes)
+    is_whole = (places >= 0).all(axis=(0, 2))
+    return ids[places].swapaxes(0, 1).reshape(-1, BATCH_SIZE)[is_whole]
+
+
+def domains_of(ids_bl: NDArray[np.int64]) -> NDArray[np.int64]:
+    return ids_bl // (SHARDS_PER_DOMAIN * SAMPLES_PER_SHARD)
+
+
+def _shard_sizes() -> NDArray[np.int64]:
+    return np.full(NUM_DOMAINS * SHARDS_PER_DOMAIN, SAMPLES_PER_SHARD, np.int64)
+
+
+# Opening --------------------------------------------------------------------------------------------------------------
+
+
+def measure_opening(num_shards: int, num_workers: int) -> dict[str, Any]:
+    """Open a data set of so many shards in a process of its own, and read a batch."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), num_shards)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_open_and_read, args=(Path(folder), num_workers, sender))
+        process.start()
+        sender.close()
+        try:
+            measured = receiver.recv()
+        finally:
+            process.join()
+    return {"num_shards": num_shards, "num_workers": num_workers, **measured}
+
+
+def write_index(folder: Path, num_shards: int) -> None:
+    """A data set that is not there but for one shard and the links to it that the first batches lead to."""
+    from streaming import MDSWriter
+
+    samples_per_shard = 16_384
+    with MDSWriter(out=str(folder / "one"), columns={"tokens": "bytes"}, hashes=["xxh3_64"]) as writer:
+        for _ in range(samples_per_shard):
+            writer.write({"tokens": np.arange(SCALE_TOKENS, dtype=np.int64).tobytes()})
+    [record] = json.loads((folder / "one" / "index.json").read_text())["shards"]
+    before, after = json.dumps(record, sort_keys=True).split(record["raw_data"]["basename"])
+    with open(folder / "index.json", "w") as file:
+        file.write('{"shards": [')
+        file.writelines(f"{', ' if shard else ''}{before}shard.{shard:05d}.mds{after}" for shard in range(num_shards))
+        file.write('], "version": 2}')
+    order = SampleOrder(
+        shard_sizes_per_stream=[np.full(num_shards, samples_per_shard)],
+        choose_per_stream=[num_shards * samples_per_shard],
+        num_lanes=SCALE_BATCH,
+        seed=9176,
+        shuffle=True,
+    )
+    steps = range(min(order.num_batches, order.block_samples))
+    for shard in np.unique(order.epoch(0).sample_ids(range(SCALE_BATCH), steps) // samples_per_shard):
+        (folder / f"shard.{shard:05d}.mds").symlink_to(folder / "one" / "shard.00000.mds")
+
+
+def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
+    from llmfoundry_lite.data.dataset import build_text_dataset
+    from llmfoundry_lite.data.loader import build_text_loader
+
+    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a launched process
+    load_average, before = os.getloadavg()[0], _own_bytes([os.getpid()])
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    dataset = build_text_dataset(
+        local=str(folder), max_seq_len=SCALE_TOKENS, global_batch_size=SCALE_BATCH, shuffle=True
+    )
+    opened = time.perf_counter()
+    batches = iter(build_text_loader(dataset, num_workers=num_workers))
+    next(batches)
+    seconds = time.perf_counter() - begin
+    cpu_seconds = time.process_time() - cpu_begin
+    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    workers_cpu_seconds = sum(sum(psutil.Process(child).cpu_times()[:2]) for child in children)
+    after = _own_bytes([os.getpid(), *children])
+    sender.send(
+        {
+            "seconds": seconds,
+            "open_seconds": opened - begin,
+            "cpu_seconds": cpu_seconds,
+            "workers_cpu_seconds": workers_cpu_seconds,
+            "megabytes": (after - before) / 1e6,
+            "load_average": load_average,
+            "num_cores": len(os.sched_getaffinity(0)),
+        }
+    )
+
+
+def _own_bytes(pids: list[int]) -> int:
+    """Resident memory of the processes, a page that n of them share counted as 1/n in each (Linux)."""
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total

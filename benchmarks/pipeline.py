@@ -1,0 +1,266 @@
+"""What stages of a pipeline wait: every schedule played by ranks that sleep instead of computing.
+
+python -m benchmarks pipeline --stages 2,4 --microbatches 4,8,16 --out results
+
+Forward pass, gradient of the inputs and gradient of the weights of a microbatch take one sleep each on every stage. So
+what a step takes beyond them is waiting: for other stages, and a little for messages and Python. Beside it stand the
+formula's share and that of the played schedule (`plan/schedule.py`). Messages are four numbers; no bandwidth is
+measured.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
+from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.stages import takes_microbatches
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
+from llmfoundry_lite.plan.schedule import WITH_FORMULA, bubble, simulate_bubble
+from llmfoundry_lite.report.tables import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HEADINGS = ["schedule", "stages", "microbatches", "runs of blocks", "measured", "formula", "played", "step, s"]
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
+NOTES = (
+    "measured: torch's schedules, messages and Python among what a device waits",
+    "formula and played: `plan/schedule.py`, without time for messages",
+    "zbv has no formula",
+)
+NUM_PASSES = 3
+"""Of a microbatch: forward, inputs' gradient, weights' gradient."""
+
+
+def run(
+    stages: Sequence[int],
+    microbatches: Sequence[int],
+    schedules: Sequence[str],
+    milliseconds: float = 20,
+    num_repeats: int = 3,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure all schedules on so many stages, print a table, write pipeline.json, .md and .png to `out`.
+
+    `milliseconds`: of a pass through all blocks of a device. Raises ConfigError for a schedule that is not there and
+    for one stage.
+    """
+    unknown = [name for name in schedules if name not in SCHEDULES]
+    if unknown:
+        raise ConfigError(f"--schedules: {unknown[0]!r} given, expected some of {', '.join(SCHEDULES)}")
+    if min(stages) < 2:
+        raise ConfigError(f"--stages: {min(stages)} given, expected 2 or more")
+    console = open_console()
+    report: dict[str, Any] = describe_conditions() | {
+        "milliseconds": milliseconds,
+        "num_repeats": num_repeats,
+        "rows": [],
+        "left_out": [],
+    }
+    for degree in stages:
+        pipelines = [PipelineConfig(pipeline_parallel_degree=degree, schedule=name) for name in schedules]
+        pairs = [(pipeline, count) for count in microbatches for pipeline in pipelines]
+        taken = [[p.schedule, p.num_runs, count] for p, count in pairs if is_alike(p, count)]
+        report["left_out"] += [
+            f"{p.schedule}: {count} microbatches do not suit {degree} stages"
+            for p, count in pairs
+            if not is_alike(p, count)
+        ]
+        console.print(f"{degree} stages: {len(taken)} schedules")
+        for (schedule, num_runs, count), seconds in zip(
+            taken, measure(degree, taken, milliseconds / 1e3, num_repeats), strict=True
+        ):
+            report["rows"].append(row_of(schedule, degree, count, num_runs, seconds, milliseconds / 1e3))
+    table, notes = table_of(report), [*report["left_out"], *NOTES]
+    show(console, table, notes=notes)
+    if out is not None:
+        asked = ("milliseconds",)
+        figure = "![the figure](pipeline.png)"
+        lists = {"stages": stages, "microbatches": microbatches, "schedules": schedules}
+        options = [f"--{option} {','.join(map(str, values))}" for option, values in lists.items()]
+        options.append(f"--milliseconds {milliseconds:g} --num-repeats {num_repeats}")
+        command = " ".join(["python -m benchmarks pipeline", *options])
+        write_report(out, "pipeline", "What stages wait", command, report, table, notes, figure, asked=asked)
+        plot(report, out / "pipeline.png")
+    return report
+
+
+def is_alike(pipeline: PipelineConfig, count: int) -> bool:
+    """Whether the schedule takes so many microbatches, and the formula is about them: torch's interleaved one also
+    takes counts that are no multiple of the stages."""
+    in_rounds = pipeline.schedule != "interleaved" or count % pipeline.pipeline_parallel_degree == 0
+    return in_rounds and takes_microbatches(pipeline, count)
+
+
+def row_of(
+    schedule: str, degree: int, count: int, num_runs: int, seconds: Sequence[float], pass_seconds: float
+) -> dict[str, Any]:
+    """Shares are of the time that a device computes."""
+    busy = count * NUM_PASSES * pass_seconds
+    return {
+        "schedule": schedule,
+        "num_stages": degree,
+        "num_microbatches": count,
+        "virtual_stages": num_runs,
+        "seconds": spread(seconds).median,
+        "measured": spread(one / busy - 1 for one in seconds)._asdict(),
+        "formula": bubble(schedule, degree, count, num_runs) if schedule in WITH_FORMULA else None,
+        "played": simulate_bubble(schedule, degree, count, num_runs),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the ranks
+
+
+def measure(degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int) -> list[list[float]]:
+    """Seconds of each step of (schedule, runs of blocks, microbatches), on `degree` processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            play, args=(degree, cases, pass_seconds, num_repeats, folder), nprocs=degree, join=True
+        )
+        return json.loads((Path(folder) / "seconds.json").read_text())
+
+
+def play(
+    rank: int, degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int, folder: str
+) -> None:
+    """One rank. A step lasts as long as the slowest rank's."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", degree)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=degree, timeout=timedelta(minutes=5))
+    found = []
+    for name, num_runs, count in cases:
+        schedule = build_schedule(name, rank, degree, num_runs, count, pass_seconds / num_runs)
+        held, last = indices_of(name, rank, degree, num_runs), degree * num_runs - 1
+        seconds = []
+        for _ in range(num_repeats + 1):
+            dist.barrier()
+            began = time.perf_counter()
+            schedule.step(
+                *((torch.zeros(count, 4),) if 0 in held else ()),
+                target=torch.zeros(count, 4) if last in held else None,
+                losses=[] if last in held else None,
+                return_outputs=False,
+            )
+            longest = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            seconds.append(longest.item())
+        found.append(seconds[1:])  # the first one sets up
+    if rank == 0:
+        (Path(folder) / "seconds.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def indices_of(schedule: str, rank: int, degree: int, num_runs: int) -> list[int]:
+    """The stages of a rank, counted through the model, as `config/stages.py` gives them out."""
+    if schedule == "zbv":
+        return [rank, 2 * degree - 1 - rank]
+    return list(range(rank, degree * num_runs, degree))
+
+
+def build_schedule(name: str, rank: int, degree: int, num_runs: int, count: int, seconds: float) -> Any:
+    numbers = torch.empty(1, 4, device="meta", requires_grad=True)
+    stages = [
+        PipelineStage(
+            SleepingStage(seconds),
+            index,
+            degree * num_runs,
+            torch.device("cpu"),
+            input_args=numbers if index else torch.empty(1, 4, device="meta"),
+            output_args=numbers,
+        )
+        for index in indices_of(name, rank, degree, num_runs)
+    ]
+    return SCHEDULES[name](
+        stages[0] if name in TAKES_ONE_STAGE else stages, count, loss_fn=lambda output, _: output.sum()
+    )
+
+
+class SleepingStage(nn.Module):
+    """Its inputs' gradient and its weight's can be asked for apart, as zero-bubble schedules do."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+        self.embedding = nn.Parameter(torch.zeros(4))  # so that the first stage's inputs have a gradient, too
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        if not x.requires_grad:
+            x = x + self.embedding
+        return _SleepBackward.apply(x, self.seconds) + _SleepBackward.apply(self.weight, self.seconds)
+
+
+class _SleepBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient.contiguous(), None  # a sum's gradient is one number, seen four times
+
+
+# ------------------------------------------------------------------------------------------------------ the report
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = []
+    for row in report["rows"]:
+        measured = row["measured"]
+        spans = f"{measured['median']:.1%} ({measured['least']:.1%} to {measured['most']:.1%})"
+        by_arithmetic = ["" if row[key] is None else f"{row[key]:.1%}" for key in ("formula", "played")]
+        keys = (row["schedule"], str(row["num_stages"]), str(row["num_microbatches"]), str(row["virtual_stages"]))
+        rows.append([*keys, spans, *by_arithmetic, f"{row['seconds']:.3f}"])
+    title = f"waiting over computing, {report['milliseconds']:g} ms a pass, the median of {report['num_repeats']} steps"
+    return measured_table(title, HEADINGS, rows, num_keys=4)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """A panel for each number of stages: measured as points, played as lines."""
+    stages = sorted({row["num_stages"] for row in report["rows"]})
+    names = list(dict.fromkeys(row["schedule"] for row in report["rows"]))
+    figure, panels = plt.subplots(
+        1, len(stages), figsize=(1.5 + 4 * len(stages), 3.8), layout="constrained", dpi=150, sharey=True, squeeze=False
+    )
+    for axes, degree in zip(panels[0], stages, strict=True):
+        for name in names:
+            rows = [row for row in report["rows"] if (row["schedule"], row["num_stages"]) == (name, degree)]
+            x = [row["num_microbatches"] for row in rows]
+            colour = COLOURS[names.index(name) % len(COLOURS)]
+            axes.plot(x, [100 * row["played"] for row in rows], "-", color=colour, lw=1)
+            axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
+        ticks = sorted({row["num_microbatches"] for row in report["rows"]})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xlabel("microbatches")
+        axes.set_title(f"{degree} stages", fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
+    panels[0][0].set_ylabel("waiting over computing, %")
+    panels[0][-1].legend(
+        frameon=False,
+        fontsize=8,
+        title="points: measured\nlines: played",
+        title_fontsize=8,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
+    figure.savefig(path)
+    plt.close(figure)

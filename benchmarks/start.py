@@ -1,0 +1,109 @@
+"""How long is it from the command to the first batch of a run that is carried on, under each launcher?
+
+    python -m benchmarks start --num-rounds 5 --out results
+
+Two ranks. The clock stops at the record of the first batch after the save. Beside it, in the same rounds, `import
+composer` alone: most of a start is imports, and their time is the machine's. A round before the first is not timed; it
+compiles what is imported.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recover import LOOK_SECONDS, Log, kill_with_children
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    measured_table,
+    open_console,
+    ratios,
+    show,
+    spread,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.steps import check_shapes, write_run
+from llmfoundry_lite.errors import DataError
+
+IMPORT = "import composer"
+PYTHON = sys.executable
+LAUNCHERS = {
+    "composer -n 2": (str(Path(PYTHON).with_name("composer")), "-n", "2", "-m", "llmfoundry_lite.train"),
+    "torchrun --nproc-per-node 2": (
+        *(PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("-m", "llmfoundry_lite.train"),
+    ),
+    "llmfoundry-lite train -n 2": (PYTHON, "-m", "llmfoundry_lite", "train", "-n", "2"),
+}
+BATCHES_SAVED = 2
+DEADLINE_SECONDS = 300.0
+
+
+def run(shape: str, seq_len: int, num_rounds: int, out: Path | None) -> dict[str, Any]:
+    """Returns the report. Raises ConfigError for a shape nobody knows, DataError for a launcher that fails."""
+    check_shapes("--shape", [shape])
+    console, conditions = open_console(), describe_conditions()
+    settings = {"shape": shape, "seq_len": seq_len, "batch_size": 2, "num_steps": 1000}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
+        options = (str(write_run(Path(folder), settings, "fp32")), "autoresume=true", "save_interval=1000000ba")
+        log, output = Log(Path(folder, "run/metrics.jsonl")), Path(folder, "output.txt")
+        begin = [*LAUNCHERS["llmfoundry-lite train -n 2"], *options, f"stop_after={BATCHES_SAVED}ba"]
+        begun = subprocess.run(begin, env=environment, capture_output=True, text=True)
+        if len(log.last_of_each_batch()) != BATCHES_SAVED:
+            raise DataError(f"bench start: the run did not begin: {last_words(begun.stdout + begun.stderr)}")
+
+        def first_batch(launcher: Sequence[str]) -> float:
+            before = len(log.read())
+            return time_until(lambda: len(log.read()) > before, [*launcher, *options], environment, output)
+
+        sides: dict[str, Callable[[], float]] = {IMPORT: partial(time_import, environment)}
+        sides |= {name: partial(first_batch, launcher) for name, launcher in LAUNCHERS.items()}
+        console.print("a round that is not timed", highlight=False)
+        for measure in sides.values():
+            measure()
+        found, _ = take_turns(sides, num_rounds, console)
+    report = conditions | settings | {"num_rounds": num_rounds, "seconds": found}
+    table = measured_table(
+        "From the command to the first batch of a run that is carried on, 2 ranks",
+        ("", "seconds", "times the import"),
+        [(name, str(spread(some)), str(ratios(some, found[IMPORT]))) for name, some in found.items()],
+    )
+    notes = [f"the run: {shape}, {seq_len} tokens a sample, from its save after {BATCHES_SAVED} batches"]
+    show(console, table, notes=notes)
+    if out is not None:
+        command = f"python -m benchmarks start --shape {shape} --num-rounds {num_rounds}"
+        write_report(out, "start", "How long a launch takes", command, report, table, notes, asked=("shape", "seq_len"))
+    return report
+
+
+def time_import(environment: dict[str, str]) -> float:
+    started = time.monotonic()
+    subprocess.run([PYTHON, "-c", IMPORT], env=environment, check=True, capture_output=True)
+    return time.monotonic() - started
+
+
+def time_until(is_there: Callable[[], bool], command: list[str], environment: dict[str, str], output: Path) -> float:
+    """Seconds from the command until `is_there`; then all of its processes are killed. Raises DataError if they end."""
+    with output.open("wb") as file:
+        started = time.monotonic()
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        while not is_there():
+            if process.poll() is not None or time.monotonic() - started > DEADLINE_SECONDS:
+                words = last_words(output.read_text(errors="replace"))
+                raise DataError(f"bench start: {' '.join(command[:4])} … came to no batch: {words}")
+            time.sleep(LOOK_SECONDS)
+        return time.monotonic() - started
+    finally:
+        kill_with_children(process)
+
+
+def last_words(text: str) -> str:
+    return " | ".join(text.strip().splitlines()[-3:])

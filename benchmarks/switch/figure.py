@@ -1,0 +1,133 @@
+"""Figure of the switch benchmark: the run on one cluster, on another, on all in turn; below, its deviation."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
+INK, QUIET, VALIDATION = "#222222", "#777777", "#c44e52"
+
+
+def plot_switch(report: dict[str, Any], path: Path) -> None:
+    """One run on cluster A, on cluster B, and switching between all; below, deviation against the band. As PNG."""
+    colours = {c["letter"]: colour for c, colour in zip(report["clusters"], itertools.cycle(COLOURS), strict=False)}
+    figure = plt.figure(figsize=(13, 6.6), layout="constrained", dpi=150)
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.7, 1))
+    left = figure.add_subplot(grid[0, 0])
+    panels = [left, *(figure.add_subplot(grid[0, i], sharey=left) for i in (1, 2))]
+    for axes, cluster in zip(panels, report["clusters"][:2], strict=False):
+        letter = cluster["letter"]
+        _draw_losses(axes, report["uninterrupted"][letter], colours[letter])
+        ranks = f"{cluster['num_ranks']} rank{'s' if cluster['num_ranks'] > 1 else ''}"
+        axes.set_title(
+            f"cluster {letter} alone\n{ranks}, {cluster['sharding']}, {cluster['instructions']}", fontsize=10
+        )
+    axes = panels[2]
+    for leg in report["legs"]["switching"]:
+        axes.axvspan(leg["first_batch"] - 0.5, leg["last_batch"] + 0.5, color=colours[leg["cluster"]], alpha=0.16, lw=0)
+        middle = (leg["first_batch"] + leg["last_batch"]) / 2
+        axes.text(
+            middle,
+            0.97,
+            leg["cluster"],
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            color=colours[leg["cluster"]],
+            weight="bold",
+        )
+    _draw_losses(axes, report["switching"], INK)
+    same = report["verdicts"]["switching"]["first_other_digest"] is None
+    axes.set_title(
+        f"one run, switching every {report['every']} batches\n"
+        + ("every batch the same data, by its digest" if same else "NOT the same data"),
+        fontsize=10,
+    )
+    left.set_ylabel("loss, nats per token")
+    _draw_deviations(figure.add_subplot(grid[1, :]), report)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(0.5, report["num_batches"] + 0.5)
+        axes.set_xlabel("batch", fontsize=9)
+    releases = dict.fromkeys(cluster["torch"] for cluster in report["clusters"])
+    emulated = " · emulated: held to an instruction set below the machine's own, standing for another vendor"
+    figure.supxlabel(
+        f"{report['machine']}, torch {' and '.join(releases)}, {report['precision']}, {report['date']}"
+        + (emulated if any(cluster["emulated"] for cluster in report["clusters"]) else ""),
+        fontsize=8,
+        color=QUIET,
+    )
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_losses(axes: Any, series: dict[str, Any], colour: str) -> None:
+    batches = range(1, len(series["losses"]) + 1)
+    axes.plot(batches, series["losses"], color=colour, linewidth=1.3, label="training")
+    points = [(int(batch), loss) for batch, loss in series["validation"].items()]
+    label = f"validation, {points[-1][1]:.4f} at the end"
+    axes.plot(*zip(*points, strict=True), "o", color=VALIDATION, markersize=4.5, clip_on=False, zorder=5, label=label)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.9))
+
+
+def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
+    """Of the switching run and of those that were carried on wrongly, from the mean of the uninterrupted ones."""
+    batches = range(1, report["num_batches"] + 1)
+    floor = min(report["band"]) / 5
+    axes.fill_between(batches, floor, [max(value, floor) for value in report["band"]], color="#bbbbbb", alpha=0.6, lw=0)
+    axes.plot(batches, report["deviation"]["switching"], color=INK, linewidth=2, zorder=5)
+    ends = {"the band": report["band"][-1] ** 0.5 * floor**0.5, "switching": report["deviation"]["switching"][-1]}
+    ratio = report["verdicts"]["switching"]["largest_ratio"]
+    labels = [(f"switching, {_rounded(ratio)} x the band", ends["switching"], INK)]
+    labels.append((f"the band of {len(report['uninterrupted'])} uninterrupted runs", ends["the band"], QUIET))
+    at = report["tampered_at"]
+    controls = [name for name in report["deviation"] if name not in ("switching", "untouched")]
+    for name, colour in zip(controls, ("#c44e52", "#da8bc3", "#ccb974", "#937860", "#8172b3"), strict=False):
+        values = report["deviation"][name]
+        axes.plot(batches[at:], values[at:], color=colour, linewidth=1.3)
+        ratio = report["verdicts"][name]["largest_ratio"]
+        labels.append((f"{CONTROL_NAMES[name]}, {_rounded(ratio)} x", values[-1], colour))
+    axes.axvline(at + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
+    axes.annotate(
+        "controls: this checkpoint\ntampered with",
+        (at, 1),
+        (-6, -4),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8.5,
+        color="#555555",
+    )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=floor)
+    axes.set_ylabel("distance from the mean of the\nuninterrupted runs, nats per token")
+    axes.grid(alpha=0.25, linewidth=0.6)
+    low, high = (math.log10(limit) for limit in axes.get_ylim())
+    place = low
+    for text, value, colour in sorted(labels, key=lambda label: label[1]):
+        place = max(place + (high - low) * 0.105, math.log10(max(value, 10**low)))
+        axes.annotate(
+            text, (1.005, (place - low) / (high - low)), xycoords="axes fraction", color=colour, fontsize=9, va="center"
+        )
+
+
+def _rounded(ratio: float) -> str:
+    """Two digits are enough."""
+    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.2g}'):,.0f}"
+
+
+CONTROL_NAMES = {
+    "moments": "moments zeroed",
+    "schedule": "schedule one batch ahead",
+    "skipped": "one batch skipped",
+    "repeated": "one batch repeated",
+    "steps": "step counter reset",
+}

@@ -1,0 +1,435 @@
+"""One run on several "clusters", and the same run switching between them: is it the same run?
+
+    python -m benchmarks switch --out bench-switch     some 8 minutes on two quiet cores
+    python -m benchmarks switch --precision amp_bf16
+    python -m benchmarks switch --layouts              the "clusters" divide the run differently, and nothing else
+
+A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher and the real script;
+then once switching every few batches, moved by a relay from one file. What the switching run did is held against the
+band that the uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see
+`tamper`): it must notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
+
+Owns the order of events and the report; nothing here is measured on hardware that this machine does not have.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.switch import tamper
+from benchmarks.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation
+from benchmarks.switch.figure import plot_switch
+from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machine, Workshop, probe
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.report.tables import Table
+
+GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, WARMUP = 16, 128, 4096, 10
+LATE_BATCHES = (10_000, 1_000_000)
+SWITCHING = "switching"
+UNTOUCHED = "untouched"
+
+CONTROLS: dict[str, tuple[str, tamper.Change]] = {
+    UNTOUCHED: ("published again as it was", lambda content: None),
+    "moments": ("moments zeroed", tamper.zero_moments),
+    "schedule": ("schedule one batch ahead", lambda content: None),
+    "skipped": ("one batch skipped", tamper.move_data(1)),
+    "repeated": ("one batch repeated", tamper.move_data(-1)),
+    "steps": ("step counter reset", tamper.reset_steps),
+}
+"""What is done to the checkpoint at one switch. The first is sound, and must pass; the others must not."""
+
+
+def run(
+    *,
+    data: Path,
+    num_batches: int = 100,
+    every: int = 20,
+    precision: str = "fp32",
+    seed: int = 17,
+    other_python: str | None = None,
+    layouts: bool = False,
+    out: Path | None = None,
+    keep: Path | None = None,
+    jobs: int = 1,
+    clusters: Sequence[Cluster] | None = None,
+) -> dict[str, Any]:
+    """Train, check, print; with `out`, write switch.json, .md and .png there. Returns what the JSON holds.
+
+    The runs themselves happen in `keep`, or in a folder that is removed; `jobs` of them at a time, which changes no
+    digit, but for the last launches, which are timed. Raises UserError.
+    """
+    num_switches = -(-num_batches // every) - 1
+    if num_switches < 2:
+        raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
+    console, conditions = open_console(), describe_conditions()
+    clusters = clusters or (layout_clusters() if layouts else default_clusters(precision, other_python))
+    prepare_data(data)
+    with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
+        shop = Workshop(
+            folder=Path(folder).resolve(),
+            config=configuration(data.resolve(), num_batches, every, precision, seed, is_fused=not layouts),
+            clusters=clusters,
+        )
+        shop.prepare()
+        machines = {cluster.letter: probe(cluster) for cluster in clusters}
+        show(console, table_of_clusters([describe_cluster(cluster, machines) for cluster in clusters]))
+        at = (num_switches + 1) // 2 * every
+        # An emulated instruction set may take ten times as long in bf16, and four ranks on two cores twice as long.
+        native = min(clusters, key=lambda cluster: cluster.num_ranks) if layouts else clusters[0]
+
+        can_tamper = threading.Event()
+
+        def train(name: str) -> list[Leg]:
+            if name in CONTROLS:
+                can_tamper.wait()
+                console.print(f"training: {name}", highlight=False)
+                return [launch_control(shop, name, native, at, num_batches)]
+            console.print(f"training: {name}", highlight=False)
+            if name != SWITCHING:
+                return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
+            try:
+                return shop.relay(name, every)
+            finally:
+                can_tamper.set()
+
+        with ThreadPoolExecutor(jobs) as pool:
+            names = [SWITCHING, *map(alone, clusters), *CONTROLS]
+            legs = dict(zip(names, pool.map(train, names), strict=True))
+        resumes = [launch_late(shop, native, at, after, data) for after in (every, *LATE_BATCHES)]
+        report = conditions | {
+            "layouts": layouts,
+            "precision": precision,
+            "num_batches": num_batches,
+            "every": every,
+            "seed": seed,
+            "tampered_at": at,
+            "clusters": [describe_cluster(cluster, machines) for cluster in clusters],
+            "uninterrupted": {c.letter: dataclasses.asdict(read(shop, alone(c))) for c in clusters},
+            SWITCHING: dataclasses.asdict(read(shop, SWITCHING)),
+            "controls": {name: dataclasses.asdict(read(shop, name, before=(SWITCHING, at))) for name in CONTROLS},
+            "legs": {name: [dataclasses.asdict(leg) for leg in launched] for name, launched in legs.items()},
+            "resumes": [{"after_batch": leg.first_batch - 1, **dataclasses.asdict(leg)} for leg in resumes],
+        }
+    evaluate(report)
+    show(console, table_of(report), notes=notes_of(report))
+    console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
+    if out is not None:
+        write(report, out)
+        console.print(f"written: {out}/{name_of(report)}.json, .md and .png")
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------- what is run
+
+
+def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
+    """Four ways to compute one run on this machine; a GPU, where there is one, is the second."""
+    import torch
+
+    low = precision != "fp32"
+
+    def sharding(strategy: str, mixed: str, **more: Any) -> dict[str, Any]:
+        return {"sharding_strategy": strategy, **({"mixed_precision": mixed} if low else {}), **more}
+
+    def cluster(
+        letter: str, num_ranks: int, microbatch: int, attention: str, fsdp: dict[str, Any], **environment: str
+    ) -> Cluster:
+        overlay = {
+            "device_train_microbatch_size": microbatch,
+            # Evaluation batches are counted, and there are as many samples in each on every cluster.
+            "device_eval_batch_size": GLOBAL_BATCH // num_ranks,
+            "model": {"attn_config": {"attn_impl": attention}},
+            "fsdp_config": fsdp,
+            "environment": environment,
+        }
+        return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
+
+    cpu = {"OMP_NUM_THREADS": "1", **NO_GPU}
+    avx2, sse = (cpu | INSTRUCTION_SETS[name] for name in ("avx2", "sse"))
+    a = cluster("A", 2, 4, "sdpa", sharding("FULL_SHARD", "DEFAULT"), **cpu)
+    if torch.cuda.is_available():
+        b = cluster("B", 1, 16, "sdpa", sharding("FULL_SHARD", "DEFAULT"))
+    else:
+        b = cluster("B", 1, 16, "reference", sharding("NO_SHARD", "PURE"), **avx2)
+    c = cluster("C", 4, 2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), **sse)
+    d = cluster("D", 2, 8, "reference", sharding("SHARD_GRAD_OP", "DEFAULT"), **cpu)
+    return [a, b, c, dataclasses.replace(d, python=other_python or sys.executable)]
+
+
+def layout_clusters() -> list[Cluster]:
+    """Five ways to divide one run."""
+    pipeline, tensor = {"pp_config": {"pipeline_parallel_degree": 2}}, {"tp_config": {"tensor_parallel_degree": 2}}
+    context = {"cp_config": {"context_parallel_degree": 2, "kind": "heads"}}
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (4, {}),
+        (4, pipeline),
+        (4, tensor | context),
+        (1, {}),
+        (4, {"pp_config": {"pipeline_parallel_degree": 4}}),
+    ]
+    always = {"device_train_microbatch_size": 2, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
+    environment = {"environment": {"OMP_NUM_THREADS": "1", **NO_GPU}}
+    clusters = []
+    for letter, (num_ranks, changes) in zip("ABCDE", layouts, strict=True):
+        groups = num_ranks // math.prod(degrees_of(changes).values())
+        overlay = always | environment | changes | {"device_eval_batch_size": GLOBAL_BATCH // groups}
+        clusters.append(Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay))
+    return clusters
+
+
+def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
+    """Of the ways to divide a run that have a block of their own: {"pipeline": 2}."""
+    degrees = {}
+    for block, name in (("pp_config", "pipeline"), ("tp_config", "tensor"), ("cp_config", "context")):
+        if block in overlay:
+            degrees[name] = overlay[block][f"{name}_parallel_degree"]
+    return degrees
+
+
+def configuration(
+    data: Path, num_batches: int, every: int, precision: str, seed: int, *, is_fused: bool = True
+) -> dict[str, Any]:
+    """The quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix."""
+
+    def dataset(split: str, **more: Any) -> dict[str, Any]:
+        return {"name": "text", "dataset": {"local": str(data), "split": split, **more}}
+
+    return {
+        "run_name": "switch",
+        "seed": seed,
+        "max_seq_len": SEQ_LEN,
+        "model": {
+            "name": "mpt_causal_lm",
+            "d_model": 128,
+            "n_heads": 4,
+            "n_layers": 4,
+            "max_seq_len": SEQ_LEN,
+            "vocab_size": VOCAB_SIZE,
+            "no_bias": True,
+            "attn_config": {"fused_qkv": is_fused},
+        },
+        "tokenizer": {"name": str(data / "tokenizer")},
+        "train_loader": dataset("train", shuffle=True, shuffle_seed=seed),
+        "eval_loader": dataset("val"),
+        "optimizer": {"name": "decoupled_adamw", "lr": 5e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0},
+        "scheduler": {
+            "name": "cosine_with_warmup",
+            "t_warmup": f"{WARMUP}ba",
+            "t_max": f"{num_batches}ba",
+            "alpha_f": 0.1,
+        },
+        "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}},
+        "max_duration": f"{num_batches}ba",
+        "eval_interval": f"{every}ba",
+        "eval_subset_num_batches": 4,
+        "global_train_batch_size": GLOBAL_BATCH,
+        "device_eval_batch_size": GLOBAL_BATCH,
+        "precision": precision,
+        "save_interval": f"{every}ba",
+        "autoresume": True,
+        "export_at_end": False,
+    }
+
+
+def prepare_data(data: Path) -> None:
+    """The standard library's source, as in the quickstart, unless it is there."""
+    if (data / "summary.json").is_file():
+        return
+    from llmfoundry_lite.prepare.prepare import prepare
+    from llmfoundry_lite.prepare.request import Request
+
+    request = Request(sources=("python-stdlib",), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=256)
+    prepare(request, data, show_progress=True)
+
+
+def launch_control(shop: Workshop, name: str, cluster: Cluster, at: int, num_batches: int) -> Leg:
+    """Carry on from the switching run's checkpoint, changed, to the end."""
+    _, change = CONTROLS[name]
+    # The schedule is a function of the batch and is not saved, so it is the run that is tampered with here.
+    shifted = [f"scheduler.t_warmup={WARMUP - 1}ba", f"scheduler.t_max={num_batches - 1}ba"]
+    tamper.republish(checkpoint(shop, at), shop.run_folder(name) / "checkpoints", change)
+    return shop.launch(name, cluster, *(shifted if name == "schedule" else []))
+
+
+def launch_late(shop: Workshop, cluster: Cluster, at: int, batch: int, data: Path) -> Leg:
+    """One batch more, after `batch` batches; where the run has not come so far, its checkpoint says that it has."""
+    index = json.loads((data / "train" / "index.json").read_text())
+    batches_in_epoch = sum(shard["samples"] for shard in index["shards"]) // GLOBAL_BATCH
+    name = f"after-{batch}"
+    tamper.republish(
+        checkpoint(shop, at), shop.run_folder(name) / "checkpoints", tamper.move_run(batch, batches_in_epoch, SEQ_LEN)
+    )
+    return shop.launch(name, cluster, f"max_duration={2 * LATE_BATCHES[-1]}ba", "stop_after=1ba", "eval_interval=0")
+
+
+def alone(cluster: Cluster) -> str:
+    return f"alone-{cluster.letter}"
+
+
+def checkpoint(shop: Workshop, batch: int) -> Path:
+    return shop.run_folder(SWITCHING) / "checkpoints" / f"ba{batch}"
+
+
+def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Series:
+    """What a run did; with `before`, another run's batches up to that one go before its own."""
+    records = shop.records(name)
+    if before is not None:
+        other, until = before
+        records = {batch: record for batch, record in shop.records(other).items() if batch <= until} | records
+    ordered = [records[batch] for batch in sorted(records)]
+    return Series(
+        losses=[record["loss/train/total"] for record in ordered],
+        digests=[record["data/digest"] for record in ordered],
+        learning_rates=[record["lr"] for record in ordered],
+        validation={record["batch"]: record["eval/loss"] for record in ordered if "eval/loss" in record},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- what it says
+
+
+def evaluate(report: dict[str, Any]) -> None:
+    """Add to what was run what it shows: bands, verdicts, `passed`."""
+    uninterrupted = [as_series(series) for series in report["uninterrupted"].values()]
+    losses_rt = [series.losses for series in uninterrupted]
+    verdicts = {SWITCHING: judge(as_series(report[SWITCHING]), uninterrupted)}
+    verdicts |= {name: judge(as_series(series), uninterrupted) for name, series in report["controls"].items()}
+    report["band"] = measure_band(losses_rt).tolist()
+    report["deviation"] = {
+        name: measure_deviation(series["losses"], losses_rt).tolist()
+        for name, series in {SWITCHING: report[SWITCHING], **report["controls"]}.items()
+    }
+    report["leave_one_out"] = leave_one_out(uninterrupted)
+    report["verdicts"] = {name: dataclasses.asdict(verdict) for name, verdict in verdicts.items()}
+    sound = {SWITCHING, UNTOUCHED}
+    report["passed"] = all(verdict.is_the_same_run == (name in sound) for name, verdict in verdicts.items())
+
+
+def as_series(content: dict[str, Any]) -> Series:
+    """From JSON too, whose keys are text."""
+    validation = {int(batch): loss for batch, loss in content["validation"].items()}
+    return Series(**{**content, "validation": validation})
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    """Every run beside the uninterrupted ones."""
+    headings = ["run", "same data", "deviation, nats", "largest / band", "validation / band", "verdict"]
+    rows = []
+    for name, values in report["verdicts"].items():
+        verdict = Verdict(**values)
+        caught = [f"digest, batch {verdict.first_other_digest}"] if not verdict.same_data else []
+        caught += [f"loss, batch {verdict.first_outside}"] if verdict.first_outside else []
+        caught += ["validation"] if verdict.validation_ratio > 1 and not verdict.first_outside else []
+        rows.append(
+            [
+                "switching" if name == SWITCHING else CONTROLS[name][0],
+                "yes" if verdict.same_data else "no",
+                f"{verdict.final_deviation:.1e}",
+                times(verdict.largest_ratio),
+                times(verdict.validation_ratio),
+                "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
+            ]
+        )
+    return measured_table(f"switching every {report['every']} batches, {report['precision']}", headings, rows)
+
+
+def table_of_clusters(clusters: Sequence[dict[str, Any]]) -> Table:
+    rows = [[c["letter"], c["words"], c["device"], c["torch"]] for c in clusters]
+    return measured_table("the clusters", ["cluster", "", "device", "torch"], rows)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.2f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
+def notes_of(report: dict[str, Any]) -> list[str]:
+    batches = report["num_batches"]
+    digests = {digest for series in report["uninterrupted"].values() for digest in series["digests"]}
+    notes = [
+        f"band: {report['band'][-1]:.1e} nats per token after {batches} batches, the largest distance between two of "
+        f"{len(report['uninterrupted'])} uninterrupted runs (running root mean square)",
+        f"switched by one relay: {len(report['legs'][SWITCHING])} legs of `llmfoundry-lite relay {SWITCHING}.yaml`",
+        f"data: {len(digests)} digests for {batches} batches in all runs together that should have the same",
+    ]
+    if report["leave_one_out"]:
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in report["leave_one_out"])
+        notes.append(f"each uninterrupted run beside the others, deviation of the band: {ratios}")
+    share = report["verdicts"][SWITCHING]["share_outside"]
+    notes.append(f"single batches at which the switching run is outside of the widest difference so far: {share:.0%}")
+    resumes = [
+        f"after batch {r['after_batch']:,} {r['seconds_to_first_batch']:.1f} s, "
+        f"of which {r['seconds_to_first_batch'] - (r['seconds_to_restore'] or 0):.1f} s once restored"
+        for r in report["resumes"]
+    ]
+    notes.append(
+        f"from the command to the end of the first batch: {'; '.join(resumes)} (mostly imports; the load average "
+        f"was {report['load_average']:.0f})"
+    )
+    if any(cluster["emulated"] for cluster in report["clusters"]):
+        notes.append(
+            "emulated: the same machine, held to an instruction set below its own, standing for another vendor"
+        )
+    return notes
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """switch.json (everything), switch.md (the tables), switch.png (the figure)."""
+    options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
+    options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
+    how = (
+        f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
+        f"{report['every']} batches; controls are tampered with at batch {report['tampered_at']}."
+    )
+    name, kind = name_of(report), "layouts" if report["layouts"] else "clusters"
+    options += " --layouts" if report["layouts"] else ""
+    heading, figure = f"One run, switching between {kind}", f"![the figure]({name}.png)"
+    tables = table_of(report), notes_of(report), table_of_clusters(report["clusters"])
+    command, asked = f"python -m benchmarks switch{options}", ("precision", "num_batches", "every", "seed")
+    write_report(out, name, heading, command, report, how, *tables, figure, asked=asked)
+    plot_switch(report, out / f"{name}.png")
+
+
+def name_of(report: dict[str, Any]) -> str:
+    return "switch-layouts" if report["layouts"] else "switch"
+
+
+def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str, Any]:
+    """For the report, the figure included. Emulated is what torch was kept from using all that the first may use."""
+    overlay, machine, first = cluster.overlay, machines[cluster.letter], next(iter(machines.values()))
+    fsdp, degrees = overlay["fsdp_config"], degrees_of(overlay)
+    shards = cluster.num_ranks // math.prod(degrees.values())
+    sharding = fsdp["sharding_strategy"]
+    if degrees:
+        degrees |= {"shard": shards} if shards > 1 else {}
+        sharding = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    emulated = bool(machine.isa) and machine.isa != first.isa
+    isa = {"DEFAULT": "SSE"}.get(machine.isa, machine.isa)
+    instructions = isa + (" (emulated)" if emulated else "")
+    words = [
+        f"{cluster.num_ranks} rank{'s' if cluster.num_ranks > 1 else ''}",
+        sharding,
+        f"microbatch {overlay['device_train_microbatch_size']}",
+        *([f"{overlay['model']['attn_config']['attn_impl']} attention"] if "model" in overlay else []),
+        *([f"mixed precision {fsdp['mixed_precision']}"] if "mixed_precision" in fsdp else []),
+        *([instructions] if isa else []),
+    ]
+    return {
+        "letter": cluster.letter,
+        "num_ranks": cluster.num_ranks,
+        "sharding": sharding,
+        "instructions": instructions or machine.device,
+        "words": ", ".join(words),
+        "emulated": emulated,
+        "device": machine.device,
+        "torch": machine.torch,
+        "overlay": overlay,
+    }

@@ -1,0 +1,165 @@
+"""How the cost of a training step grows with parameters, with the sequence and with the batch.
+
+python -m benchmarks train --growth --out results
+
+Held against the line that model FLOPs alone would draw through the first point of each kind. Where a point is more
+than 10 % off the line, the matrix products of the same shapes, timed in the same turns, tell how much of that they
+account for; the rest of a step is attention, softmax over the vocabulary, norms, activations and the optimizer.
+"""
+
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    measured_table,
+    open_console,
+    show,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.steps import count_step_flops, measure_in_a_process, model_of
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.report.tables import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Point = tuple[str, int, int]
+"""Shape, tokens in a sample, samples."""
+
+GROWTH: dict[str, list[Point]] = {
+    "parameters": [("10m", 512, 4), ("40m", 512, 4), ("125m", 512, 4), ("350m", 512, 4)],
+    "sequence": [("40m", 256, 4), ("40m", 512, 4), ("40m", 1024, 4), ("40m", 2048, 4)],
+    "batch": [("40m", 512, 1), ("40m", 512, 2), ("40m", 512, 4), ("40m", 512, 8)],
+}
+"""What grows -> points."""
+
+HEADINGS = ["grows", "model", "tokens", "seconds", "by model FLOPs", "of the line", "products alone", "why"]
+
+
+def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = None) -> dict[str, Any]:
+    """Measure all points in turns, print a table, write growth-DTYPE.json, .md and .png to `out`, return the report."""
+    console, report = open_console(), describe_conditions()
+    points = list(dict.fromkeys(point for kind in GROWTH.values() for point in kind))
+    tasks = {
+        _name(side, point): {
+            "side": f"{side} {dtype}",
+            **dict(zip(("shape", "seq_len", "batch_size"), point, strict=True)),
+            "num_steps": num_steps,
+        }
+        for point in points
+        for side in ("trainer", "matmul")
+    }
+    measures = {name: partial(measure_in_a_process, task, None) for name, task in tasks.items()}
+    results, failed = take_turns(measures, num_rounds, console)
+    if failed:
+        raise DataError(f"bench train --growth: {next(iter(failed.values()))}")
+    seconds = {
+        name: statistics.median(value for result in rounds for value in result["step_seconds"])
+        for name, rounds in results.items()
+    }
+    report |= {
+        "dtype": dtype,
+        "num_steps": num_steps,
+        "num_rounds": num_rounds,
+        "rows": [row for kind, of_kind in GROWTH.items() for row in _rows(kind, of_kind, seconds)],
+    }
+    show(console, table_of(report))
+    if out is not None:
+        name, command = f"growth-{dtype}", f"python -m benchmarks train --growth --dtype {dtype}"
+        figure = f"![the figure]({name}.png)"
+        write_report(
+            out, name, "How the cost of a step grows", command, report, table_of(report), LINE, figure, asked=["dtype"]
+        )
+        plot_growth(report, out / f"{name}.png")
+    return report
+
+
+LINE = (
+    "The line goes through the first, smallest point, which bears most of what does not grow with FLOPs (the "
+    "optimizer's passes over all parameters, the embedding's gradient, the loop itself): larger points lie below."
+)
+
+
+def _name(side: str, point: Point) -> str:
+    shape, seq_len, batch_size = point
+    return f"{shape}, {batch_size} x {seq_len} tokens, {side}"
+
+
+def _rows(kind: str, points: list[Point], seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    for point in points:
+        shape, seq_len, batch_size = point
+        times = count_step_flops(*point) / count_step_flops(*points[0])
+        rows.append(
+            {
+                "grows": kind,
+                "shape": shape,
+                "seq_len": seq_len,
+                "batch_size": batch_size,
+                "num_parameters": count_parameters(model_of(shape, seq_len)),
+                "flops": count_step_flops(*point),
+                "seconds": seconds[_name("trainer", point)],
+                "line_seconds": seconds[_name("trainer", points[0])] * times,
+                "products_seconds": seconds[_name("matmul", point)],
+                "products_line_seconds": seconds[_name("matmul", points[0])] * times,
+            }
+        )
+    return rows
+
+
+def explain(row: dict[str, Any]) -> str:
+    """Where a point is more than 10 % off its line: how much of that products account for, and how much the rest."""
+    off = row["seconds"] / row["line_seconds"] - 1
+    if abs(off) <= 0.1:
+        return ""
+    by_products = (row["products_seconds"] - row["products_line_seconds"]) / row["line_seconds"]
+    return f"{by_products:+.0%} the products' own rate, {off - by_products:+.0%} all else"
+
+
+def title_of(report: dict[str, Any]) -> str:
+    return f"seconds of a step through the Trainer, {report['dtype']}, {report['device']}"
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = [
+        [
+            *(row["grows"], row["shape"], f"{row['batch_size']} x {row['seq_len']}"),
+            *(f"{row['seconds']:.3f}", f"{row['line_seconds']:.3f}", f"{row['seconds'] / row['line_seconds']:.2f}"),
+            *(f"{row['products_seconds']:.3f}", explain(row)),
+        ]
+        for row in report["rows"]
+    ]
+    title = f"{title_of(report)}, the median of {report['num_rounds']} x {report['num_steps']} steps"
+    return measured_table(title, HEADINGS, rows, num_keys=3)
+
+
+def plot_growth(report: dict[str, Any], path: Path) -> None:
+    """Step time against what grows, with the line of model FLOPs and the products alone; both axes in logarithms."""
+    kinds = list(dict.fromkeys(row["grows"] for row in report["rows"]))
+    figure, panels = plt.subplots(1, len(kinds), figsize=(11, 3.6), layout="constrained", dpi=150, sharey=True)
+    names = {"parameters": "num_parameters", "sequence": "seq_len", "batch": "batch_size"}
+    words = {"parameters": "parameters", "sequence": "tokens in a sample", "batch": "samples in a batch"}
+    for axes, kind in zip(panels, kinds, strict=True):
+        rows = [row for row in report["rows"] if row["grows"] == kind]
+        x = [row[names[kind]] for row in rows]
+        axes.loglog(x, [row["line_seconds"] for row in rows], "--", color="#8c8c8c", label="by model FLOPs")
+        axes.loglog(x, [row["products_seconds"] for row in rows], "s:", color="#dd8452", ms=4, label="products alone")
+        axes.loglog(x, [row["seconds"] for row in rows], "o-", color="#4c72b0", ms=5, label="a step")
+        axes.set_xlabel(words[kind])
+        axes.set_xticks(x, [f"{value / 1e6:.0f}M" if kind == "parameters" else str(value) for value in x])
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("seconds")
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(title_of(report), fontsize=11)
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,143 @@
+"""What microbatches cost: one batch through the Trainer in 1, 2, 4 ... parts, and the memory that they save.
+
+llmfoundry-lite bench accumulation --microbatches 1,2,4,8,16,32,64 --out results
+"""
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    measured_table,
+    open_console,
+    ratios,
+    show,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.steps import check_dtype, check_shapes, count_step_flops, measure_in_a_process
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.report.tables import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HEADINGS = ["microbatches", "samples in each", "seconds", "tokens/s", "GFLOP/s", "over one part", "peak memory, GiB"]
+
+
+def run(
+    counts: Sequence[int],
+    shape: str,
+    seq_len: int,
+    batch_size: int,
+    dtype: str,
+    num_steps: int,
+    num_rounds: int,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure all counts in turns, print a table, write accumulation.json, .md and .png to `out`.
+
+    Raises ConfigError for counts that do not divide the batch.
+    """
+    check_shapes("--shape", [shape])
+    check_dtype(dtype)
+    counts = sorted(set(counts))
+    odd = [count for count in counts if batch_size % count]
+    if odd:
+        raise ConfigError(f"--microbatches: {odd[0]} do not divide a batch of {batch_size} samples")
+    settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
+    sides = {
+        f"{count} microbatches": partial(measure_in_a_process, task_of(settings, dtype, count, overrides))
+        for count in counts
+    }
+    console = open_console()
+    found, failed = take_turns(sides, num_rounds, console)
+    report = describe_conditions() | {
+        **settings,
+        "dtype": dtype,
+        "overrides": list(overrides),
+        "num_rounds": num_rounds,
+        "rows": [
+            row_of(count, settings, rounds, next(iter(found.values())))
+            for count, rounds in zip(counts, found.values(), strict=True)
+            if rounds
+        ],
+        "failed": failed,
+    }
+    table, notes = table_of(report), [f"{name}: not measured: {reason}" for name, reason in failed.items()]
+    show(console, table, notes=notes)
+    if out is not None and report["rows"]:
+        options = [f"--microbatches {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len}"]
+        options += [f"--batch-size {batch_size} --dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}"]
+        command = " ".join(["llmfoundry-lite bench accumulation", *options, *overrides])
+        asked = ("shape", "seq_len", "batch_size", "dtype", "overrides")
+        figure = "![the figure](accumulation.png)"
+        write_report(out, "accumulation", "What microbatches cost", command, report, table, notes, figure, asked=asked)
+        plot(report, out / "accumulation.png")
+    return report
+
+
+def task_of(settings: dict[str, Any], dtype: str, count: int, overrides: Sequence[str]) -> dict[str, Any]:
+    size = f"device_train_microbatch_size={settings['batch_size'] // count}"
+    return {**settings, "side": f"trainer {dtype}", "overrides": [*overrides, size]}
+
+
+def row_of(
+    count: int, settings: dict[str, Any], rounds: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """`times`: the step over that of the fewest parts, in each round that both have."""
+    shape, seq_len, batch_size = (settings[key] for key in ("shape", "seq_len", "batch_size"))
+    seconds = [statistics.median(one["step_seconds"]) for one in rounds]
+    firsts = [statistics.median(one["step_seconds"]) for one in base]
+    return {
+        "num_microbatches": count,
+        "microbatch_size": batch_size // count,
+        "seconds": statistics.median(seconds),
+        "tokens_per_second": batch_size * seq_len / statistics.median(seconds),
+        "flops_per_sec": count_step_flops(shape, seq_len, batch_size) / statistics.median(seconds),
+        "times": ratios(seconds, firsts).median if firsts else None,
+        "peak_bytes": max(one["peak_bytes"] for one in rounds),
+    }
+
+
+def title_of(report: dict[str, Any]) -> str:
+    size = f"{report['batch_size']} x {report['seq_len']} tokens"
+    return f"{report['shape']}, {size}, {report['dtype']}, {report['device']}"
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = [
+        [
+            *(str(row["num_microbatches"]), str(row["microbatch_size"]), f"{row['seconds']:.3f}"),
+            *(f"{row['tokens_per_second']:,.0f}", f"{row['flops_per_sec'] / 1e9:,.0f}"),
+            *("" if row["times"] is None else f"{row['times']:.2f}", f"{row['peak_bytes'] / GIB:.2f}"),
+        ]
+        for row in report["rows"]
+    ]
+    steps = f"the median of {report['num_rounds']} x {report['num_steps']} steps through the Trainer"
+    return measured_table(f"{title_of(report)}, {steps}", HEADINGS, rows, num_keys=2)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    figure, (rates, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", dpi=150)
+    x = [row["num_microbatches"] for row in report["rows"]]
+    rates.plot(x, [row["tokens_per_second"] for row in report["rows"]], "o-", color="#4c72b0")
+    memory.plot(x, [row["peak_bytes"] / GIB for row in report["rows"]], "o-", color="#dd8452")
+    for axes, label in ((rates, "tokens/s"), (memory, "peak memory, GiB")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [str(count) for count in x])
+        axes.set_xlabel("microbatches of one batch")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title_of(report), fontsize=10)
+    figure.savefig(path)
+    plt.close(figure)

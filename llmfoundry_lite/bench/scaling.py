@@ -1,0 +1,368 @@
+"""Speed-up and efficiency over counts of devices: at a fixed global batch (strong), at a fixed one per device (weak).
+
+llmfoundry-lite bench scaling --devices 1,2,4 fsdp_config.sharding_strategy=FULL_SHARD --out results
+llmfoundry-lite bench scaling --runs runs/on-8,runs/on-16,runs/on-32 --out results
+
+Without `--runs`, every point is a real launch on this machine, and the launches take turns. With them, nothing is
+started: runs that other machines have made are put into one table, if batch, precision, model and layout are the same.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+import torch
+
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    measured_table,
+    open_console,
+    show,
+    take_turns,
+    write_report,
+)
+from llmfoundry_lite.bench.steps import check_dtype, check_shapes, measure_in_a_process, write_run
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.devices import device_type
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, devices_of, read_run
+from llmfoundry_lite.report.tables import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+STRONG, WEAK = "strong", "weak"
+COLOURS = {STRONG: "#4c72b0", WEAK: "#dd8452"}
+WARM_UP = 2
+"""Steps of each run that are left out."""
+PUBLISHED = (
+    "Published for comparison (MosaicML 2023, MPT-7B, 1,536 samples): 166 TFLOP/s a card on 4 MI250, 159 on 128: "
+    "95.8 % of it, strong."
+)
+
+
+class Point(NamedTuple):
+    """One run, as far as scaling has to do with it."""
+
+    where: str
+    num_devices: int
+    batch_size: int
+    """Samples of a step, on all devices."""
+    same: dict[str, Any]
+    """What must be the same in all runs of a table."""
+    flops_per_step: int
+    tokens_per_step: int
+    seconds: float
+    """The median step."""
+    peak_flops: float | None
+    """Of one device, where the run knew it."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.seconds
+
+    @property
+    def flops_per_device(self) -> float:
+        return self.flops_per_step / self.seconds / self.num_devices
+
+
+def run(
+    counts: Sequence[int],
+    shape: str,
+    seq_len: int,
+    batch_size: int,
+    dtype: str,
+    num_steps: int,
+    num_rounds: int,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Launch all points in turns. Strong scaling has `batch_size` samples on all devices together. Weak scaling has
+    the largest count's share of them on each. Prints the table, writes scaling.json, .md and .png to `out`.
+
+    Raises ConfigError for counts that this machine or the batch does not allow, DataError when a launch fails.
+    """
+    check_shapes("--shape", [shape])
+    check_dtype(dtype)
+    counts = sorted(set(counts))
+    check_counts(counts, batch_size)
+    share = batch_size // counts[-1]
+    points = dict.fromkeys([*((n, batch_size) for n in counts), *((n, n * share) for n in counts)])
+    settings = {"shape": shape, "seq_len": seq_len, "num_steps": num_steps, "overrides": list(overrides)}
+    if device_type() == "cpu":  # every rank of every count gets as many cores
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // counts[-1])))
+    products = {**settings, "side": f"matmul {dtype}", "batch_size": share}
+    sides: dict[str, Any] = {
+        **{
+            f"{n} devices, {size} samples": partial(launch, n, {**settings, "batch_size": size}, dtype)
+            for n, size in points
+        },
+        "matrix products": partial(measure_products, products),
+    }
+    found, failed = take_turns(sides, num_rounds, open_console())
+    if failed:
+        raise DataError(f"bench scaling: {next(iter(failed.values()))}")
+    products_flops = statistics.median(found.pop("matrix products"))
+    measured = [
+        rounds[0]._replace(seconds=statistics.median(point.seconds for point in rounds)) for rounds in found.values()
+    ]
+    measured.sort(key=lambda point: point.num_devices)
+    strong = [point for point in measured if point.batch_size == batch_size]
+    weak = [point for point in measured if point.batch_size == share * point.num_devices]
+    options = [f"--devices {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len} --batch-size {batch_size}"]
+    arguments = [*options, f"--dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}", *overrides]
+    return tell({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, arguments, out)
+
+
+def table_runs(places: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+    """The same table of finished runs. Raises DataError for runs that cannot stand in one table, and says why."""
+    points = sorted((read_point(place) for place in places), key=lambda point: point.num_devices)
+    return tell({kind_of(points): points}, None, None, ["--runs", ",".join(places)], out)
+
+
+def tell(
+    by_kind: dict[str, list[Point]],
+    products_flops: float | None,
+    num_steps: int | None,
+    arguments: Sequence[str],
+    out: Path | None,
+) -> dict[str, Any]:
+    for points in by_kind.values():
+        kind_of(points)
+    first = next(iter(by_kind.values()))[0]
+    report = describe_conditions() | {
+        **first.same,
+        "num_steps": num_steps,
+        "products_flops_per_sec": products_flops,
+        "rows": [row for kind, points in by_kind.items() for row in rows_of(kind, points)],
+    }
+    table, notes = table_of(report), notes_of(report)
+    show(open_console(), table, notes=notes)
+    if out is not None:
+        command = " ".join(["llmfoundry-lite bench scaling", *arguments])
+        figure = "![the figure](scaling.png)"
+        asked = [key for key in first.same if key != "device_name"]
+        write_report(out, "scaling", "Scaling over devices", command, report, table, notes, figure, asked=asked)
+        plot_scaling(report, out / "scaling.png")
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------- one point
+
+
+def check_counts(counts: Sequence[int], batch_size: int) -> None:
+    there = torch.cuda.device_count()
+    if there and counts[-1] > there:
+        raise ConfigError(f"--devices: {counts[-1]} given, this machine has {there}; table runs of others with --runs")
+    odd = [n for n in counts if batch_size % n]
+    if odd:
+        raise ConfigError(f"--batch-size: {batch_size} samples do not divide over {odd[0]} devices")
+
+
+def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
+    """A training run on so many ranks of this machine. Raises RuntimeError with the last thing it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_run(Path(folder), settings, dtype)
+        # torchrun: Composer's launcher imports Composer once more, for nothing.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_devices}"]
+        command += ["-m", "llmfoundry_lite.train", str(path)]
+        done = subprocess.run([*command, *settings["overrides"]], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            # A rank's own word, without what torchrun says below it.
+            said = [line[7:] for line in done.stderr.splitlines() if line.startswith("error: ")][:1]
+            raise RuntimeError("\n".join(said) or f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return read_point(f"{folder}/run")
+
+
+def measure_products(settings: dict[str, Any]) -> float:
+    """FLOP/s of one device at the model's own matrix products."""
+    result = measure_in_a_process(settings)
+    return result["flops"] / statistics.median(result["step_seconds"])
+
+
+def read_point(place: str) -> Point:
+    """Raises DataError where a run does not say what it was, or changed its count of devices."""
+    found = read_run(place)
+    config = read_config(place)
+    log = found.log
+    timed = np.isfinite(log[SECONDS]) & (log.batch > 0)
+    timed[np.flatnonzero(timed)[:WARM_UP]] = False
+    counts = set(devices_of(log)[timed].tolist())
+    if len(counts) != 1 or not np.isfinite(list(counts)).all():
+        known = ", ".join(f"{count:g}" for count in sorted(counts)) or "nobody knows how many"
+        raise DataError(f"{place}: {known} devices in its batches; a table needs runs on one count each")
+    tokens = config.global_train_batch_size * config.max_seq_len
+    with np.errstate(divide="ignore", invalid="ignore"):
+        peaks = (log[FLOPS] / log[MFU])[timed]
+    return Point(
+        where=place,
+        num_devices=int(counts.pop()),
+        batch_size=config.global_train_batch_size,
+        same={
+            "num_parameters": count_parameters(config.model),
+            "seq_len": config.max_seq_len,
+            "precision": config.precision,
+            "sharding": name_layout(config),
+            "device_name": found.segments[-1].device if found.segments else None,
+        },
+        flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens,
+        tokens_per_step=tokens,
+        seconds=float(np.median(log[SECONDS][timed])),
+        peak_flops=float(np.median(peaks)) if np.isfinite(peaks).all() else None,
+    )
+
+
+def name_layout(config: TrainConfig) -> str:
+    """FULL_SHARD, tensor_parallel_degree 2: all that divides a model or a sample, but for the copies."""
+    degrees = {
+        "tensor_parallel_degree": config.tensor_parallel_degree,
+        "pipeline_parallel_degree": config.pipeline.pipeline_parallel_degree,
+        "context_parallel_degree": config.context.context_parallel_degree,
+    }
+    divided = (f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    return ", ".join([config.sharding.sharding_strategy, *divided])
+
+
+def read_config(place: str) -> TrainConfig:
+    path = Path(place) / "config.yaml"
+    if not path.is_file():
+        raise DataError(f"{path}: is not there; it says what was trained")
+    return load_train_config([str(path)]).config
+
+
+def kind_of(points: Sequence[Point]) -> str:
+    """strong or weak. Raises DataError where it is neither, or where anything but the count of devices differs."""
+    first = points[0]
+    for point in points[1:]:
+        for key, value in first.same.items():
+            if point.same[key] != value:
+                raise DataError(
+                    f"{key} is {value} in {first.where} and {point.same[key]} in {point.where}: not one table"
+                )
+    counts = [point.num_devices for point in points]
+    if len(set(counts)) < len(counts):
+        raise DataError(f"runs on {', '.join(map(str, counts))} devices: a table needs one run for each count")
+    if len({point.batch_size for point in points}) == 1:
+        return STRONG
+    if len({point.batch_size / point.num_devices for point in points}) == 1:
+        return WEAK
+    batches = ", ".join(f"{point.batch_size} on {point.num_devices}" for point in points)
+    raise DataError(f"batches of {batches} devices: neither one batch (strong) nor one for each device (weak)")
+
+
+# ------------------------------------------------------------------------------------------------------ the report
+
+
+def rows_of(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """`speed_up` over the smallest count, `efficiency` its share of what as many devices would ideally reach."""
+    base = points[0]
+    rows = []
+    for point in points:
+        speed_up = point.tokens_per_second / base.tokens_per_second
+        rows.append(
+            {
+                "kind": kind,
+                "num_devices": point.num_devices,
+                "batch_size": point.batch_size,
+                "seconds": point.seconds,
+                "tokens_per_second": point.tokens_per_second,
+                "flops_per_device": point.flops_per_device,
+                "mfu": point.peak_flops and point.flops_per_device / point.peak_flops,
+                "speed_up": speed_up,
+                "efficiency": speed_up * base.num_devices / point.num_devices,
+            }
+        )
+    return rows
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    products = report["products_flops_per_sec"]
+    knows_peak = any(row["mfu"] for row in report["rows"])
+    share = ["MFU"] if knows_peak else ["of its products"] if products else []
+    headings = [
+        "scaling",
+        "devices",
+        "samples",
+        "seconds",
+        "tokens/s",
+        "GFLOP/s a device",
+        *share,
+        "speed-up",
+        "efficiency",
+    ]
+    rows = []
+    for row in report["rows"]:
+        shares = [row["mfu"] if knows_peak else row["flops_per_device"] / products] if share else []
+        rows.append(
+            [
+                *(row["kind"], f"{row['num_devices']:,}", f"{row['batch_size']:,}", f"{row['seconds']:.3f}"),
+                *(f"{row['tokens_per_second']:,.0f}", f"{row['flops_per_device'] / 1e9:,.1f}"),
+                *("" if value is None else f"{value:.1%}" for value in shares),
+                *(f"{row['speed_up']:.2f}", f"{row['efficiency']:.1%}"),
+            ]
+        )
+    steps = f", the median of {report['num_steps']} steps" if report["num_steps"] else ""
+    return measured_table(f"{title_of(report)}{steps}", headings, rows, num_keys=3)
+
+
+def title_of(report: dict[str, Any]) -> str:
+    return (
+        f"{report['num_parameters']:,} parameters, sequences of {report['seq_len']:,}, {report['precision']}, "
+        f"{report['sharding']}, {report['device_name'] or 'an unknown device'}"
+    )
+
+
+def notes_of(report: dict[str, Any]) -> list[str]:
+    notes = [PUBLISHED]
+    cores, most = os.cpu_count() or 1, max(row["num_devices"] for row in report["rows"])
+    if report["products_flops_per_sec"]:
+        notes.append(f"One device multiplies at {report['products_flops_per_sec'] / 1e9:,.1f} GFLOP/s alone.")
+        if device_type() == "cpu":
+            threads = os.environ.get("OMP_NUM_THREADS")
+            notes.append(f"A device is a rank over gloo with {threads} thread. This machine has {cores} cores.")
+            if most > cores:
+                notes.append(f"{most} ranks share {cores} cores: their efficiency is at most {cores / most:.0%}.")
+    return notes
+
+
+def plot_scaling(report: dict[str, Any], path: Path) -> None:
+    """Left, what one device reaches at each count, and the share of it that is left; right, the speed-up."""
+    figure, (rates, ups) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", dpi=150)
+    counts = sorted({row["num_devices"] for row in report["rows"]})
+    ups.plot(counts, [n / counts[0] for n in counts], "--", color="#8c8c8c", label="ideal")
+    for kind in dict.fromkeys(row["kind"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["kind"] == kind]
+        x, y = [row["num_devices"] for row in rows], [row["flops_per_device"] / 1e9 for row in rows]
+        style = {"color": COLOURS[kind], "marker": "o", "label": f"{kind} scaling"}
+        rates.plot(x, y, **style)
+        side = 8 if kind == STRONG else -14
+        for row, place in zip(rows, zip(x, y, strict=True), strict=True):
+            text = f"{row['efficiency']:.0%}"
+            rates.annotate(
+                text, place, (0, side), textcoords="offset points", ha="center", fontsize=8, color=COLOURS[kind]
+            )
+        ups.plot(x, [row["speed_up"] for row in rows], **style)
+    for axes, label in ((rates, "model GFLOP/s of a device"), (ups, f"speed-up over {counts[0]} device(s)")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [f"{n:,}" for n in counts])
+        axes.set_xlabel("devices")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
+    ups.set_yscale("log", base=2)
+    ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])
+    ups.legend(frameon=False, fontsize=9)
+    figure.suptitle(title_of(report), fontsize=10)
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,221 @@
+"""the switch benchmark: its statistics, its sabotage, and the whole of it on a tiny run without the launcher."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.switch import switch, tamper
+from benchmarks.switch.band import Series, judge, leave_one_out, measure_band, measure_deviation
+from benchmarks.switch.legs import INSTRUCTION_SETS, Cluster, Leg, Workshop, probe
+from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.errors import UserError
+from tests.helpers.launch import train
+from tests.helpers.resave import assert_same_state
+from tests.helpers.runs import carry_on, losses, metrics, run, saves
+from tests.helpers.tiny import read_metrics, tiny_config, write_data
+
+NUM_BATCHES = 120
+
+
+def walks(num_runs, seed=0, scale=1e-5):
+    """Losses of runs that rounding takes apart, further and further, around one curve."""
+    generator = np.random.default_rng(seed)
+    curve = 6 + 3 * np.exp(-np.arange(NUM_BATCHES) / 30)
+    growing = scale * np.exp(np.arange(NUM_BATCHES) / 25)
+    return curve + growing * generator.normal(size=(num_runs, NUM_BATCHES))
+
+
+def series(losses, digest="d", validation=None):
+    count = len(losses)
+    return Series(
+        losses=list(losses),
+        digests=[f"{digest}{i}" for i in range(count)],
+        learning_rates=[0.1] * count,
+        validation=validation or {count: float(np.mean(losses[-20:]))},
+    )
+
+
+@pytest.mark.parametrize("num_runs", [3, 4, 6])
+def test_one_more_run_of_the_same_kind_is_inside_the_band_of_the_others(num_runs):
+    found = []
+    for seed in range(200):
+        *others, one = (series(losses) for losses in walks(num_runs + 1, seed))
+        found.append(judge(one, others))
+    ends = [verdict.final_deviation / measure_band(walks(num_runs + 1, i)[:-1])[-1] for i, verdict in enumerate(found)]
+    assert 0.5 < np.mean(ends) < np.sqrt((num_runs + 1) / (2 * num_runs))
+    assert np.mean(np.array(ends) <= 1) > 0.9
+
+
+def test_a_run_that_left_the_others_is_outside_from_there_on():
+    others = walks(3)
+    one = others[0].copy()
+    one[60:] += 0.01
+    verdict = judge(series(one), [series(losses) for losses in others])
+    assert verdict.same_data and not verdict.inside and not verdict.is_the_same_run
+    assert verdict.first_outside == 61
+    assert verdict.largest_ratio > 10
+    assert verdict.final_deviation == pytest.approx(0.01 / np.sqrt(2), rel=0.05)
+
+
+def test_other_data_is_seen_at_its_first_batch_and_another_schedule_too():
+    *others, one = (series(losses) for losses in walks(4))
+    digests, rates = list(one.digests), list(one.learning_rates)
+    digests[30], rates[40] = "other", 0.2
+    other = Series(losses=one.losses, digests=digests, learning_rates=rates, validation=one.validation)
+    verdict = judge(other, others)
+    assert (verdict.first_other_digest, verdict.first_other_learning_rate) == (31, 41)
+    assert not verdict.is_the_same_run
+
+
+def test_a_band_is_no_finer_than_what_a_float32_can_hold():
+    same = [series(walks(1)[0])] * 3
+    assert judge(same[0], same).is_the_same_run
+    assert judge(series(walks(1)[0] + 4e-7), same).is_the_same_run
+    assert not judge(series(walks(1)[0] + 2e-6), same).inside
+
+
+def test_the_formulas_are_those_of_the_docstring():
+    losses_rt = np.array([[1.0, 2.0], [1.0, 5.0], [1.0, 2.0]])
+    assert measure_band(losses_rt) == pytest.approx([2**-23, 3 / np.sqrt(2)])
+    assert measure_deviation([1.0, 4.0], losses_rt) == pytest.approx([0, 1 / np.sqrt(2)])
+    assert leave_one_out([series(losses) for losses in losses_rt[:2]]) == []
+    assert len(leave_one_out([series(losses) for losses in walks(3)])) == 3
+
+
+# Sabotage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_batches(tmp_path_factory, data):
+    """A run of 4 batches that saved at the end, and its configuration of 8."""
+    folder = tmp_path_factory.mktemp("run")
+    config = tiny_config(data, autoresume=True, max_duration="8ba")
+    run(folder, config, "run", 2, stop_after="4ba")
+    return folder, config
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_published_again_unchanged_a_checkpoint_restores_the_same_state_and_run(tmp_path, four_batches):
+    folder, config = four_batches
+    there = saves(folder, "run") / "ba4"
+    assert tamper.republish(there, saves(tmp_path, "again"), lambda content: None) == "ba4"
+    assert_same_state(there, saves(tmp_path, "again") / "ba4")
+    carry_on(tmp_path, config, "again", 4, "carried", 2)
+    run(folder, config, "run", 2)
+    assert losses(tmp_path, "carried") == losses(folder, "run")[4:]
+
+
+@pytest.mark.multiprocess
+def test_a_tampered_checkpoint_is_valid_and_wrong(tmp_path, four_batches):
+    folder, _ = four_batches
+    there = saves(folder, "run") / "ba4"
+
+    def publish(name, change):
+        place = tmp_path / name
+        tamper.republish(there, place, change)
+        verify_checkpoint(open_checkpoint(place / "ba4"))
+        return open_checkpoint(place / "ba4").manifest, load_full_tensors(place / "ba4", prefix="")
+
+    _, tensors = publish("moments", tamper.zero_moments)
+    assert not any(tensor.any() for name, tensor in tensors.items() if name.startswith("optim/"))
+    assert all(tensor.any() for name, tensor in tensors.items() if name.startswith("model/") and "weight" in name)
+    manifest, _ = publish("steps", tamper.reset_steps)
+    assert manifest.optimizer is not None
+    assert {slots["step"]["value"] for slots in manifest.optimizer["state"].values()} == {0.0}
+    manifest, _ = publish("skipped", tamper.move_data(1))
+    assert manifest.scalars["data"]["sample_in_epoch"] == 40
+    assert manifest.scalars["timestamp"]["sample_in_epoch"] == 32
+
+
+@pytest.mark.multiprocess
+def test_a_run_moved_to_batch_10000_trains_that_batch(tmp_path, four_batches):
+    folder, config = four_batches
+    name = tamper.republish(saves(folder, "run") / "ba4", saves(tmp_path, "late"), tamper.move_run(10_000, 62, 32))
+    assert name == "ba10000"
+    run(tmp_path, config, "late", max_duration="20000ba", stop_after="1ba")
+    (record,) = metrics(tmp_path, "late")
+    assert (record["batch"], record["time/epoch"]) == (10_001, 161)
+    assert record["time/sample"] == 80_008
+
+
+# The whole ----------------------------------------------------------------------------------------------------------
+
+
+def forked(shop: Workshop, name, cluster, *arguments):
+    """`Workshop.launch` without the launcher and its imports; instruction sets need a fresh process, so none here."""
+    train(
+        ["run.yaml", f"{cluster.letter}.yaml", f"run_name={name}", *arguments], shop.folder, cluster.num_ranks
+    ).check()
+    batches = [record["batch"] for record in read_metrics(shop.run_folder(name))]
+    return Leg(
+        cluster=cluster.letter,
+        first_batch=batches[0],
+        last_batch=batches[-1],
+        seconds_to_restore=None,
+        seconds_to_first_batch=1.0,
+        seconds=1.0,
+        exit_code=0,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_the_bench_passes_a_sound_run_and_catches_every_control(tmp_path, monkeypatch):
+    data = write_data(tmp_path / "data", num_train=600, seq_len=switch.SEQ_LEN)
+    (data / "summary.json").write_text("{}")
+    monkeypatch.setattr(Workshop, "launch", forked)
+    shapes = [("A", 2, 4, "FULL_SHARD"), ("B", 1, 16, "NO_SHARD"), ("C", 2, 8, "SHARD_GRAD_OP")]
+    clusters = [
+        Cluster(
+            letter=letter,
+            num_ranks=num_ranks,
+            overlay={
+                "device_train_microbatch_size": microbatch,
+                "model": {"attn_config": {"attn_impl": "reference" if letter == "B" else "sdpa"}},
+                "fsdp_config": {"sharding_strategy": sharding},
+            },
+        )
+        for letter, num_ranks, microbatch, sharding in shapes
+    ]
+    out = tmp_path / "out"
+    report = switch.run(data=data, num_batches=24, every=6, out=out, keep=tmp_path / "keep", clusters=clusters)
+    verdicts = report["verdicts"]
+    assert report["passed"], verdicts
+    assert verdicts["skipped"]["first_other_digest"] == verdicts["repeated"]["first_other_digest"] == 13
+    for name in ("moments", "schedule", "steps"):
+        assert verdicts[name]["first_other_digest"] is None
+        assert verdicts[name]["largest_ratio"] > 2
+    assert [leg["after_batch"] for leg in report["resumes"]] == [6, 10_000, 1_000_000]
+    again = json.loads((out / "switch.json").read_text())
+    switch.evaluate(again)
+    assert again["verdicts"] == json.loads(json.dumps(verdicts))
+    assert (out / "switch.png").stat().st_size > 10_000
+    assert "caught by digest, batch 13" in (out / "switch.md").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_a_leg_goes_through_the_real_launcher_and_its_overlay_reaches_torch(tmp_path, data):
+    overlay = {"environment": {**INSTRUCTION_SETS["avx2"], "OMP_NUM_THREADS": "1"}, "device_train_microbatch_size": 2}
+    cluster = Cluster(letter="A", num_ranks=2, overlay=overlay)
+    assert probe(cluster).isa in ("AVX2", "DEFAULT")
+    shop = Workshop(folder=tmp_path, config=tiny_config(data, autoresume=True), clusters=[cluster])
+    shop.prepare()
+    leg = shop.launch("run", cluster, "stop_after=4ba")
+    assert (leg.first_batch, leg.last_batch, leg.exit_code) == (1, 4, 0)
+    assert leg.seconds_to_restore is None
+    leg = shop.launch("run", cluster)
+    assert (leg.first_batch, leg.last_batch) == (5, 10)
+    assert leg.seconds_to_restore is not None and leg.seconds_to_first_batch is not None
+    assert 0 < leg.seconds_to_restore < leg.seconds_to_first_batch < leg.seconds
+    with pytest.raises(UserError, match="max_duration"):
+        shop.launch("other", cluster, "max_duration=soon")
+
+
+def test_a_bench_without_two_switches_is_refused(tmp_path):
+    with pytest.raises(UserError, match="need two switches"):
+        switch.run(data=tmp_path, num_batches=20, every=10)
