@@ -33,7 +33,9 @@ def test_ratios_are_taken_within_rounds_so_that_a_slow_one_is_slow_for_both():
 
 def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_path):
     report = frame.describe_conditions() | {"found": frame.spread([1.0, 2.0])}
-    table = frame.measured_table("the rounds", ["side", "seconds", "words"], [["ours", "1.5", "all"], ["peer", "", "none"]])
+    table = frame.measured_table(
+        "the rounds", ["side", "seconds", "words"], [["ours", "1.5", "all"], ["peer", "", "none"]]
+    )
     frame.write_report(tmp_path / "new", "name", "A heading", "bench", report, table, ["a note"], "A paragraph.", [])
     assert json.loads((tmp_path / "new/name.json").read_text())["found"] == [1.0, 1.5, 2.0]
     blocks = (tmp_path / "new/name.md").read_text().split("\n\n")
