@@ -68,7 +68,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(changes, words, tmp_
         ("[1]", "is no report of a bench; measure mfu again, with --out FOLDER$"),
         (
             json.dumps({"date": "2026-11-01", "rows": []}),
-            r"mfu.json: an older release's report, or none: it has no schema, bench, asked or tables; measure mfu again",
+            "an older release's report, or none: it has no schema, bench, asked or tables; measure mfu again",
         ),
         (
             json.dumps({"schema": 99, "bench": "block", "asked": {}, "tables": []}),
