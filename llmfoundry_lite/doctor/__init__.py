@@ -1,1 +1,1 @@
-"""Is this machine fit for a run: one check per file, each a `check(machine)` that yields what it found."""
+"""Is this machine fit for a run, and are all nodes of a launch? Each check is a function that yields findings."""

@@ -1,96 +1,57 @@
-"""Collectives among real ranks against computed answers, and their bandwidth.
+"""Collectives among real ranks against computed answers, their bandwidth, and the ranks' clocks.
 
-One rank per device over NCCL or RCCL, or two ranks over gloo on CPUs, started here. Every rank contributes small
-integers that depend on its rank and the index, so that sums are exact in any order. No stretch of them repeats, so that
-elements in the wrong place are not the right ones, however far they have moved. The ranks' clocks are compared too.
+One rank per device over NCCL or RCCL, or two ranks over gloo on CPUs, started here. Each contributes small integers,
+so that sums are exact in any order. They depend on the rank and the index, and no stretch repeats: elements that have
+moved are wrong ones.
 """
 
+import json
 import multiprocessing
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_type, vendor
-from llmfoundry_lite.doctor.alone import PRELOAD, describe_end, forkserver, last_words, reason, start
-from llmfoundry_lite.doctor.clock import SET_CLOCK
-from llmfoundry_lite.doctor.finding import Finding, Machine, Status, shorten
-from llmfoundry_lite.doctor.timing import measure_seconds
+from llmfoundry_lite.doctor.examine import PRELOAD, describe_end, describe_error, forkserver, start
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status, judge, shorten
+from llmfoundry_lite.doctor.folder import SET_CLOCK
+from llmfoundry_lite.doctor.speed import measure_seconds
 from llmfoundry_lite.hardware import MIB
-
-Sabotage = Callable[[int], None]
-"""Called with the rank when its process group stands; tests break something there."""
-
-Context = ForkContext | ForkServerContext
 
 READY = "process group"
 CLOCKS = "clocks of the ranks"
 MOST_APART_SECONDS = 1.0
-"""Of two ranks' clocks, which are read right after a barrier."""
+"""Largest difference of two ranks' clocks, which are read right after a barrier."""
 SPREAD = 2654435761
-"""Odd, and near 2^32 over the golden ratio: products with it, modulo 2^32, are spread evenly (Knuth, volume 3, 6.4)."""
+"""Odd, and near 2^32 over the golden ratio: its multiples, modulo 2^32, are spread evenly (Knuth, volume 3, 6.4)."""
+NCCL_FIX = "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"
 OTHER_FIX = {
-    "nvidia": "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 to find the link",
-    "amd": "run again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 (RCCL reads them too)",
+    "nvidia": f"{NCCL_FIX} to find the link",
+    "amd": f"{NCCL_FIX} (RCCL reads them too)",
     "cpu": "run again with GLOO_SOCKET_IFNAME=lo; if it helps, set it to the right network interface (`ip address`)",
 }
+BACKENDS = {"nvidia": "NCCL", "amd": "RCCL", "cpu": "gloo"}
 
 
 class Report(NamedTuple):
-    """What one rank says of one collective."""
+    """One rank's result of one step."""
 
-    name: str
     problem: str = ""
     unsupported: str = ""
     bytes_per_second: float = 0.0
     clock: float = 0.0
-    """What the wall clock shows, in seconds."""
+    """The wall clock, in seconds."""
     host: str = ""
-
-
-def check(machine: Machine, sabotage: Sabotage | None = None) -> Iterator[Finding]:
-    """One finding for each collective; the first that does not come back ends the check."""
-    most = torch.cuda.device_count() if device_type() == "cuda" else None
-    num_ranks = machine.num_ranks or most or 2
-    if most is not None and num_ranks > most:
-        detail = f"{num_ranks} ranks need a device each, and torch sees {most}"
-        yield Finding(check=READY, status=Status.FAIL, detail=detail, fix=f"--num-ranks {most}, or leave it out")
-        return
-    size = (1 if machine.quick else 16) * MIB * (4 if device_type() == "cuda" else 1)
-    with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
-        group = Group(num_ranks, size, folder, machine.ranks_limit_seconds, sabotage)
-        context = _context()
-        ranks = [_Rank(group, rank, context) for rank in range(num_ranks)]
-        deadline = time.monotonic() + machine.ranks_limit_seconds
-        try:
-            for name in (READY, CLOCKS, *COLLECTIVES):
-                reports, dead = _collect(ranks, deadline)
-                finding = _judge(name, reports, dead, group)
-                if name == CLOCKS and finding.status is Status.PASS:
-                    finding = judge_clocks(reports)
-                yield finding
-                if len(reports) < num_ranks or (name == READY and finding.status is Status.FAIL):
-                    return
-        finally:
-            for rank in ranks:
-                rank.process.kill()
-                rank.process.join(5)
-
-
-def _context() -> Context:
-    """How ranks begin: a fork is quick, but CUDA cannot be used in forks of a process that has looked for devices."""
-    if device_type() == "cpu":
-        return multiprocessing.get_context("fork")
-    forkserver.set_forkserver_preload(PRELOAD)  # of this process's own server
-    return forkserver
 
 
 class Group(NamedTuple):
@@ -98,96 +59,101 @@ class Group(NamedTuple):
 
     num_ranks: int
     size_bytes: int
-    """Of the larger messages."""
+    """Size of the larger messages."""
     folder: str
-    """Where they find each other, and print."""
+    """The ranks' rendezvous, output and reports."""
     limit_seconds: float
-    sabotage: Sabotage | None
 
 
-class _Rank:
-    """The far end of one rank's process."""
-
-    def __init__(self, group: Group, rank: int, context: Context):
-        self.output = f"{group.folder}/rank{rank}.txt"
-        self.receiver, sender = context.Pipe(duplex=False)
-        self.process = start(_run_rank, (group, rank, sender), group.limit_seconds, self.output, context)
-        sender.close()
-
-
-def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Report], dict[int, str]]:
-    """Each rank's next report, and how those ended that died first; the others gave no answer in time."""
-    reports: dict[int, Report] = {}
-    dead: dict[int, str] = {}
-    while len(reports) + len(dead) < len(ranks):
-        waiting: dict[Any, int] = {
-            rank.receiver: number for number, rank in enumerate(ranks) if number not in reports | dead
-        }
-        # Once a rank is dead the others cannot go on; they have a moment to say something of their own.
-        patience = 2.0 if dead else deadline - time.monotonic()
-        ready = wait(list(waiting), max(0.0, patience))
-        if not ready:
-            break
-        receiver: Any
-        for receiver in ready:
-            number = waiting[receiver]
-            try:
-                reports[number] = receiver.recv()
-            except EOFError:
-                ranks[number].process.join(5)
-                dead[number] = f"{describe_end(ranks[number].process)}{last_words(ranks[number].output)}"
-    return reports, dead
+def check_collectives(machine: Machine) -> Iterator[Finding]:
+    """Yield one finding for each collective; the first that does not come back ends the check."""
+    is_cpu = device_type() == "cpu"
+    most = None if is_cpu else torch.cuda.device_count()
+    num_ranks = machine.num_ranks or most or 2
+    if most is not None and num_ranks > most:
+        detail = f"{num_ranks} ranks need a device each, and torch sees {most}"
+        yield Finding(READY, Status.FAIL, detail=detail, fix=f"--num-ranks {most}, or leave it out")
+        return
+    size = (1 if machine.quick else 16) * MIB * (1 if is_cpu else 4)
+    # A fork is quick, but CUDA cannot be used in forks of a process that has looked for devices.
+    context = multiprocessing.get_context("fork") if is_cpu else forkserver
+    forkserver.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
+        group = Group(num_ranks, size, folder, machine.ranks_limit_seconds)
+        ranks = range(num_ranks)
+        processes = [start(run_rank, (group, r), group.limit_seconds, f"{folder}/{r}.txt", context) for r in ranks]
+        wait_for(processes, group.limit_seconds)
+        dead = {r: describe_end(processes[r], f"{folder}/{r}.txt") for r in ranks if processes[r].exitcode}
+        for process in processes:
+            process.kill()
+            process.join(5)
+        reports = [read_reports(Path(folder, f"{rank}.json")) for rank in ranks]
+    for step, name in enumerate((READY, CLOCKS, *COLLECTIVES)):
+        found = {rank: reports[rank][step] for rank in ranks if len(reports[rank]) > step}
+        yield judge_step(name, found, dead, group)
+        if len(found) < num_ranks or (name == READY and any(report.problem for report in found.values())):
+            return
 
 
-def _judge(name: str, reports: dict[int, Report], dead: dict[int, str], group: Group) -> Finding:
-    place = f"{group.num_ranks} ranks over {_backend()}"
-    # Who died comes before who waited for the dead one.
-    problems = [f"rank {number} {words}" for number, words in sorted(dead.items())]
-    problems += [f"rank {number} {report.problem}" for number, report in sorted(reports.items()) if report.problem]
-    silent = [str(number) for number in range(group.num_ranks) if number not in reports | dead]
+def wait_for(processes: Sequence[BaseProcess], limit_seconds: float) -> None:
+    """Wait until all have ended, or until 2 s after one has died: the others cannot go on, and report errors."""
+    deadline = time.monotonic() + limit_seconds
+    while (left := deadline - time.monotonic()) > 0:
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        if not running:
+            return
+        wait(running, left)
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + 2.0)
+
+
+def read_reports(path: Path) -> list["Report"]:
+    return [Report(*json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def judge_step(name: str, reports: Mapping[int, Report], dead: Mapping[int, str], group: Group) -> Finding:
+    backend = BACKENDS[vendor()]
+    place = f"{group.num_ranks} ranks over {backend}"
+    # A rank that died comes before those that waited for it.
+    problems = [f"rank {rank} {words}" for rank, words in dead.items() if rank not in reports]
+    problems += [f"rank {rank} {report.problem}" for rank, report in reports.items() if report.problem]
+    silent = [str(rank) for rank in range(group.num_ranks) if rank not in {*reports, *dead}]
     if silent and not problems:
         problems.append(f"no answer from rank {', '.join(silent)} within {group.limit_seconds:g} s")
-    unsupported = next((report.unsupported for report in reports.values() if report.unsupported), "")
-    rates = [report.bytes_per_second for report in reports.values()]
     if problems:
-        return Finding(check=name, status=Status.FAIL, detail=f"{place}: {shorten(problems)}", fix=OTHER_FIX[vendor()])
+        return Finding(name, Status.FAIL, detail=f"{place}: {shorten(problems)}", fix=OTHER_FIX[vendor()])
+    if name == CLOCKS:
+        return judge_clocks({rank: (report.host, report.clock) for rank, report in reports.items()})
+    unsupported = next((report.unsupported for report in reports.values() if report.unsupported), "")
     if unsupported:
-        return Finding(check=name, status=Status.SKIP, detail=f"{_backend()}: {unsupported}")
-    if name == READY or not min(rates):
-        return Finding(check=name, status=Status.PASS, detail=place)
+        return Finding(name, Status.SKIP, detail=f"{backend}: {unsupported}")
+    rate = min(report.bytes_per_second for report in reports.values())
+    if not rate:
+        return Finding(name, Status.PASS, detail=place)
     detail = f"{place}, bus bandwidth at {group.size_bytes / MIB:.0f} MiB"
-    return Finding(check=name, status=Status.PASS, value=min(rates) / 1e9, unit="GB/s", detail=detail)
+    return Finding(name, Status.PASS, rate / 1e9, "GB/s", detail)
 
 
-def judge_clocks(reports: dict[int, Report]) -> Finding:
-    """The clocks of all ranks, which they have read at the same time."""
-    clocks = {rank: report.clock for rank, report in reports.items()}
-    first, last = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
-    apart = clocks[last] - clocks[first]
-    hosts = {report.host for report in reports.values()}
-    detail = f"{len(clocks)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}, read right after a barrier"
-    wrong = apart > MOST_APART_SECONDS
-    if wrong:
-        detail += f"; rank {last} on {reports[last].host} is {apart:,.1f} s ahead of rank {first} on "
-        detail += reports[first].host
-    return Finding(
-        check=CLOCKS,
-        status=Status.WARN if wrong else Status.PASS,
-        value=apart * 1e3,
-        unit="ms",
-        detail=detail,
-        fix=SET_CLOCK if wrong else "",
-    )
-
-
-def _backend() -> str:
-    return {"nvidia": "NCCL", "amd": "RCCL", "cpu": "gloo"}[vendor()]
+def judge_clocks(clocks: Mapping[int, tuple[str, float]]) -> Finding:
+    """Compare the ranks' (host, seconds), which they have read at the same time."""
+    first, last = (pick(clocks, key=lambda rank: clocks[rank][1]) for pick in (min, max))
+    (first_host, earliest), (last_host, latest) = clocks[first], clocks[last]
+    num_hosts = len({host for host, _ in clocks.values()})
+    detail = f"{len(clocks)} ranks on {num_hosts} host{'s' * (num_hosts > 1)}, read right after a barrier"
+    apart = latest - earliest
+    problems = [f"rank {last} on {last_host} is {apart:,.1f} s ahead of rank {first} on {first_host}"]
+    problems = problems if apart > MOST_APART_SECONDS else []
+    return judge(CLOCKS, problems, SET_CLOCK, Status.WARN, value=apart * 1e3, unit="ms", detail=detail)
 
 
 # ------------------------------------------------------------------------------------------------ in a rank
 
 
-def _run_rank(group: Group, rank: int, sender: Connection) -> None:
+def run_rank(group: Group, rank: int) -> None:
+    def send(report: Report) -> None:
+        with open(f"{group.folder}/{rank}.json", "a") as file:
+            print(json.dumps(report), file=file)
+
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if device_type() == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {
@@ -203,118 +169,102 @@ def _run_rank(group: Group, rank: int, sender: Connection) -> None:
         else:
             dist.init_process_group("gloo", **options)
     except Exception as error:
-        sender.send(Report(READY, problem=reason(error)))
+        send(Report(problem=describe_error(error)))
         os._exit(1)
-    sender.send(Report(READY))
-    if group.sabotage is not None:
-        group.sabotage(rank)
-    sender.send(_read_clock(device))
-    for name, collective in COLLECTIVES.items():
-        sender.send(_try(name, collective, group.size_bytes, device))
-    os._exit(0)  # taking a process group down may wait for a rank that has gone
+    send(Report())
+    send(read_clock(device))
+    for collective in COLLECTIVES.values():
+        send(try_collective(collective, group.size_bytes, device))
+    os._exit(0)  # the group's own clean-up may wait for a rank that has gone
 
 
-def _read_clock(device: torch.device) -> Report:
+def read_clock(device: torch.device) -> Report:
     try:
-        dist.all_reduce(torch.zeros(1, device=device))  # a barrier, of the kind that was made for this backend
+        dist.all_reduce(torch.zeros(1, device=device))  # a barrier that every backend has
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return Report(CLOCKS, clock=time.time(), host=socket.gethostname())
+        return Report(clock=time.time(), host=socket.gethostname())
     except RuntimeError as error:
-        return Report(CLOCKS, problem=reason(error))
+        return Report(problem=describe_error(error))
 
 
-def _try(name: str, collective: "Collective", size: int, device: torch.device) -> Report:
-    """The answers for a few elements and for many, which NCCL sends in different ways; then the clock."""
+def try_collective(collective: "Collective", size: int, device: torch.device) -> Report:
+    """Compare the results for a few elements and for many, which NCCL sends in different ways; then measure."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     rate = 0.0
     try:
         for count in (num_ranks * 16, size // 4 // num_ranks * num_ranks):
-            inputs = [_contribution(other, count, device) for other in range(num_ranks)]
-            got = collective.run(inputs[rank].clone())
-            problem = _compare(got, collective.answer(inputs, rank))
-            if problem:
-                return Report(name, problem=problem)
+            inputs = [contribution(other, count, device) for other in range(num_ranks)]
+            got, right = collective.run(inputs[rank].clone()), collective.answer(inputs, rank)
+            if not torch.equal(got, right):
+                wrong = (got != right).nonzero().flatten()
+                first = int(wrong[0])
+                values = f"{got[first].item():g}, not {right[first].item():g}"
+                where = f"{len(wrong)} of {len(right)} elements wrong, the first at {first}"
+                return Report(problem=f"got {where}: {values}")
             if count > num_ranks * 16 and num_ranks > 1:
                 seconds = measure_seconds(lambda mine=inputs[rank]: collective.run(mine), device, 3)
                 rate = collective.bus_share(num_ranks) * 4 * count / seconds
     except (RuntimeError, NotImplementedError) as error:
         if "not support" in str(error) or isinstance(error, NotImplementedError):
-            return Report(name, unsupported=reason(error))
-        return Report(name, problem=reason(error))
-    return Report(name, bytes_per_second=rate)
+            return Report(unsupported=describe_error(error))
+        return Report(problem=describe_error(error))
+    return Report(bytes_per_second=rate)
 
 
-def _contribution(rank: int, count: int, device: torch.device) -> torch.Tensor:
-    """Integers up to 251 (rank + 1): sums over ranks stay exact in fp32 for up to 360 ranks."""
+def contribution(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return integers up to 251 (rank + 1): sums over ranks stay exact in fp32 for up to 360 ranks."""
     spread = torch.arange(count, dtype=torch.int64, device=device) * SPREAD & (1 << 32) - 1
     return ((spread >> 8) % 251 + 1).float() * (rank + 1)
 
 
-def _compare(got: torch.Tensor, right: torch.Tensor) -> str:
-    if torch.equal(got, right):
-        return ""
-    wrong = (got != right).nonzero().flatten()
-    first = int(wrong[0])
-    value, expected = got[first].item(), right[first].item()
-    return f"got {len(wrong)} of {len(right)} elements wrong, the first at {first}: {value:g}, not {expected:g}"
-
-
 class Collective(NamedTuple):
     run: Callable[[torch.Tensor], torch.Tensor]
-    """What this rank gives -> what it gets; the input may be overwritten."""
+    """This rank's input -> its output; the input may be overwritten."""
     answer: Callable[[list[torch.Tensor], int], torch.Tensor]
-    """(what all ranks give, this rank) -> what it must get."""
+    """(inputs of all ranks, this rank) -> the right output."""
     bus_share: Callable[[int], float]
-    """What one link carries for each byte of the input; the convention of nccl-tests, PERFORMANCE.md."""
+    """Bytes over one link for each byte of the input; the convention of nccl-tests, PERFORMANCE.md."""
 
 
-def _all_reduce(mine: torch.Tensor) -> torch.Tensor:
+def all_reduce(mine: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(mine)
     return mine
 
 
-def _reduce_scatter(mine: torch.Tensor) -> torch.Tensor:
+def reduce_scatter(mine: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(mine) // dist.get_world_size(), device=mine.device)
     dist.reduce_scatter_tensor(out, mine)
     return out
 
 
-def _all_gather(mine: torch.Tensor) -> torch.Tensor:
+def all_gather(mine: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(mine) * dist.get_world_size(), device=mine.device)
     dist.all_gather_into_tensor(out, mine)
     return out
 
 
-def _broadcast(mine: torch.Tensor) -> torch.Tensor:
+def broadcast(mine: torch.Tensor) -> torch.Tensor:
     dist.broadcast(mine, src=dist.get_world_size() - 1)
     return mine
 
 
-def _all_to_all(mine: torch.Tensor) -> torch.Tensor:
+def all_to_all(mine: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(mine)
     dist.all_to_all_single(out, mine)
     return out
 
 
-def _sum(inputs: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(inputs).sum(0)
-
-
-def _chunk(values: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    return values.chunk(count)[index]
-
-
 COLLECTIVES = {
-    "all_reduce": Collective(_all_reduce, lambda inputs, rank: _sum(inputs), lambda n: 2 * (n - 1) / n),
+    "all_reduce": Collective(all_reduce, lambda inputs, rank: torch.stack(inputs).sum(0), lambda n: 2 * (n - 1) / n),
     "reduce_scatter": Collective(
-        _reduce_scatter, lambda inputs, rank: _chunk(_sum(inputs), rank, len(inputs)), lambda n: (n - 1) / n
+        reduce_scatter, lambda inputs, rank: torch.stack(inputs).sum(0).chunk(len(inputs))[rank], lambda n: (n - 1) / n
     ),
-    "all_gather": Collective(_all_gather, lambda inputs, rank: torch.cat(inputs), lambda n: n - 1),
-    "broadcast": Collective(_broadcast, lambda inputs, rank: inputs[-1], lambda n: 1),
+    "all_gather": Collective(all_gather, lambda inputs, rank: torch.cat(inputs), lambda n: n - 1),
+    "broadcast": Collective(broadcast, lambda inputs, rank: inputs[-1], lambda n: 1),
     "all_to_all": Collective(
-        _all_to_all,
-        lambda inputs, rank: torch.cat([_chunk(given, rank, len(inputs)) for given in inputs]),
+        all_to_all,
+        lambda inputs, rank: torch.cat([given.chunk(len(inputs))[rank] for given in inputs]),
         lambda n: (n - 1) / n,
     ),
 }

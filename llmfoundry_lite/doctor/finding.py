@@ -1,6 +1,7 @@
-"""What a check is told, and what it answers. No torch."""
+"""The machine that a check examines, and the findings that it yields. No torch."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,46 +20,56 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Machine:
-    """What the user chose; a check finds out the rest itself."""
+    """The user's choices; a check finds out the rest itself."""
 
     folder: Path = Path(".")
-    """Where checkpoints will go."""
+    """The folder for checkpoints."""
     num_ranks: int | None = None
     """Processes of the collectives; None is one per device, or 2 on CPUs."""
     quick: bool = False
     """Less memory, smaller files, shorter measurements: under 10 s without a GPU."""
     limit_seconds: float = 120
-    """Of one check."""
+    """Time for one check."""
     ranks_limit_seconds: float = 90
-    """Of the ranks that a check starts; less, so that the check can say what it saw."""
+    """Time for the ranks that a check starts; less, so that the check can report on them."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Finding:
     """One line of the table."""
 
     check: str
     status: Status
     value: float | str | None = None
-    """What was measured."""
+    """The measurement."""
     unit: str | None = None
-    """Of a value that is a number."""
     detail: str = ""
     fix: str = ""
-    """What to do, or to type; of every finding that is neither pass nor skip."""
+    """The remedy, or the command to type; required for warn and fail."""
     seconds: float = 0.0
-    """How long it took."""
-
-    def with_seconds(self, seconds: float) -> "Finding":
-        return replace(self, seconds=round(seconds, 3))
+    """Time that the check took."""
 
 
-def judge(problems: list[str], otherwise: Status = Status.PASS) -> Status:
-    """Any problem is a failure."""
-    return Status.FAIL if problems else otherwise
+def judge(
+    check: str,
+    problems: Sequence[str],
+    fix: str,
+    severity: Status = Status.FAIL,
+    *,
+    value: float | str | None = None,
+    unit: str | None = None,
+    detail: str = "",
+    sound: str = "",
+) -> Finding:
+    """Return a pass, or with problems a finding of `severity` with the fix. The text is `detail`, then the problems, or
+    `sound` where there are none."""
+    text = "; ".join(filter(None, (detail, shorten(problems) or sound)))
+    if problems:
+        return Finding(check, severity, value, unit, text, fix)
+    return Finding(check, Status.PASS, value, unit, text)
 
 
-def shorten(problems: list[str], limit: int = 3) -> str:
-    """The first problems as one sentence, with a count of the others."""
+def shorten(problems: Sequence[str], limit: int = 3) -> str:
+    """Join the first problems to one sentence, with a count of the others."""
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(problems[:limit]) + more

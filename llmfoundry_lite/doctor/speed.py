@@ -1,0 +1,327 @@
+"""What each device computes, keeps and moves: matrix products, patterns in memory, and rates beside the datasheet.
+
+Products are compared with float64 on the CPU, and with themselves, in two kinds. *Signs*: entries ±1, 256 products to a
+sum. Every partial sum is an integer up to 256, which fp32, bf16 and fp16 hold exactly in any order: one right answer,
+bit for bit. In fp32 one side is scaled by 1 + 2^-12, which TF32 has no digits for. Longer sums, at the shapes of real
+models, stay exact because all but 256 entries of a column are 0, one in each of 256 equal stretches.
+
+*Reals*: magnitudes in [1/2, 1), compared within the bound of a sum of k products (Higham, Accuracy and Stability of
+Numerical Algorithms, §3.1), |C - C64| <= g sum |a||b| + u |C64| with
+g = k v / (1 - k v): products of bf16 and fp16 are exact in fp32, where they are summed; v is 2^-23, since matrix units
+may cut off instead of rounding; u, of the last rounding, is the output's.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from llmfoundry_lite.devices import device_type
+from llmfoundry_lite.doctor.finding import Finding, Machine, Status, judge
+from llmfoundry_lite.hardware import GIB, MIB, Accelerator, find_accelerator
+
+LENGTH = 256
+"""Terms of a sum; bf16 counts to 256."""
+ROWS = 64
+"""Tokens that go through the layers below."""
+LAYERS = {"MPT-125M": ((768, 2304), (3072, 768)), "MPT-1B": ((2048, 8192), (8192, 2048))}
+LARGE_LAYERS = {"MPT-7B": ((4096, 16384), (16384, 4096))}
+"""(length of the sums, outputs): into the attention or the wide side of the feed-forward, and out of it."""
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST_NORMAL = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-14}
+"""Below it fp16 has fewer digits, or none: some devices flush such numbers to zero."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+QUICK_REPEATS, REPEATS = 100, 300
+"""Of one product; a fault in one of 20 escapes 100 of them with a probability of 0.6 %."""
+LAYER_REPEATS, LAYER_SECONDS = 20, 0.3
+"""Of each layer, and when to stop on a slow device: some faults appear only in large products."""
+CHUNK_WORDS = 64 * MIB // 8
+"""Words of memory compared at a time."""
+ADDRESS_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Odd, so that its products (modulo 2^64) with two words' indices differ; its bits are spread over the word."""
+LOWEST_SHARE_OF_MEMORY = 0.6
+"""Of the datasheet's bandwidth; plain copies reach 0.75 to 0.9."""
+LOWEST_SHARE_OF_PEAK = 0.4
+"""Of the datasheet's FLOP/s; large products reach 0.5 (MI250) to 0.8."""
+
+BROKEN = "take this device out of runs: it does not compute what others do"
+TF32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE"
+CPU_MEMORY = "look at `dmesg` and the ECC counters (edac-util), and take it out of runs"
+DEVICE_MEMORY = "look at the ECC counters (`nvidia-smi -q -d ECC`, `rocm-smi --showrasinfo`), and take it out of runs"
+THROTTLED = "look for a device that is hot, shared or limited in power (`nvidia-smi -q -d PERFORMANCE`, `rocm-smi`)"
+
+
+def all_devices() -> list[torch.device]:
+    if device_type() == "cpu":
+        return [torch.device("cpu")]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def measure_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the fastest of `repeats` calls by the device's own clock, after one call that is not measured."""
+    work()
+    seconds = []
+    for _ in range(repeats):
+        if device.type == "cpu":
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+            continue
+        with torch.cuda.device(device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+    return min(seconds)
+
+
+# -------------------------------------------------------------------------------------------------------- products
+
+
+def check_gemm(machine: Machine) -> Iterator[Finding]:
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    is_cpu = device_type() == "cpu"
+    size = (256 if machine.quick else 512) * (1 if is_cpu else 8)
+    repeats = QUICK_REPEATS if machine.quick else REPEATS
+    layers = {"MPT-125M": LAYERS["MPT-125M"]} if is_cpu and machine.quick else LAYERS
+    if not is_cpu and not machine.quick:
+        layers = LAYERS | LARGE_LAYERS
+    for dtype in UNIT_ROUNDOFF:
+        signs, reals = Product.of_signs(size, LENGTH, size, dtype), Product.of_reals(size, dtype)
+        problems, share = [], 0.0
+        for device in all_devices():
+            found = find_wrong(signs, device) or find_change(
+                reals.first_rows(256) if is_cpu else reals, device, repeats
+            )
+            found = found or find_wrong_layer(layers, dtype, device)
+            worst = reals.error_over_bound(device)
+            share = max(share, worst)
+            if not found and not worst <= 1:  # also where it is not a number
+                found = f"an error of {worst:.3g} times what rounding allows"
+            if found:
+                problems.append(f"{device}: {found}")
+        exact = f"exact on ±1; bit-equal {repeats} times"
+        yield judge(
+            f"gemm {NAMES[dtype]}",
+            problems,
+            TF32 if "TF32" in "".join(problems) else BROKEN,
+            value=share,
+            unit="of bound",
+            sound=f"{size} x {LENGTH} x {size} and layers of {', '.join(layers)}: {exact}",
+        )
+
+
+class Product:
+    """A product with its right answer, and how far from it a result may be."""
+
+    def __init__(self, a_mk: torch.Tensor, b_kn: torch.Tensor):
+        self.a_mk, self.b_kn = a_mk, b_kn
+        dtype, length = a_mk.dtype, a_mk.shape[1]
+        a64, b64 = a_mk.double(), b_kn.double()
+        self.answer_mn = a64 @ b64
+        gamma = length * 2.0**-23 / (1 - length * 2.0**-23)
+        last = UNIT_ROUNDOFF[dtype] * (1 + gamma)
+        self.bound_mn = gamma * (a64.abs() @ b64.abs()) + last * self.answer_mn.abs() + SMALLEST_NORMAL[dtype]
+
+    @classmethod
+    def of_signs(cls, rows: int, length: int, columns: int, dtype: torch.dtype) -> "Product":
+        """Build a product of ±1; `length` is a multiple of LENGTH."""
+        a_mk, signs = random_signs(rows, length, seed=1), random_signs(LENGTH, columns, seed=2)
+        stretch = length // LENGTH
+        within = torch.randint(0, stretch, signs.shape, generator=torch.Generator().manual_seed(6))
+        places = torch.arange(0, length, stretch)[:, None] + within
+        b_kn = torch.zeros(length, columns).scatter_(0, places, signs)
+        scale = 1 + 2.0**-12 if dtype == torch.float32 else 1.0
+        return cls((a_mk * scale).to(dtype), b_kn.to(dtype))
+
+    @classmethod
+    def of_reals(cls, size: int, dtype: torch.dtype) -> "Product":
+        generator = torch.Generator().manual_seed(3)
+        a_mk = random_signs(size, LENGTH, seed=4) * (0.5 + torch.rand(size, LENGTH, generator=generator) / 2)
+        b_kn = random_signs(LENGTH, size, seed=5) * (0.5 + torch.rand(LENGTH, size, generator=generator) / 2)
+        return cls(a_mk.to(dtype), b_kn.to(dtype))
+
+    def first_rows(self, rows: int) -> "Product":
+        return Product(self.a_mk[:rows], self.b_kn[:, :rows].contiguous())
+
+    def error_over_bound(self, device: torch.device) -> float:
+        """Return the largest error; above 1 the result is wrong, and NaN where the result is NaN."""
+        result_mn = torch.matmul(self.a_mk.to(device), self.b_kn.to(device)).cpu().double()
+        return ((result_mn - self.answer_mn).abs() / self.bound_mn).max().item()
+
+
+def random_signs(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (rows, columns), generator=generator).float() * 2 - 1
+
+
+def find_wrong(signs: Product, device: torch.device) -> str:
+    """Say where a product of signs is not exact; empty if it is."""
+    result_mn = torch.matmul(signs.a_mk.to(device), signs.b_kn.to(device)).cpu().double()
+    wrong = (result_mn != signs.answer_mn).nonzero()
+    if not len(wrong):
+        return ""
+    if signs.a_mk.dtype == torch.float32 and torch.equal(result_mn, signs.answer_mn.round()):
+        return "fp32 products are computed in TF32 although that was forbidden"
+    row, column = wrong[0].tolist()
+    got, right = result_mn[row, column].item(), signs.answer_mn[row, column].item()
+    return f"{len(wrong)} of {result_mn.numel()} sums are wrong, the first at [{row}, {column}]: {got!r}, not {right!r}"
+
+
+def find_change(product: Product, device: torch.device, repeats: int, limit_seconds: float = math.inf) -> str:
+    """Say whether the same product comes out different; empty if it does not."""
+    began = time.perf_counter()
+    a_mk, b_kn = product.a_mk.to(device), product.b_kn.to(device)
+    bits = torch.int32 if a_mk.element_size() == 4 else torch.int16
+    first_mn = torch.matmul(a_mk, b_kn).view(bits)
+    most, num_other, num_again = 0, 0, 0
+    while num_again < repeats - 1 and time.perf_counter() - began < limit_seconds:
+        num_again += 1
+        other_mn = torch.matmul(a_mk, b_kn).view(bits)
+        if not torch.equal(other_mn, first_mn):
+            most, num_other = max(most, int((other_mn != first_mn).sum())), num_other + 1
+    if not num_other:
+        return ""
+    times = f"({num_other} of {num_again} times)"
+    return f"{most} of {first_mn.numel()} sums changed when the same product was computed again {times}"
+
+
+def find_wrong_layer(layers: dict[str, tuple[tuple[int, int], ...]], dtype: torch.dtype, device: torch.device) -> str:
+    for name, shapes in layers.items():
+        for length, columns in shapes:
+            layer = Product.of_signs(ROWS, length, columns, dtype)
+            found = find_wrong(layer, device) or find_change(layer, device, LAYER_REPEATS, LAYER_SECONDS)
+            if found:
+                return f"{ROWS} x {length} x {columns} of {name}: {found}"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def check_memory(machine: Machine) -> Iterator[Finding]:
+    """Write patterns and read them back: a bit may be stuck, flip, or answer to another address.
+
+    Each pattern fills the whole buffer before any of it is read: all zeros, all ones, both chequers, a one that walks
+    through the 64 bits of a word, and last each word's own address, which two words that are one cannot both hold.
+    """
+    walking = [1 << place for place in range(0, 64, 32 if machine.quick else 1)]
+    patterns = [0, 0xFFFFFFFFFFFFFFFF, 0xAAAAAAAAAAAAAAAA, 0x5555555555555555, *walking, None]
+    for device in all_devices():
+        # A share of what is free, and never all: others run here, and comparing needs room too.
+        if device.type == "cuda":
+            free, most = torch.cuda.mem_get_info(device)[0], GIB if machine.quick else 16 * GIB
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            most = 64 * MIB if machine.quick else GIB // 8
+        words = torch.empty(max(MIB, min(free // 2, most)) // 8, dtype=torch.int64, device=device)
+        problems: list[str] = []
+        for pattern in patterns:
+            problems += find_flipped(words, pattern)
+            if len(problems) > 3:
+                break
+        name, fix = ("memory", CPU_MEMORY) if device.type == "cpu" else (f"memory {device}", DEVICE_MEMORY)
+        yield judge(name, problems, fix, value=len(words) * 8 / GIB, unit="GiB", sound="every pattern came back")
+        del words
+
+
+def find_flipped(words: torch.Tensor, pattern: int | None) -> list[str]:
+    """Fill `words` (int64) with a pattern, None for each word's address, and describe what comes back wrong."""
+    problems = []
+    for is_written in (False, True):
+        for start in range(0, len(words), CHUNK_WORDS):
+            chunk = words[start : start + CHUNK_WORDS]
+            if pattern is None:
+                right = torch.arange(start, start + len(chunk), device=chunk.device).mul_(ADDRESS_STRIDE)
+            else:
+                signed = pattern - (1 << 64) if pattern >= 1 << 63 else pattern
+                right = torch.tensor(signed, device=chunk.device).expand(len(chunk))
+            if not is_written:
+                chunk.copy_(right)
+            elif not torch.equal(chunk, right):
+                wrong = (chunk != right).nonzero().flatten()
+                first = int(wrong[0])
+                bits = (int(chunk[first]) ^ int(right[first])) & (1 << 64) - 1
+                where = f"at byte {8 * (start + first):#x} bits {bits:#018x} are flipped"
+                problems.append(f"{len(wrong)} words are wrong; {where}")
+    return problems
+
+
+# ----------------------------------------------------------------------------------------------------------- rates
+
+
+def check_bandwidth(machine: Machine) -> Iterator[Finding]:
+    """Measure copies within a device, to and from pinned host memory, and products.
+
+    Only memory and matrix units have a figure in `hardware.py` to be judged by; the bus depends on the board.
+    """
+    is_cpu = device_type() == "cpu"
+    size = (32 if is_cpu else 256) * MIB if machine.quick else GIB // 4
+    repeats = 3 if machine.quick else 10
+    devices = all_devices()
+    rows = [find_row(device) for device in devices]
+    rates = [2 * size / measure_copy(size, repeats, device, device) for device in devices]
+    figures = [row and row.memory_bandwidth_bytes_per_second for row in rows]
+    yield judge_rates("memory copy", rates, devices, figures, LOWEST_SHARE_OF_MEMORY)
+    if is_cpu:
+        return
+    no_figures = [None] * len(devices)
+    rates = [size / measure_copy(size, repeats, None, device) for device in devices]
+    yield judge_rates("host to device", rates, devices, no_figures)
+    rates = [size / measure_copy(size, repeats, device, None) for device in devices]
+    yield judge_rates("device to host", rates, devices, no_figures)
+    rates = [measure_flops(device, 4096 if machine.quick else 8192, repeats) for device in devices]
+    figures = [row and row.peak_flops("bf16") for row in rows]
+    yield judge_rates("gemm rate bf16", rates, devices, figures, LOWEST_SHARE_OF_PEAK, "TFLOP/s", 1e12)
+
+
+def judge_rates(
+    name: str,
+    rates: Sequence[float],
+    devices: Sequence[torch.device],
+    figures: Sequence[float | None],
+    lowest_share: float = 0.0,
+    unit: str = "GB/s",
+    scale: float = 1e9,
+) -> Finding:
+    """Compare the slowest device's rate with its datasheet's figure, where there is one."""
+    slowest = min(range(len(rates)), key=rates.__getitem__)
+    rate, figure = rates[slowest], figures[slowest]
+    detail = f"{devices[slowest]}" + (f", the slowest of {len(rates)}" if len(rates) > 1 else "")
+    if figure is not None:
+        detail += f"; {rate / figure:.0%} of the datasheet's {figure / scale:,.0f}"
+    is_slow = figure is not None and rate < lowest_share * figure
+    problems = [f"{lowest_share:.0%} should be reached"] if is_slow else []
+    return judge(name, problems, THROTTLED, Status.WARN, value=rate / scale, unit=unit, detail=detail)
+
+
+def measure_copy(size: int, repeats: int, source: torch.device | None, target: torch.device | None) -> float:
+    """Return the seconds for `size` bytes; None is pinned host memory."""
+    device = source or target
+    assert device is not None
+    pinned = None in (source, target)
+    there = torch.ones(size, dtype=torch.uint8, device=device)
+    other = torch.ones(size, dtype=torch.uint8, pin_memory=pinned, device=None if pinned else device)
+    a, b = (other, there) if source is None else (there, other)
+    return measure_seconds(lambda: b.copy_(a, non_blocking=True), device, repeats)
+
+
+def measure_flops(device: torch.device, size: int, repeats: int) -> float:
+    """Return the FLOP/s of a square product in bf16."""
+    matrix = torch.randn(size, size, device=device).to(torch.bfloat16)
+    out = torch.empty_like(matrix)
+    return 2 * size**3 / measure_seconds(lambda: torch.mm(matrix, matrix, out=out), device, repeats)
+
+
+def find_row(device: torch.device) -> Accelerator | None:
+    if device.type == "cpu":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return find_accelerator(properties.name, properties.multi_processor_count)
