@@ -23,7 +23,8 @@ from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.schema import LoaderConfig, TextDatasetConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError

@@ -40,7 +40,7 @@ from llmfoundry_lite.bench.frame import (
     write_report,
 )
 from llmfoundry_lite.bench.steps import check_shapes, model_of
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError

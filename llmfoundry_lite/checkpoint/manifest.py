@@ -74,7 +74,7 @@ class Segment:
     save_interval_seconds: float | None = None
     """Of a run that saves by time: the interval as it was last, chosen or asked for."""
     changes: dict[str, list[Any]] = field(default_factory=dict)
-    """Key of the configuration -> [before this segment, in it], of those that change by being said."""
+    """Key of the configuration -> [before this segment, in it], of those whose change is logged."""
     islands: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of several islands that trained it at once: the device, their number, torch's release and the rows of each."""
     extra: Extra = field(default_factory=dict)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
+from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, refuse_left_out_keys
 from llmfoundry_lite.config.foundry_eval import translate_evaluation
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
-from llmfoundry_lite.config.schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.shipped import find_task_folder
 from llmfoundry_lite.errors import ConfigError
 

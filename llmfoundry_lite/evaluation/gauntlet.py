@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from llmfoundry_lite.config.schema import Benchmark, GauntletConfig
+from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
 from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, data_of, error_of_sum, num_unasked
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.rows import is_broken_text

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular, without_magic
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.schema import GauntletConfig
+from llmfoundry_lite.config.eval_schema import GauntletConfig
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.gauntlet import Gauntlet, averages_of, run_gauntlet
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS

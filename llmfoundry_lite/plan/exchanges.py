@@ -5,7 +5,8 @@
 
 from typing import NamedTuple
 
-from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig
 
 
 class ParameterExchanges(NamedTuple):

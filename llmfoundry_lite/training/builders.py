@@ -17,15 +17,8 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.schema import (
-    Duration,
-    LoaderConfig,
-    OptimizerConfig,
-    TrainConfig,
-    as_dict,
-    data_label,
-    parse_seconds,
-)
+from llmfoundry_lite.config.schema import LoaderConfig, OptimizerConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.data.dataset import build_text_dataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer

@@ -25,7 +25,8 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoi
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
 from llmfoundry_lite.config.changes import Change, find_changes, find_other_model
-from llmfoundry_lite.config.schema import TrainConfig, as_dict, parse_seconds
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
@@ -110,7 +111,7 @@ class Checkpointing(Callback):
             carries_on = self.begins.is_own or not self.config.load_weights_only
             there, here = restored.manifest.config or {}, as_dict(self.config)
             if carries_on:
-                self.changes = find_changes(there, here)["by being said"]
+                self.changes = find_changes(there, here)["logged"]
             elif others := find_other_model(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
             self._say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))

@@ -8,8 +8,8 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DataRanks
-from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel

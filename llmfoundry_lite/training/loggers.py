@@ -17,7 +17,8 @@ import torch
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
-from llmfoundry_lite.config.schema import Duration, TensorboardConfig, WandbConfig
+from llmfoundry_lite.config.schema import TensorboardConfig, WandbConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.launch.log_lines import Record, console_line, missing_lines, read_lines, validation_losses
 from llmfoundry_lite.training.wandb_files import offline_steps

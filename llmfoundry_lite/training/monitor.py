@@ -12,7 +12,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
-from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement

@@ -20,7 +20,8 @@ from torch.optim import AdamW, Optimizer
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order
 from llmfoundry_lite.config.layout import Runs
-from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, ModelConfig, OptimizerConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import local
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from composer.core import State, Timestamp
 
-from llmfoundry_lite.config.schema import Duration, SaveInterval, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.launch.status import seconds_between_failures
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 
-from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.schema import SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 
 Clock = Callable[[str], float]

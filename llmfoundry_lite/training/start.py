@@ -58,7 +58,7 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
     changes = find_changes(manifest.config, as_dict(config))
     # A default that has changed since is not said by anybody.
     unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
-    refuse_changes(changes["never"] + [change for change in changes["by being said"] if change.key in unsaid])
+    refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
     if {"tokenizer"} <= fingerprints.keys() & manifest.fingerprints.keys():
         here, there = fingerprints["tokenizer"], manifest.fingerprints["tokenizer"]
         if here != there:

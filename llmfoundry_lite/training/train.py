@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, in_row_order, model_tensors, row_orders
 from llmfoundry_lite.config.layout import layout_here
-from llmfoundry_lite.config.schema import Duration, TrainConfig, as_dict
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare

@@ -6,8 +6,8 @@ import statistics
 import pytest
 import yaml
 
+from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
-from llmfoundry_lite.config.schema import Benchmark, Category, GauntletConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.evaluation.gauntlet import run_gauntlet
 from llmfoundry_lite.evaluation.results import Results

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import llmfoundry_lite.eval
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
-from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError, UserError

@@ -11,7 +11,8 @@ import pytest
 import torch
 from streaming import MDSWriter
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig, TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate

@@ -3,5 +3,6 @@
 INTENDED: dict[str, str] = {
     "commands/help/bench*": "proofs and races beside peers moved to `python -m benchmarks`",
     "commands/doctor/checks": "three checks of the clock are gone, which no run depends on",
+    "errors/file/overlay-trains": "the keys of an overlay are listed in the order of the schema, where each now stands",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.layout import Layout, divide_devices
-from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import _compiled_visibly
 from llmfoundry_lite.models.mpt import MPT

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from streaming import MDSWriter
 
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.data.dataset import PAD_TOKEN
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.models.initialise import initialise_weights

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.launch.log_lines import console_line, duration_text
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.loggers import (

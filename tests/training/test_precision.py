@@ -8,9 +8,11 @@ import torch.distributed as dist
 from composer.devices import DeviceCPU
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import Duration, EvalConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.evaluation import suite
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.mpt import MPT

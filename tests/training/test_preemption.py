@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.schema import parse_seconds
+from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime

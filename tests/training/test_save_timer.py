@@ -7,7 +7,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.config.schema import Duration, SaveInterval
+from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.launch.status import LAUNCHES, seconds_between_failures
 from llmfoundry_lite.training import save_timer
 from llmfoundry_lite.training.save_timer import FIRST_SECONDS, SaveTimer
