@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import POSITIVE, must_be, setting
+from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, must_be, setting
 
 TOKENIZATIONS = ("separate", "joint")
 METRICS = ("acc_per_token", "acc", "acc_norm")
@@ -51,7 +51,9 @@ class TaskConfig:
     as independent, and the items of one as not."""
     max_new_tokens: int | None = setting(None, POSITIVE)
     """Generation; default: as many as the longest answer has."""
-    early_stopping_criteria: list[str] = setting(list)
+    early_stopping_criteria: list[str] = setting(
+        list, must_be("no empty text, at which every answer would end", lambda value: "" not in value)
+    )
     """Generation: texts that end an answer."""
     do_normalization: bool = True
     """Generation: compare in lower case, without punctuation, articles and extra spaces."""
@@ -70,7 +72,7 @@ class Benchmark:
     name: str
     """The task's label."""
     num_fewshot: int
-    random_baseline: float
+    random_baseline: float = setting(REQUIRED, must_be("a number from 0 to less than 1", lambda value: 0 <= value < 1))
     """The accuracy that chance gives, below 1."""
 
     @property

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.foundry import (
-    drop_keys_without_effect,
+    WITHOUT_EFFECT,
+    drop_keys,
     drop_values_without_effect,
     refuse_fine_tuning,
     refuse_left_out_keys,
@@ -51,7 +52,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     refuse_fine_tuning(values, layers)
     refuse_other_kinds(values, layers)
     notes = [layer.note for layer in layers if layer.note]
-    notes += drop_keys_without_effect(values, layers) + drop_values_without_effect(values, layers)
+    notes += drop_keys(values, layers, WITHOUT_EFFECT) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     config = build_block(TrainConfig, _gather_extras(values), "", layers)

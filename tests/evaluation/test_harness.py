@@ -478,7 +478,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
     (here / "icl.yaml").write_text("icl_tasks: [choice]\n")
     with pytest.raises(ConfigError, match="models: none given; name one"):
         load_eval_config(["icl.yaml"])
-    with pytest.raises(ConfigError, match="precision: 'fp8' is not known; expected fp32 or tf32 or bf16 or fp16"):
+    with pytest.raises(ConfigError, match="precision: 'fp8' is not known; expected fp32, tf32, bf16 or fp16"):
         load_eval_config(["icl.yaml", "models.a=b", "precision=fp8"])
     with pytest.raises(ConfigError, match="icl_tasks: no task given"):
         load_eval_config(["icl.yaml", "models.a=b", "icl_tasks=[]"])

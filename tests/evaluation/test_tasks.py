@@ -843,7 +843,10 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate or joint"),
         ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, but documents are a text's clusters"),
         ("max_new_tokens: 0", "max_new_tokens: 0 given, expected a number above 0"),
-        ("early_stopping_criteria: ['']", "early_stopping_criteria: an empty text given, at which every answer would"),
+        (
+            "early_stopping_criteria: ['']",
+            "early_stopping_criteria: [''] given, expected no empty text, at which every",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_of_a_task_is_one_line(tmp_path, line, message):
