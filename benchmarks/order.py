@@ -178,15 +178,15 @@ def write_index(folder: Path, num_shards: int) -> None:
 
 
 def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
-    from llmfoundry_lite.data.dataset import build_text_dataset
+    from llmfoundry_lite.config.schema import TextDatasetConfig
+    from llmfoundry_lite.data.dataset import TextDataset
     from llmfoundry_lite.data.loader import build_text_loader
 
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a launched process
     load_average, before = os.getloadavg()[0], _own_bytes([os.getpid()])
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    dataset = build_text_dataset(
-        local=str(folder), max_seq_len=SCALE_TOKENS, global_batch_size=SCALE_BATCH, shuffle=True
-    )
+    config = TextDatasetConfig(local=str(folder), shuffle=True)
+    dataset = TextDataset(config, max_seq_len=SCALE_TOKENS, global_batch_size=SCALE_BATCH)
     opened = time.perf_counter()
     batches = iter(build_text_loader(dataset, num_workers=num_workers))
     next(batches)

@@ -129,7 +129,7 @@ def record_refusal(arguments: Sequence[str], error: UserError) -> None:
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
-    """None where only StreamingDataset can tell: streams have weights, and epoch_size takes or repeats samples."""
+    """None where only the opened data set can tell: streams have weights, and epoch_size takes or repeats samples."""
     dataset: TextDatasetConfig = config.train_loader.dataset
     return None if dataset.streams or dataset.epoch_size is not None else found.num_samples.get("train")
 

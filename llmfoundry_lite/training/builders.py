@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import LoaderConfig, OptimizerConfig, TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, parse_seconds
-from llmfoundry_lite.data.dataset import build_text_dataset
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
@@ -162,19 +161,12 @@ def build_data(
 def build_text_batches(
     loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
 ) -> DataLoader:
-    options, ranks = asdict(loader.dataset), layout.data_ranks(this_rank().rank)
-    # What a stream does not say is said by the data set around it.
-    options["streams"] = {
-        name: {key: value for key, value in stream.items() if value is not None}
-        for name, stream in options["streams"].items()
-    }
-    options["max_seq_len"] = loader.dataset.max_seq_len or config.max_seq_len
-    for key in [key for key in options if "_token_id" in key]:
-        del options[key]  # the model's: which documents see each other
-    dataset = build_text_dataset(
-        **options,
+    ranks = layout.data_ranks(this_rank().rank)
+    dataset = TextDataset(
+        loader.dataset,
+        max_seq_len=config.max_seq_len,
         global_batch_size=global_batch_size,
-        drop_last=loader.drop_last and not evaluation,
+        drop_last=loader.drop_last,
         evaluation=evaluation,
         vocab_size=config.model.vocab_size,
         tokenizer=LazyTokenizer(config.tokenizer.name),
