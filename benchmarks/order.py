@@ -28,7 +28,7 @@ WINDOWS = (4_096, 65_536, 262_144)
 PEERS = (("py1e", 1), ("py1e", 64), ("py1br", 1), ("py1br", 64))
 """StreamingDataset's default and the one it had before, with one canonical node (its default) and with many."""
 
-WANTED_SECONDS, WANTED_MB = 5, 300
+WANTED_SECONDS, WANTED_MB = 20, 400
 SCALE_BATCH, SCALE_TOKENS = 64, 8
 
 
