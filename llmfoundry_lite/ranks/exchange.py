@@ -86,17 +86,6 @@ def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
     return raw if rank == source else bytes(content.cpu().numpy())
 
 
-def send_to_main(tensor: torch.Tensor) -> None:
-    """From this rank's host memory to rank 0, which calls `receive_from`."""
-    dist.send(tensor.contiguous(), 0, _host_group)
-
-
-def receive_from(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, filled with what that rank sends."""
-    dist.recv(tensor, rank, _host_group)
-    return tensor
-
-
 def max_of(values: list[int], group: Group = None) -> list[int]:
     """Each value's maximum over the ranks."""
     return _reduce(values, dist.ReduceOp.MAX, group)
