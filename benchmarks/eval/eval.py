@@ -48,9 +48,8 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.rows import read_rows
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, render_example
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.products import multiply

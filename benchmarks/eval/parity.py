@@ -29,7 +29,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.rows import read_rows
+from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.report.tables import Table
 
 TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40

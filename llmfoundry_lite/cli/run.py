@@ -97,8 +97,8 @@ def generate(
     import torch
 
     from llmfoundry_lite.devices import device_type
+    from llmfoundry_lite.evaluation.generation import model_of, write_text
     from llmfoundry_lite.evaluation.models import load_subject
-    from llmfoundry_lite.evaluation.samples import model_of, write_text
 
     device = torch.device(device_type())
     subject = load_subject(where, tokenizer=tokenizer, device=device)

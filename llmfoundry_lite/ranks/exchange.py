@@ -7,6 +7,8 @@ come here in the same order.
 
 import datetime
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,6 +129,17 @@ def raise_on_all_ranks(error: Exception | None, group: Group = None) -> None:
     if isinstance(kind, type) and issubclass(kind, UserError):
         raise kind(text) from cause  # the same sentence everywhere, so that it is printed once
     raise CheckpointError(f"rank {first}: {name}: {text}")
+
+
+@contextmanager
+def user_errors_on_all_ranks() -> Iterator[None]:
+    """Raise a user's error inside the block on all ranks, after it. All ranks must come here."""
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    raise_on_all_ranks(error)
 
 
 def open_host_group(timeout: datetime.timedelta) -> None:

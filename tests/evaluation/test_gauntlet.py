@@ -233,7 +233,7 @@ def test_a_perplexity_is_no_accuracy():
 
 def test_the_tables_hold_every_model(tmp_path):
     def done(model, tasks):
-        record = {"type": "language_modeling", "num_fewshot": 0, "fingerprint": "f"}
+        record = {"type": "language_modeling", "num_fewshot": 0, "fingerprint": "f", "settings": {}}
         return Results(
             model=model, suite="s", source=model, tasks={name: {**record, **task} for name, task in tasks.items()}
         )

@@ -16,8 +16,7 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import is_right, write
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.rows import read_rows
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
 from tests.helpers.pieces import Pieces
 
 
@@ -535,8 +534,8 @@ class Scripted:
 
 def written(text, num_tokens=20, **settings):
     tokenizer = Pieces()
-    config = task("generation_task_with_answers", **settings)
-    return write(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), num_tokens, config)
+    config = task("generation_task_with_answers", max_new_tokens=num_tokens, **settings)
+    return write(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), config)
 
 
 def test_an_answer_ends_with_the_text_a_stop_or_its_length():

@@ -5,5 +5,6 @@ INTENDED: dict[str, str] = {
     "commands/doctor/checks": "three checks of the clock are gone, which no run depends on",
     "errors/command/eval-type": "a task's key is named by its place, icl_tasks[0], as other keys of a task are",
     "errors/file/overlay-trains": "the keys of an overlay are listed in the order of the schema, where each now stands",
+    "eval/compare": "the heading [interval] is no longer taken for a style and lost",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""
