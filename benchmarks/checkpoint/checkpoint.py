@@ -13,7 +13,7 @@ theirs (torch syncs its data files itself, so this costs the peers next to nothi
 makes its buffers, is reported apart. `async_save` is given a stager that lives as long as ours does, so that its
 buffers are reused too. Loads start from a page cache from which the files were dropped (posix_fadvise after fsync),
 checked with mincore; a host's cache below a virtual disk cannot be dropped from here. "Unverified" is our own `load`
-with its hashing left out (`verify=False`, of the Python function only). Before each measurement, whosever it is, the
+with its hashing left out. Before each measurement, whosever it is, the
 ranks touch and free the memory it will need, see `meters.warm_up`.
 
 Nothing is left in `--folder` unless this process is killed with SIGKILL.

@@ -29,9 +29,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
 from llmfoundry_lite.checkpoint.layouts import Grid
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import Manifest, TensorRecord, Timestamp
-from llmfoundry_lite.checkpoint.manifest_json import MANIFEST, decode
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import find_parts, hold_together, read_tensors
 from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name, open_saver
@@ -136,7 +134,7 @@ def measure_plan(figures: dict[str, float], model: Any, optimizer: Any, num_rank
     found = read_state(model, optimizer)
 
     def plan() -> dict[str, float]:
-        tables = exchange.gather_distinct(describe(found.tensors, None, found.row_orders))
+        tables = exchange.gather_distinct(describe(found.tensors, found.row_orders))
         make_plan([(table, list(range(num_ranks))) for table, _ in tables], 0, num_ranks)
         return {}
 
@@ -161,13 +159,13 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
             spent = planned[-1] - started
             assert saver._flight is not None and saver._plan is not None
             saver._flight.task.result()
-            draft = store.draft(saver._flight.save_id)[0]
-            assert isinstance(draft, LocalFolder)
+            draft = store.commits.draft(saver._flight.save_id)[0]
+            assert draft.path_here is not None
             if not first:
-                write_others(figures, saver, draft.path, num_ranks, first)
+                write_others(figures, saver, draft.path_here, num_ranks, first)
             else:
                 for rank in range(1, num_ranks):
-                    os.link(folder / "ba1" / file_name(rank), draft.path / file_name(rank))
+                    os.link(folder / "ba1" / file_name(rank), draft.path_here / file_name(rank))
             with mock.patch.object(exchange, "gather_bytes", lambda raw, group=None: [raw, *first]):
                 started = time.thread_time()
                 saver.poll()
@@ -230,7 +228,7 @@ def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder
                 for part in parts:
                     shard.find(part.cell.key(part.name), manifest.tensors[part.name].dtype, part.cell.shape)
         with _no_others():
-            hold_together(model, optimizer, None)
+            hold_together(model, optimizer)
         return {"decode": decoded - started, "files": len(by_file)}
 
     seconds, megabytes, found = _in_child(prepare)
@@ -286,7 +284,7 @@ def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
         for batch in range(1, 5):
             CountingFiles.num_requests = 0
             save_id = store.new_save_id(lease, batch)
-            folder, prefix = store.draft(save_id)
+            folder, prefix = store.commits.draft(save_id)
             files = []
             for rank in range(num_ranks):
                 header, _ = build_header([Entry(f"model/w@{rank}", "U8", (1,), 1)], {}, block_bytes=BLOCK_BYTES)

@@ -1,9 +1,7 @@
-"""Folders that hold checkpoints, with just the operations a save needs: what any of them has, how often something is
-tried, and what it means when a file is absent. Those of a local disk are `local_folder`'s, those behind an fsspec URL
-`remote_folder`'s.
+"""The interface of a folder that holds checkpoints, retries, and what an absent or unreadable file means. No torch.
 
-A local folder can be renamed and synced; an object store has neither and commits with its last put. Errors of the
-operating system pass through as OSError. No torch.
+Two classes have it: `LocalFolder` can rename and sync; `RemoteFolder`, behind an fsspec URL, commits with its last put.
+Errors of the operating system pass through as OSError.
 """
 
 import contextlib
@@ -11,10 +9,10 @@ import errno
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from llmfoundry_lite.errors import (
-    BRIEF_ERRNOS,
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnreadableCheckpointError,
@@ -26,7 +24,6 @@ Buffer = Any
 """Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
 
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
-PASSING = BRIEF_ERRNOS
 
 ATTEMPTS = 4
 PAUSE_SECONDS = 0.2
@@ -34,14 +31,15 @@ PAUSE_SECONDS = 0.2
 
 
 class Sink(Protocol):
-    """A file being written. Local ones take any offset from any thread; remote ones only the next byte."""
+    """A file being written."""
 
     any_order: bool
+    """It takes any offset from any thread; else only the next byte."""
 
     def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None: ...
 
     def close(self) -> None:
-        """Durable when this returns."""
+        """Make the file durable."""
 
     def abandon(self) -> None: ...
 
@@ -59,46 +57,51 @@ class Source(Protocol):
 
 class Folder(Protocol):
     url: str
-    is_local: bool
+    path_here: Path | None
+    """Where it lies on this machine; None behind a URL."""
+    max_open_files: int
+    """How many of its files are worth reading at a time."""
 
     def child(self, name: str) -> "Folder": ...
 
     def parent(self) -> "Folder": ...
 
+    def make(self, *, with_parents: bool = False) -> None:
+        """Create this folder if folders need that. Those above it only when asked: one may be an unmounted disk."""
+
     def names(self) -> list[str]:
-        """Files and folders right in here; none if there is no such folder."""
+        """Return the files and folders right in here; none if there is no such folder."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Of the files right in here; one listing, however many there are."""
+        """Return the bytes of each file right in here, by one listing."""
         ...
 
     def exists(self) -> bool: ...
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """At most `max_bytes` + 1 bytes, so that the reader can tell. Raises FileNotFoundError."""
+        """Return at most `max_bytes` + 1 bytes, so that the caller can tell. Raises FileNotFoundError."""
         ...
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
-        """Whole or not at all, and durable unless said otherwise. Raises FileExistsError when it should have been
-        new."""
+        """Write a file whole or not at all. Raises FileExistsError when it should have been new."""
 
     def remove(self, name: str) -> None: ...
 
     def remove_all(self) -> None:
-        """This folder and what is in it."""
+        """Remove this folder and what is in it."""
 
     def sink(self, name: str, num_bytes: int) -> Sink:
-        """For a file of `num_bytes`. A local folder must be there: see `LocalPlace.make`."""
+        """Open a file of `num_bytes` for writing. The folder must have been made."""
         ...
 
     def source(self, name: str, *, bypass_cache: bool = False) -> Source:
-        """`bypass_cache`: past what this machine remembers of the file, as far as it lets us."""
+        """Open a file for reading. `bypass_cache`: past what this machine remembers of it, as far as it lets us."""
         ...
 
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
-    """What a file that cannot be read means: it is not there, or this machine cannot read it. Neither is damage."""
+    """Return the error for a file that is not there, or that this machine cannot read. Neither is damage."""
     reason = error.strerror or str(error)
     if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
         is_missing = error.errno == errno.ENOENT or error.errno is None
@@ -107,18 +110,10 @@ def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointEr
     return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
 
 
-def retry_on_damage(look: Callable[[bool], T]) -> T:
-    """What `look` finds. It is called again, with True, after damage: a bad transfer or a stale cache is none."""
-    try:
-        return look(False)
-    except DamagedCheckpointError:
-        return look(True)
-
-
 def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | None] | None:
-    """The first file, name -> bytes, that is not there (None) or has another size; one listing of each folder.
+    """Return the first file of name -> bytes that is not there (None) or has another size; one listing a folder.
 
-    What the listing has otherwise is looked at itself: that of a network disk may be of a moment ago.
+    A network disk may list what was there a moment ago, so a file that differs is opened.
     """
     parents = {name.rpartition("/")[0] for name in expected}
     sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
@@ -129,18 +124,22 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
                 source = folder.source(path, bypass_cache=True)
             except (FileNotFoundError, IsADirectoryError):
                 return path, None
-            size = source.num_bytes
             source.close()
-            if size != num_bytes:
-                return path, size
+            if source.num_bytes != num_bytes:
+                return path, source.num_bytes
     return None
 
 
-# --------------------------------------------------------------------------------------------------------- attempts
+def retry_on_damage(look: Callable[[bool], T]) -> T:
+    """Call `look(False)`, and `look(True)` after damage: a bad transfer or a stale cache is none."""
+    try:
+        return look(False)
+    except DamagedCheckpointError:
+        return look(True)
 
 
-def retry_transient_errors(call: Callable[[], T], passing: Sequence[int] | None = None) -> T:
-    """Again after an error that may pass (any, without a list of them); only for calls that may be made twice."""
+def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = None) -> T:
+    """Repeat a call after an error that may pass (with one of these numbers, if given)."""
     for attempt in range(ATTEMPTS):
         try:
             with as_os_errors():
@@ -148,7 +147,7 @@ def retry_transient_errors(call: Callable[[], T], passing: Sequence[int] | None 
         except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
             raise
         except OSError as error:
-            if attempt == ATTEMPTS - 1 or (passing is not None and error.errno not in passing):
+            if attempt == ATTEMPTS - 1 or (only is not None and error.errno not in only):
                 raise
             time.sleep(PAUSE_SECONDS * 3**attempt)
     raise AssertionError
@@ -156,7 +155,7 @@ def retry_transient_errors(call: Callable[[], T], passing: Sequence[int] | None 
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Clients of object stores have errors of their own (botocore's, say, without credentials or a network)."""
+    """Turn errors of object stores' clients, such as botocore's without credentials, into OSError."""
     try:
         yield
     except (OSError, EOFError, TypeError, NotImplementedError, ValueError):

@@ -1,9 +1,8 @@
-"""How a tensor is cut into cells, and which file holds which cell: arithmetic, without a list of the cells.
+"""How a tensor is cut into cells, and which file holds which cell. No torch.
 
-Owns the two kinds of layout and what must hold of them. A `Grid` cuts each dimension by a rule and numbers the files of
-its cells by another; every sharding that torch's DTensor knows is one, and a few of them describe thousands of tensors
-on thousands of ranks. `Boxes` lists each cell: format 1 did, and whatever is cut otherwise may. Where in its file a
-cell lies is the file's own header's to say. No torch.
+A `Grid` cuts each dimension by a rule and numbers the files of its cells by another; every sharding that torch's
+DTensor knows is one, and a few of them describe thousands of tensors on thousands of ranks. Where in its file a cell
+lies is in the file's header.
 """
 
 import itertools
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_CELLS = 1 << 24
-"""Of one tensor. A run on 16,384 ranks has a thousandth of it."""
+"""A tensor's limit. A run on 16,384 ranks has a thousandth of it."""
 
 Extra = dict[str, Any]
-"""Fields that a later release has added, as JSON; written again as they came."""
+"""Fields that a later release has added, as JSON. They are written again."""
 
 
 class Slice(NamedTuple):
@@ -29,30 +28,30 @@ class Slice(NamedTuple):
     shape: tuple[int, ...]
 
     def key(self, tensor: str) -> str:
-        """Its name inside the safetensors file."""
+        """Return its name inside the safetensors file."""
         return f"{tensor}@{','.join(map(str, self.offset))}"
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     chunks: tuple[int | tuple[int, ...], ...]
-    """For each dimension the length of its chunks, of which the last may be short; 0: not cut; a tuple: where it is
-    cut. Dimensions that are not named are not cut."""
+    """For each of the first dimensions: the length of its chunks, of which the last may be short; 0: not cut; a tuple:
+    where it is cut. Further dimensions are not cut."""
     files: tuple[int, ...]
-    """With `strides` the file of the first cell; else that of every cell, row-major."""
+    """The file of the first cell, with `strides`; else that of every cell, row-major."""
     strides: tuple[int, ...] | None = None
-    """How much the file's number grows with the cell's index in each of the dimensions named."""
+    """How much the file's number grows with the cell's index in each dimension of `chunks`."""
     extra: Extra = field(default_factory=dict)
 
     def counts(self, shape: Sequence[int]) -> list[int]:
-        """Cells along each of the dimensions named."""
+        """Return the number of cells along each dimension of `chunks`."""
         return [_num_chunks(chunk, length) for chunk, length in zip(self.chunks, shape, strict=False)]
 
     def num_cells(self, shape: Sequence[int]) -> int:
         return math.prod(self.counts(shape)) if math.prod(shape) else 0
 
     def overlapping(self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        """The cells that reach into a box; as much work as there are of them."""
+        """Yield the cells that reach into a box; as much work as there are of them."""
         if not math.prod(lengths):
             return
         counts = self.counts(shape)
@@ -64,7 +63,7 @@ class Grid:
             yield Slice(self._file(index, counts), *self.cell(shape, index))
 
     def cell(self, shape: Sequence[int], index: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offset and lengths of a cell, given its index along each of the dimensions named."""
+        """Return offset and lengths of a cell, given its index along each dimension of `chunks`."""
         uncut = tuple(shape[len(self.chunks) :])
         ends = [_chunk_ends(chunk, length, i) for chunk, length, i in zip(self.chunks, shape, index, strict=False)]
         return (
@@ -73,22 +72,22 @@ class Grid:
         )
 
     def at(self, shape: Sequence[int], offset: Sequence[int]) -> Slice | None:
-        """The cell that begins there, if one does."""
+        """Return the cell that begins there, if one does."""
         if len(offset) != len(shape) or any(not 0 <= begin < n for begin, n in zip(offset, shape, strict=True)):
             return None
         found = next(self.overlapping(shape, offset, [1] * len(shape)), None)
         return found if found is not None and found.offset == tuple(offset) else None
 
     def indices_by_file(self, shape: Sequence[int]) -> dict[int, list[tuple[int, ...]]]:
-        """The cells of each file."""
+        """Return the cells of each file."""
         counts = self.counts(shape)
         found: dict[int, list[tuple[int, ...]]] = {}
         for index in itertools.product(*map(range, counts)) if math.prod(shape) else ():
             found.setdefault(self._file(index, counts), []).append(index)
         return found
 
-    def problem(self, num_files: int) -> str | None:
-        """Why this is no layout of so many files, whatever the tensor."""
+    def problem(self, shape: Sequence[int], num_files: int) -> str | None:
+        """Return why it cannot be the layout of a tensor of this shape in so many files."""
         for chunk in self.chunks:
             cuts = (chunk,) if isinstance(chunk, int) else (0, *chunk)
             if min(cuts) < 0 or any(b <= a for a, b in itertools.pairwise(cuts)):
@@ -97,10 +96,6 @@ class Grid:
             return f"file number {max(self.files, default=0)}, which is not there"
         if self.strides is not None and (len(self.files) != 1 or len(self.strides) != len(self.chunks)):
             return f"strides {self.strides} for chunks {self.chunks}"
-        return None
-
-    def problem_with(self, shape: Sequence[int], num_files: int) -> str | None:
-        """Why it cannot be the layout of a tensor of this shape."""
         if len(self.chunks) > len(shape):
             return f"chunks {self.chunks} for shape {tuple(shape)}"
         for chunk, length in zip(self.chunks, shape, strict=False):
@@ -121,69 +116,32 @@ class Grid:
     def _file(self, index: Sequence[int], counts: Sequence[int]) -> int:
         if self.strides is not None:
             return self.files[0] + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
-        folder = 0
+        position = 0
         for i, count in zip(index, counts, strict=True):
-            folder = folder * count + i
-        return self.files[folder]
+            position = position * count + i
+        return self.files[position]
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
-    cells: tuple[Slice, ...]
-    extra: Extra = field(default_factory=dict)
-
-    def num_cells(self, shape: Sequence[int]) -> int:
-        return len(self.cells)
-
-    def overlapping(self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        for cell in self.cells:
-            if _overlap(cell.offset, cell.shape, offset, lengths):
-                yield cell
-
-    def at(self, shape: Sequence[int], offset: Sequence[int]) -> Slice | None:
-        return next((cell for cell in self.cells if cell.offset == tuple(offset)), None)
-
-    def problem(self, num_files: int) -> str | None:
-        for cell in self.cells:
-            if not 0 <= cell.file < num_files:
-                return f"slice in file number {cell.file}, which is not there"
-        return None
-
-    def problem_with(self, shape: Sequence[int], num_files: int) -> str | None:
-        """Cells must lie inside of the tensor, apart from each other, and cover it."""
-        for cell in self.cells:
-            if len(cell.offset) != len(shape) or len(cell.shape) != len(shape):
-                return f"slice at {cell.offset} of shape {cell.shape} in {tuple(shape)}"
-            for begin, length, whole in zip(cell.offset, cell.shape, shape, strict=True):
-                if begin < 0 or length <= 0 or begin + length > whole:
-                    return f"slice at {cell.offset} of shape {cell.shape} reaches out of {tuple(shape)}"
-        volume, whole = sum(math.prod(cell.shape) for cell in self.cells), math.prod(shape)
-        return self._overlap_among(shape) or (
-            f"{volume:,} of its {whole:,} values are there; a slice is missing" if volume != whole else None
-        )
-
-    def _overlap_among(self, shape: Sequence[int]) -> str | None:
-        """Sweep along the most divided dimension; cells cut one way are compared with their neighbour alone."""
-        if len(self.cells) < 2:
-            return None
-        if not shape:
-            return "slices overlap"
-        cuts = [len({cell.offset[dim] for cell in self.cells}) for dim in range(len(shape))]
-        dim = cuts.index(max(cuts))
-        active: list[Slice] = []
-        comparisons = 0
-        for cell in sorted(self.cells, key=lambda cell: cell.offset[dim]):
-            active = [other for other in active if other.offset[dim] + other.shape[dim] > cell.offset[dim]]
-            comparisons += len(active)
-            if any(_overlap(cell.offset, cell.shape, other.offset, other.shape) for other in active):
-                return f"slices overlap at {cell.offset}"
-            if comparisons > 20_000_000:
-                return f"{len(self.cells)} slices, cut in a way no run produces"
-            active.append(cell)
-        return None
-
-
-Layout = Grid | Boxes
+def grid_of(cells: Sequence[Slice], shape: tuple[int, ...]) -> Grid | str:
+    """Return the grid that listed cells form, or why they form none: format 1 lists cells, and always those of a
+    grid."""
+    for cell in cells:
+        if len(cell.offset) != len(shape) or len(cell.shape) != len(shape):
+            return f"slice at {cell.offset} of shape {cell.shape} in {shape}"
+        if any(n <= 0 or begin + n > whole for begin, n, whole in zip(cell.offset, cell.shape, shape, strict=True)):
+            return f"slice at {cell.offset} of shape {cell.shape} reaches out of {shape}"
+    covered, whole = sum(math.prod(cell.shape) for cell in cells), math.prod(shape)
+    if covered != whole:
+        return f"{covered:,} of its {whole:,} values are there; a slice is missing or slices overlap"
+    if not whole:
+        return Grid((), (0,))
+    cuts = [sorted({cell.offset[dim] for cell in cells}) for dim in range(len(shape))]
+    files = {cell.offset: cell.file for cell in cells}
+    if len(files) == len(cells) == math.prod(map(len, cuts)):
+        grid = Grid(tuple(tuple(cut[1:]) for cut in cuts), tuple(files.get(at, -1) for at in itertools.product(*cuts)))
+        if {*grid.overlapping(shape, (0,) * len(shape), shape)} == {*cells}:
+            return grid
+    return "slices overlap, or are not cut as a grid"
 
 
 def _num_chunks(chunk: int | tuple[int, ...], length: int) -> int:
@@ -199,11 +157,7 @@ def _chunk_ends(chunk: int | tuple[int, ...], length: int, i: int) -> tuple[int,
 
 
 def _chunks_between(chunk: int | tuple[int, ...], begin: int, end: int) -> range:
-    """Which chunks reach into begin to end."""
+    """Return the chunks that reach into [begin, end)."""
     if isinstance(chunk, int):
         return range(begin // chunk, (end - 1) // chunk + 1) if chunk else range(1)
     return range(bisect_right(chunk, begin), bisect_left(chunk, end) + 1)
-
-
-def _overlap(a: Sequence[int], a_lengths: Sequence[int], b: Sequence[int], b_lengths: Sequence[int]) -> bool:
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a, a_lengths, b, b_lengths, strict=True))

@@ -1,8 +1,7 @@
 """Who may write into a run's folder: numbered claims, the highest of which holds. No torch.
 
-A claim is the creation of `.leases/<number>.json`, which must not exist yet. The highest number holds the lease. The
-content says whose it is: a holder that does not find its own any more has lost the disk. See `store` for what a lease
-can and cannot prevent.
+A claim is the creation of `.leases/<number>.json`, which must not exist yet. The content says whose it is: a holder
+that does not find its own any more has lost the disk. `store` says what a lease can and cannot prevent.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import Folder
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, pid_namespace, start_ticks
@@ -31,7 +29,7 @@ CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(?:\.[0-9a-f]{32})?")
 class Lease:
     epoch: int
     owner: dict[str, Any]
-    """See `describe_this_process`, and a name no other claim has; empty if it cannot be read."""
+    """`describe_this_process`, and a name that no other claim has; empty if it cannot be read."""
 
 
 class Leases:
@@ -40,10 +38,10 @@ class Leases:
         self.folder = root.child(FOLDER)
 
     def acquire(self, *, at_least: int, steal_from_live_writer: bool = False) -> Lease:
-        """The next number. Raises CheckpointError if the holder still runs on this machine and the lease is not to be
-        taken `steal_from_live_writer` ones; OSError of the disk.
+        """Claim the next number. Raises CheckpointError if the holder still runs on this machine, unless the lease is
+        to be stolen; OSError of the disk.
 
-        Makes the folder, and alone does so: one that is not there later has vanished.
+        This alone makes the folder: one that is not there later has vanished.
         """
         holder = self.holder()
         if holder is not None and not steal_from_live_writer and is_running_elsewhere(holder.owner):
@@ -52,8 +50,7 @@ class Leases:
                 "give this run another save_folder"
             )
         owner = describe_this_process() | {"claim": uuid.uuid4().hex}
-        if isinstance(self.folder, LocalFolder):
-            self.folder.make(with_parents=True)
+        self.folder.make(with_parents=True)
         while True:
             epoch = max(self.highest() + 1, at_least)
             if _epoch(_name(epoch)) is None:  # it would not be seen: nobody's claim, and taken by the next launch again
@@ -74,20 +71,17 @@ class Leases:
         return Lease(epoch, owner)
 
     def check(self, lease: Lease) -> None:
-        """Raises CheckpointError when there is a higher number, or when this claim is not there as it was made.
-
-        OSError when that cannot be told.
-        """
+        """Raises CheckpointError when there is a higher number, or when this claim is not there as it was made; OSError
+        when that cannot be told."""
         if (highest := self.highest()) > lease.epoch:
             owner = self._owner(highest)
             raise CheckpointError(
                 f"{self.url}: another launch of this run ({owner.get('host', 'host unknown')}, process "
                 f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
             )
-        try:
+        found = None
+        with contextlib.suppress(FileNotFoundError):
             found = self.folder.read(_name(lease.epoch), MAX_BYTES)
-        except FileNotFoundError:
-            raise self._vanished(lease.epoch) from None
         if found != write_json(lease.owner):
             raise self._vanished(lease.epoch)
 
@@ -118,7 +112,7 @@ class Leases:
 
 
 def is_running_elsewhere(owner: dict[str, Any]) -> bool:
-    """Whether a lease's owner is another process that certainly still runs: on this very boot of this machine."""
+    """Return whether a lease's owner is another process that certainly runs: on this very boot of this machine."""
     pid, boot, namespace = owner.get("pid"), owner.get("boot"), owner.get("namespace", pid_namespace())
     if type(pid) is not int or boot is None or boot != boot_id() or namespace != pid_namespace() or pid == os.getpid():
         return False
@@ -131,5 +125,5 @@ def _name(epoch: int) -> str:
 
 
 def _epoch(name: str) -> int | None:
-    # A longer number is nobody's claim, and no manifest could hold the next one.
+    # A longer number is no claim: no manifest could hold the next one.
     return int(name[:-5]) if re.fullmatch(r"[0-9]{1,18}\.json", name) else None

@@ -3,21 +3,21 @@ renamed when whole. No torch.
 """
 
 import contextlib
-import ctypes
+import itertools
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import NO_FILE, PASSING, PAUSE_SECONDS, Buffer, retry_transient_errors
+from llmfoundry_lite.checkpoint.folders import NO_FILE, Buffer, T, retry_transient_errors
+from llmfoundry_lite.errors import BRIEF_ERRNOS
 from llmfoundry_lite.files import open_regular
 
 MAX_VECTORS = 512
-"""Of one readv or writev; the kernel takes 1024."""
+"""Pieces of one readv or writev; the kernel takes 1024."""
 WRITE: Callable[[int, Any, int], int] = os.pwritev
 """(descriptor, pieces, offset) -> bytes taken; tests put failing disks here."""
 
@@ -26,16 +26,13 @@ DIRECT: int | None = getattr(os, "O_DIRECT", None)
 DIRECT_BYTES = 4096
 """What memory, offset and length of such a write must be multiples of, on the disks there are."""
 
-SYNC_FILE_RANGE: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux has it; Python has no name for it."""
-SYNC_FILE_RANGE_WRITE = 2
-
 
 class LocalFolder:
-    is_local = True
+    max_open_files = 4
 
     def __init__(self, path: Path):
         self.path = path
+        self.path_here: Path | None = path
         self.url = str(path)
 
     def child(self, name: str) -> "LocalFolder":
@@ -46,7 +43,7 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         try:
-            return sorted(retry_transient_errors(lambda: os.listdir(self.path), PASSING))
+            return sorted(_retry(lambda: os.listdir(self.path)))
         except OSError as error:
             if error.errno in NO_FILE:  # a link that leads in a circle, too
                 return []
@@ -58,19 +55,18 @@ class LocalFolder:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
         try:
-            return retry_transient_errors(listed, PASSING)
+            return _retry(listed)
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
     def exists(self) -> bool:
-        """A link counts, wherever it leads."""
+        """Return whether anything has this name. A link counts, wherever it leads."""
         return os.path.lexists(self.path)
 
     def is_link(self) -> bool:
         return self.path.is_symlink()
 
     def make(self, *, with_parents: bool = False) -> None:
-        """This folder. Those above it only when asked: what was there may have been a disk, now unmounted."""
         self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -79,7 +75,7 @@ class LocalFolder:
                 return file.read(max_bytes + 1)
 
         try:
-            return retry_transient_errors(content, PASSING)
+            return _retry(content)
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
@@ -102,7 +98,7 @@ class LocalFolder:
             self.sync()
 
     def put_last(self, name: str, data: bytes) -> None:
-        """Into a folder that nobody reads before this returns: durable then, with the names of all that is in it.
+        """Write into a folder that nobody reads before this returns: durable then, with the names of all that is in it.
 
         Both at once, so that the file system's journal is waited for once.
         """
@@ -135,7 +131,7 @@ class LocalFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic, and durable when it returns. `new` must not be there."""
+        """Rename atomically and durably. Raises FileExistsError when `new` is there."""
         if os.path.lexists(self.path / new):
             raise FileExistsError(f"{self.path / new} is there already")
         os.rename(self.path / old, self.path / new)
@@ -159,8 +155,8 @@ class LocalFolder:
 class LocalSink:
     """A file of which aligned pieces go to the disk past the page cache.
 
-    To find and fill pages of that cache costs a processor more than the rest of a save, and training needs it. What is
-    not aligned goes through the cache, and so does everything where the disk knows no other way.
+    Finding and filling pages of that cache costs a processor more than the rest of a save, and training needs it. The
+    rest goes through the cache, and so does everything where the disk knows no other way.
     """
 
     any_order = True
@@ -168,7 +164,10 @@ class LocalSink:
     def __init__(self, path: Path):
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-        self._direct = _open_direct(path)
+        self._direct: int | None = None
+        if DIRECT is not None:
+            with contextlib.suppress(OSError):
+                self._direct = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | DIRECT)
 
     def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
         if self._direct is not None and _is_aligned(offset, pieces):
@@ -177,7 +176,6 @@ class LocalSink:
                 self._write(self._direct, offset, pieces)
                 return
         self._write(self._descriptor, offset, pieces)
-        _start_writing_back(self._descriptor, offset, sum(len(piece) for piece in pieces))
 
     def _write(self, descriptor: int, offset: int, pieces: Sequence[Buffer]) -> None:
         _transfer(WRITE, descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
@@ -194,69 +192,47 @@ class LocalSink:
             os.close(self._direct)
 
 
-def _open_direct(path: Path) -> int | None:
-    if DIRECT is None:
-        return None
-    with contextlib.suppress(OSError):
-        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | DIRECT)
-    return None
-
-
 def _is_aligned(offset: int, pieces: Sequence[Buffer]) -> bool:
-    if offset % DIRECT_BYTES:
-        return False
-    return not any(len(piece) % DIRECT_BYTES or _address(piece) % DIRECT_BYTES for piece in pieces)
-
-
-def _address(piece: Buffer) -> int:
     import numpy as np  # a tenth of a second, for commands that read no shard
 
-    return np.frombuffer(piece, np.uint8).ctypes.data
-
-
-def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Ask Linux to send these bytes to the disk now, while the next are being hashed, rather than all at the fsync.
-
-    Advice only: what goes wrong on the disk is told by that fsync.
-    """
-    if SYNC_FILE_RANGE is not None:
-        SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), SYNC_FILE_RANGE_WRITE)
+    addresses = (np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces)
+    return not any(n % DIRECT_BYTES for n in (offset, *map(len, pieces), *addresses))
 
 
 class LocalSource:
     def __init__(self, path: Path, bypass_cache: bool = False):
         self.path = path
-        self._descriptor = retry_transient_errors(lambda: open_regular(path), PASSING)
+        self._descriptor = _retry(lambda: open_regular(path))
         self.num_bytes = os.fstat(self._descriptor).st_size
         if bypass_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        if_none = f"{self.path}: ends before byte {offset}+"
-        try:
-            _transfer(os.preadv, self._descriptor, offset, pieces, if_none)
-        except OSError as error:
-            if error.errno not in PASSING:
-                raise
-            time.sleep(PAUSE_SECONDS)
-            retry_transient_errors(lambda: self._read_anew(offset, pieces, if_none), PASSING)
+        attempts = itertools.count()
 
-    def _read_anew(self, offset: int, pieces: Sequence[Buffer], if_none: str) -> None:
-        """With a descriptor of its own: a stale one stays stale, and other threads read with the first."""
-        descriptor = open_regular(self.path)
-        try:
-            _transfer(os.preadv, descriptor, offset, pieces, if_none)
-        finally:
-            os.close(descriptor)
+        def read() -> None:
+            # A stale descriptor stays stale, and other threads read with it: a further attempt opens its own.
+            descriptor = open_regular(self.path) if next(attempts) else self._descriptor
+            try:
+                _transfer(os.preadv, descriptor, offset, pieces, f"{self.path}: ends before byte {offset}+")
+            finally:
+                if descriptor != self._descriptor:
+                    os.close(descriptor)
+
+        _retry(read)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
+def _retry(call: Callable[[], T]) -> T:
+    return retry_transient_errors(call, BRIEF_ERRNOS)
+
+
 def _transfer(
     call: Callable[[int, Any, int], int], descriptor: int, offset: int, pieces: Sequence[Buffer], if_none: str
 ) -> None:
-    """All of `pieces`, however few bytes the system takes or gives at a time."""
+    """Move all of `pieces`, however few bytes the system takes or gives at a time."""
     rest = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
     while rest:
         done = call(descriptor, rest[:MAX_VECTORS], offset)

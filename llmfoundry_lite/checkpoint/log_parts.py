@@ -1,20 +1,19 @@
 """The run's log beside its checkpoints, for the machine that carries on: appended to, not sent again at every save.
 
-`log/<save_id>.jsonl` has the lines that came since an earlier save; a manifest names all parts that make up the log
-until its batch, with their hashes, so that later checkpoints share the parts of earlier ones. A new part takes in the
-ones before it that are no longer than itself: a log of a million lines is in twenty parts or fewer. Parts that no
-checkpoint names any more go when old checkpoints go (`store`). No torch.
+`log/<save_id>.jsonl` has the lines that came since an earlier save; a manifest names all parts until its batch, with
+their hashes, so that checkpoints share them. A new part takes in the ones before it that are no longer than itself: a
+log of a million lines is in twenty parts or fewer. `store` removes parts with the last checkpoint that names them. No
+torch.
 
-A log is not the state. A part that is missing or damaged makes no checkpoint unusable: the rest of the log is read, and
-the next launch writes what is missing again if its machine has it.
+A log is not the state. Without a part, the rest of the log is read, and the next launch that has it writes it again.
 """
 
 from typing import NamedTuple
 
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.commit import LOG, Checkpoint
 from llmfoundry_lite.checkpoint.manifest import FileRecord
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_verified
-from llmfoundry_lite.checkpoint.store import LOG, Checkpoint, CheckpointStore
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import CheckpointError
 
 NAME = "metrics.jsonl"
@@ -36,11 +35,10 @@ def read_log(checkpoint: Checkpoint) -> Log:
             return Log(read_verified(checkpoint.folder, file), (), [])
     if not checkpoint.manifest.log:
         return Log(None, (), [])
-    folder = checkpoint.folder.parent()
     found, whole, notes = [], [], []
     for part in checkpoint.manifest.log:
         try:
-            found.append(read_verified(folder, part))
+            found.append(read_verified(checkpoint.folder.parent(), part))
             if not notes:
                 whole.append(part)
         except CheckpointError as error:
@@ -51,10 +49,7 @@ def read_log(checkpoint: Checkpoint) -> Log:
 def write_log(
     store: CheckpointStore, save_id: str, content: bytes, before: tuple[FileRecord, ...]
 ) -> tuple[FileRecord, ...]:
-    """The parts of `content`, of which those `before` that still are its beginning lie there already.
-
-    Raises OSError of the disk.
-    """
+    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError of the disk."""
     kept: list[FileRecord] = []
     end = 0
     for part in before:
@@ -69,11 +64,8 @@ def write_log(
         return tuple(kept)
     name = f"{save_id}.jsonl"
     folder = store.root.child(LOG)
-    if isinstance(folder, LocalFolder):
-        folder.make()
+    folder.make()
     folder.put(name, new)
     hashes = hash_blocks(new, BLOCK_BYTES).hex()
-    return (
-        *kept,
-        FileRecord(name=f"{LOG}/{name}", num_bytes=len(new), block_bytes=BLOCK_BYTES, block_hashes=hashes),
-    )
+    record = FileRecord(name=f"{LOG}/{name}", num_bytes=len(new), block_bytes=BLOCK_BYTES, block_hashes=hashes)
+    return (*kept, record)

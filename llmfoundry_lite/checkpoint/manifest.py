@@ -1,18 +1,44 @@
-"""What a checkpoint's manifest says: everything but the arrays, and how each array lies in the files. Types, no torch.
+"""The manifest of a portable checkpoint: everything but the arrays, and how each array lies in the files. No torch.
 
-`manifest_json.py` writes and reads them: whoever holds a `Manifest` from its `decode` may rely on full, disjoint
-coverage of every tensor by slices in the files it names.
+    raw = encode(manifest)          what manifest.json holds; refuses what `decode` would refuse
+    manifest = decode(raw, where)   DamagedCheckpointError names the item; NewerFormatError for a newer format
+
+Whoever holds a `Manifest` from `decode` may rely on full, disjoint coverage of every tensor by slices in the files it
+names. Size and number of values are capped before anything is built from hostile input.
+
+manifest.json is `{"checksum":"xxh3_128:<hex>","manifest":{…}}`, the checksum being that of the inner object's bytes.
+The envelope and the first two fields, `format` and `version` (a whole number), never change: releases that read format
+1 alone must find there that a newer one is needed. Fields that a later release adds are kept in `extra` and written
+again. docs/checkpoint-format.md describes the rest, and the rule for versions.
 """
 
+import dataclasses
+import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.layouts import Extra, Layout, Slice
+import xxhash
 
+from llmfoundry_lite.checkpoint.layouts import Extra, Grid, Slice, grid_of
+from llmfoundry_lite.config.recorded import in_words_of_today
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
+from llmfoundry_lite.ranks.codec import Item, count_values, encode_value, fits, parse_json, shorten, write_json
+
+FORMAT = "llmfoundry_lite checkpoint"
 VERSION = 2
 """The major version of the format that this release writes."""
+MANIFEST = "manifest.json"
+HEAD_BYTES = 4096
+"""What a listing reads of it."""
+MAX_BYTES = 256 << 20
+MAX_VALUES = 80_000_000
+"""Format 1 lists every slice, in three bytes or more for each value: whatever a past release has published is within
+this and MAX_BYTES. More is an attack."""
+
 ALGORITHM = "xxh3_128"
 HASH_BYTES = 16
 HASH_CHARACTERS = 2 * HASH_BYTES
@@ -69,14 +95,14 @@ class Segment:
     compile_config: dict[str, Any] | None = None
     """None: not compiled."""
     environment: dict[str, str] = field(default_factory=dict)
-    """What the hardware overlay sets, such as NCCL's variables, as the processes had it."""
+    """Variables that the hardware overlay sets, such as NCCL's, as the processes had them."""
     tokens_per_second: float | None = None
     save_interval_seconds: float | None = None
-    """Of a run that saves by time: the interval as it was last, chosen or asked for."""
+    """The last interval of a run that saves by time, chosen or asked for."""
     changes: dict[str, list[Any]] = field(default_factory=dict)
-    """Key of the configuration -> [before this segment, in it], of those whose change is logged."""
+    """Key of the configuration -> [before this segment, in it], for keys whose changes are allowed and logged."""
     islands: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of several islands that trained it at once: the device, their number, torch's release and the rows of each."""
+    """Each island that trained it: its device, their number, torch's release and its rows."""
     extra: Extra = field(default_factory=dict)
 
     @property
@@ -92,7 +118,7 @@ class Segment:
 
     @property
     def computed_with(self) -> list[str]:
-        """In words: releases, kernels, environment."""
+        """Return changes, releases, kernels and environment in words."""
         brand = {"nvidia": "CUDA ", "amd": "ROCm "}.get(self.vendor or "", "")
         words = {
             "torch ": self.torch,
@@ -113,8 +139,8 @@ class TensorRecord:
     dtype: str
     """A key of ITEM_BYTES."""
     shape: tuple[int, ...]
-    layout: Layout
-    """Shared with the other tensors that are cut alike."""
+    layout: Grid
+    """Shared by tensors that are cut alike."""
     extra: Extra = field(default_factory=dict)
 
     @property
@@ -130,7 +156,7 @@ class TensorRecord:
         return self.layout.overlapping(self.shape, (0,) * len(self.shape), self.shape)
 
     def overlapping(self, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        """The slices that reach into a box of this tensor."""
+        """Return the slices that reach into a box of this tensor."""
         return self.layout.overlapping(self.shape, offset, lengths)
 
 
@@ -140,35 +166,35 @@ class Stored(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """From the beginning of the file."""
+    """Bytes from the beginning of the file."""
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     name: str
-    """Relative to the manifest; of the log's parts, to the folder the checkpoint is in."""
+    """Path from the manifest; for parts of the log, from the folder that the checkpoint is in."""
     num_bytes: int
     algorithm: str = ALGORITHM
     block_bytes: int
     header_bytes: int = 0
-    """Of a shard: where its tensors begin."""
+    """Where a shard's tensors begin."""
     digest: str = ""
-    """Of a shard's header and hash table, one after the other; "": the hashes are here."""
+    """Hash of a shard's header and hash table, one after the other; "": the hashes are in `block_hashes`."""
     block_hashes: str = ""
-    """One after the other, HASH_CHARACTERS each, of a file without a table; the last block may be short."""
+    """HASH_CHARACTERS for each block of a file without a table; the last block may be short."""
     contents: dict[str, Stored] | None = None
-    """What its header says, where the manifest says it too: in format 1."""
+    """Slices that format 1 lists in the manifest too."""
     extra: Extra = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are hashed: of a shard, of all before the table, whose length follows from that of the whole."""
+        """Number of hashed blocks; a shard's are those before its table."""
         return -(-self.num_bytes // (self.block_bytes + (HASH_BYTES if self.digest else 0)))
 
     @property
     def hashed_bytes(self) -> int:
-        """How much of the file comes before its table."""
+        """Bytes of the file before its table."""
         return self.num_bytes - (HASH_BYTES * self.num_blocks if self.digest else 0)
 
 
@@ -183,21 +209,21 @@ class Manifest:
     written_at: str | None = None
     """Wall clock, for people; nothing is ever ordered by it."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of model configuration, tokenizer, data set: what must not change under a run unasked."""
+    """Tokenizer -> its fingerprint, which must not change under a run unasked."""
     config: Any = None
     """The resolved configuration."""
     segments: tuple[Segment, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
-    """Everything to restore that is neither array nor optimizer: scheduler, data state, loss scaler, callbacks."""
+    """State that is neither array nor optimizer: scheduler, data, loss scaler, callbacks."""
     optimizer: dict[str, Any] | None = None
-    """Its class, parameter groups by parameter name, and the slots that are single numbers."""
+    """The optimizer's class, parameter groups by parameter name, and the slots that are single numbers."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Second names of tied tensors -> the name they are stored under."""
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     files: tuple[FileRecord, ...] = ()
     """Shards; in one list all have the same block size."""
     attachments: tuple[FileRecord, ...] = ()
-    """Files without tensors that belong to this state; hashed like the others."""
+    """Files without tensors, hashed like the others. Format 1 has the log among them; no release writes others."""
     log: tuple[FileRecord, ...] = ()
     """The run's log so far, in parts that later checkpoints share."""
     version: int = VERSION
@@ -211,5 +237,341 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newest is highest: by lease, then by batch. See `store` for why."""
+        """Newest is highest: by lease, then by batch. `store` says why."""
         return self.lease_epoch, self.timestamp.batch
+
+    @property
+    def head(self) -> "Head":
+        stamp = self.timestamp
+        return Head(self.save_id, self.lease_epoch, stamp.batch, stamp.token, self.written_at, self.num_bytes)
+
+
+class Head(NamedTuple):
+    """What a listing needs of a manifest."""
+
+    save_id: str
+    lease_epoch: int
+    batch: int
+    num_tokens: int
+    written_at: str | None
+    num_bytes: int | None
+    """None: format 1 does not say it in its first bytes."""
+
+
+def read_head(raw: bytes) -> Head | None:
+    """Read a head from a manifest's first HEAD_BYTES.
+
+    None when all must be decoded to know: another way to write JSON, a newer format, a changed byte. Epoch and batch
+    stand there twice, so that one is noticed.
+    """
+    lines = {}
+    try:
+        for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:
+            lines.update(json.loads(b"{" + line.removesuffix(b",") + b"}"))
+            if "num_bytes" in lines:
+                break
+        stamp = lines["timestamp"]
+        beyond = lines.get("written_at"), lines.get("num_bytes")
+        head = Head(lines["save_id"], lines["lease_epoch"], stamp["batch"], stamp["token"], *beyond)
+        is_known = lines["format"] == FORMAT and 1 <= lines["version"] <= VERSION
+        kinds = {"lease_epoch": int, "batch": int, "num_tokens": int, "written_at": str | None, "num_bytes": int | None}
+        agrees = all(fits(getattr(head, name), kind) for name, kind in kinds.items())
+        agrees = agrees and re.fullmatch(rf"e{head.lease_epoch}-ba{head.batch}-[0-9a-f]+", head.save_id) is not None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+    return head if is_known and agrees else None
+
+
+# ---------------------------------------------------------------------------------------------------- types -> JSON
+
+LISTED_FILE = ("name", "num_bytes", "algorithm", "block_bytes", "block_hashes")
+FILE_COLUMNS = ("names", "num_bytes", "header_bytes")
+PLAIN_FIELDS = (
+    *("save_id", "parent_save_id", "lease_epoch", "run_name", "written_at"),
+    *("fingerprints", "config", "scalars", "optimizer", "aliases"),
+)
+"""Fields of a manifest that stand in JSON under their names, as typed values."""
+KNOWN = (
+    *("format", "version", *PLAIN_FIELDS, "timestamp", "num_bytes", "segments"),
+    *("files", "attachments", "log", "layouts", "tensors"),
+)
+
+
+def encode(manifest: Manifest) -> bytes:
+    check(manifest, manifest.save_id)
+    places: dict[int, int] = {}
+    layouts: dict[bytes, int] = {}
+    for record in manifest.tensors.values():
+        if id(record.layout) not in places:
+            places[id(record.layout)] = layouts.setdefault(write_json(_plain_layout(record.layout)), len(layouts))
+    plain = {name: encode_value(getattr(manifest, name), name) for name in PLAIN_FIELDS}
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: plain.pop(name) for name in ("save_id", "parent_save_id", "lease_epoch", "run_name")},
+        "timestamp": _plain(manifest.timestamp),
+        "written_at": plain.pop("written_at"),
+        "num_bytes": manifest.num_bytes,
+        "fingerprints": plain.pop("fingerprints"),
+        "segments": [encode_segment(segment) for segment in manifest.segments],
+        **plain,
+        "files": {
+            "algorithm": ALGORITHM,
+            "block_bytes": manifest.files[0].block_bytes if manifest.files else 0,
+            "names": [file.name for file in manifest.files],
+            "num_bytes": [file.num_bytes for file in manifest.files],
+            "header_bytes": [file.header_bytes for file in manifest.files],
+            "digests": "".join(file.digest for file in manifest.files),
+            **manifest.files_extra,
+        },
+        "attachments": [_plain(file, LISTED_FILE) for file in manifest.attachments],
+        "log": [_plain(file, LISTED_FILE) for file in manifest.log],
+        "layouts": [json.loads(layout) for layout in layouts],
+        "tensors": {
+            name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.layout)], **t.extra}
+            for name, t in manifest.tensors.items()
+        },
+        **manifest.extra,
+    }
+    # A line for each key, for `read_head` and for those who look at it with `head` and `diff`.
+    inside = b"{" + b",".join(b"\n" + write_json(key) + b":" + write_json(value) for key, value in content.items())
+    inside += b"\n}"
+    raw = _envelope(inside) + inside + b"}\n"
+    if problem := _too_large(raw):
+        raise CheckpointError(
+            f"{manifest.save_id}: its manifest would have {problem} that can be read back; save from fewer ranks "
+            "(a smaller shard degree under HYBRID_SHARD); older checkpoints stand"
+        )
+    return raw
+
+
+def encode_segment(segment: Segment) -> dict[str, Any]:
+    return _plain(segment)
+
+
+def _plain(record: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+    fields = {name: getattr(record, name) for name in names or _names(type(record))}
+    return encode_value(fields, type(record).__name__) | record.extra
+
+
+def _plain_layout(layout: Grid) -> dict[str, Any]:
+    strides = {} if layout.strides is None else {"strides": layout.strides}
+    return {"chunks": layout.chunks, "files": layout.files, **strides} | layout.extra
+
+
+def _names(kind: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind) if f.name != "extra"]
+
+
+def _envelope(inside: bytes) -> bytes:
+    return b'{"checksum":"%s:%s","manifest":' % (ALGORITHM.encode(), xxhash.xxh3_128_hexdigest(inside).encode())
+
+
+def _too_large(raw: bytes) -> str | None:
+    """Return what is too much about a manifest. `encode` and `decode` both ask, so that none is written in vain."""
+    if len(raw) > MAX_BYTES:
+        return f"{len(raw):,} bytes, more than the {MAX_BYTES:,}"
+    if (num_values := count_values(raw)) > MAX_VALUES:
+        return f"{num_values:,} values, more than the {MAX_VALUES:,}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- JSON -> types
+
+
+def decode(raw: bytes, where: str) -> Manifest:
+    """Read a manifest of any format; `where` names it in errors."""
+    if problem := _too_large(raw):
+        _refuse_newer(_announced_version(raw), where)
+        raise DamagedCheckpointError(f"{where}: {problem} a manifest may have")
+    start = len(_envelope(b""))
+    inside = raw[start:-2]
+    if not raw.startswith(b'{"checksum":"') or not raw.endswith(b"}}\n") or raw[:start] != _envelope(inside):
+        raise DamagedCheckpointError(f"{where}: the checksum does not match: it was cut off or changed after writing")
+    _refuse_newer(_announced_version(raw), where)
+    item = Item(parse_json(inside, where), where)
+    if item.get("format").value != FORMAT:
+        raise DamagedCheckpointError(f"{where}: format {shorten(item.get('format').value)}, expected {FORMAT!r}")
+    version = item.get("version").integer()
+    item.get("version").expect(version >= 1, "1 or more")
+    _refuse_newer(version, where)
+    files, files_extra, tensors = _decode_format_1(item) if version == 1 else _decode_format_2(item)
+    plain = item.fields(Manifest, PLAIN_FIELDS)
+    plain["config"] = in_words_of_today(plain["config"], is_imported="imported_from" in plain["scalars"])
+    manifest = Manifest(
+        **plain,
+        timestamp=_decode_record(Timestamp, item.get("timestamp")),
+        segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
+        tensors=tensors,
+        files=files,
+        attachments=_decode_files(item.get("attachments")),
+        log=_decode_files(item.get("log")) if version > 1 else (),
+        version=version,
+        files_extra=files_extra,
+        extra=item.besides(*KNOWN),
+    )
+    if version > 1 and item.get("num_bytes").integer() != manifest.num_bytes:
+        raise DamagedCheckpointError(f"{where}: num_bytes is not the sum of its files'")
+    check(manifest, where)
+    return manifest
+
+
+def decode_segment(item: Item) -> Segment:
+    segment = _decode_record(Segment, item)
+    item.expect(all(len(pair) == 2 for pair in segment.changes.values()), "changes as [before, now]")
+    return segment
+
+
+def _announced_version(raw: bytes) -> int:
+    """Return the version in a manifest's first bytes, for one that cannot be parsed; 0 if there is none."""
+    start = rb'\{"checksum":"[^"]*","manifest":\{\s*"format":\s*"[^"]*",\s*"version":\s*(\d{1,9})\b'
+    match = re.match(start, raw[:1000])
+    return int(match[1]) if match else 0
+
+
+def _refuse_newer(version: int, where: str) -> None:
+    if version > VERSION:
+        raise NewerFormatError(
+            f"{where}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
+            "release"
+        )
+
+
+def _decode_record(kind: Any, item: Item) -> Any:
+    return kind(**item.fields(kind), extra=item.besides(*_names(kind)))
+
+
+def _decode_files(item: Item) -> tuple[FileRecord, ...]:
+    """Read a list in which each file has its hashes."""
+    return tuple(
+        FileRecord(**file.fields(FileRecord, LISTED_FILE), extra=file.besides(*LISTED_FILE)) for file in item.items()
+    )
+
+
+def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
+    listed = item.get("files")
+    names, sizes, headers = (listed.get(column).items() for column in FILE_COLUMNS)
+    digests = listed.get("digests").string()
+    listed.expect(
+        len(names) == len(sizes) == len(headers) and len(digests) == len(names) * HASH_CHARACTERS,
+        "as many names as sizes, headers and digests",
+    )
+    if not re.fullmatch(r"[0-9a-f]*", digests):
+        raise DamagedCheckpointError(f"{listed.where}: digests are not hexadecimal")
+    shared = {"algorithm": listed.get("algorithm").string(), "block_bytes": listed.get("block_bytes").integer()}
+    files = tuple(
+        FileRecord(
+            name=name.string(),
+            num_bytes=size.integer(),
+            header_bytes=header.integer(),
+            digest=digests[i * HASH_CHARACTERS : (i + 1) * HASH_CHARACTERS],
+            **shared,
+        )
+        for i, (name, size, header) in enumerate(zip(names, sizes, headers, strict=True))
+    )
+    layouts = [_decode_layout(layout) for layout in item.get("layouts").items()]
+    tensors = {}
+    for name, tensor in item.get("tensors").entries():
+        number = tensor.get("layout").integer()
+        tensor.expect(number < len(layouts), f"one of the {len(layouts)} layouts")
+        extra = tensor.besides("dtype", "shape", "layout")
+        shape = tensor.get("shape").integers()
+        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, layouts[number], extra)
+    return files, listed.besides("algorithm", "block_bytes", "digests", *FILE_COLUMNS), tensors
+
+
+def _decode_layout(item: Item) -> Grid:
+    chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
+    strides = None
+    if "strides" in item.object():
+        strides = tuple(
+            stride.expect(type(stride.value) is int and abs(stride.value) < 2**31, "a whole number")
+            for stride in item.get("strides").items()
+        )
+    return Grid(tuple(chunks), item.get("files").integers(), strides, item.besides("chunks", "files", "strides"))
+
+
+def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
+    """Read lists of every slice and every hash. What format 2 leaves to the files' headers becomes `contents`."""
+    files = [dataclasses.replace(file, contents={}) for file in _decode_files(item.get("files"))]
+    tensors = {}
+    for name, tensor in item.get("tensors").entries():
+        dtype, cells = tensor.get("dtype").string(), []
+        tensor.expect(dtype in ITEM_BYTES, f"a known dtype, not {shorten(dtype)}")
+        for part in tensor.get("slices").items():
+            part.expect(isinstance(part.value, list) and len(part.value) == 5, "[file, begin, end, offset, shape]")
+            index, begin, end, offset, shape = part.items()
+            cell = Slice(index.integer(), offset.integers(), shape.integers())
+            stored = Stored(dtype, cell.shape, begin.integer(), end.integer())
+            if not cell.file < len(files):
+                raise DamagedCheckpointError(f"{tensor.where}: slice in file number {cell.file}, which is not there")
+            file, size = files[cell.file], stored.end - stored.begin
+            if not 8 <= stored.begin <= stored.end <= file.num_bytes:
+                raise DamagedCheckpointError(
+                    f"{tensor.where}: bytes {stored.begin} to {stored.end} are not inside {file.name}"
+                )
+            if size != math.prod(stored.shape) * ITEM_BYTES[dtype]:
+                raise DamagedCheckpointError(f"{tensor.where}: {size} bytes for a slice of shape {stored.shape}")
+            assert file.contents is not None
+            if file.contents.setdefault(cell.key(name), stored) is not stored:
+                raise DamagedCheckpointError(f"{tensor.where}: slices overlap at {cell.offset}")
+            cells.append(cell)
+        shape, extra = tensor.get("shape").integers(), tensor.besides("dtype", "shape", "slices")
+        layout = grid_of(cells, shape)
+        if isinstance(layout, str):
+            raise DamagedCheckpointError(f"{tensor.where}: {layout}")
+        tensors[name] = TensorRecord(dtype, shape, layout, extra)
+    for file in files:
+        used = sorted((stored.begin, stored.end, key) for key, stored in (file.contents or {}).items())
+        for (_, end, key), (begin, _, other) in pairwise(used):
+            if begin < end:
+                raise DamagedCheckpointError(f"{item.where}: {key} and {other} share bytes of {file.name}")
+    return tuple(files), {}, tensors
+
+
+# ------------------------------------------------------------------------------------------------ what must hold
+
+
+def check(manifest: Manifest, where: str) -> None:
+    """Raises DamagedCheckpointError unless every tensor is covered once, by files that are listed once."""
+    for files in ((*manifest.files, *manifest.attachments), manifest.log):
+        names = [file.name for file in files]
+        if len(set(names)) != len(names):
+            raise DamagedCheckpointError(f"{where}: a file is listed twice")
+        for file in files:
+            _check_file(file, f"{where}: file {shorten(file.name)}")
+    for file in manifest.files:
+        if not file.name.endswith(".safetensors") or file.num_bytes < 8:
+            raise DamagedCheckpointError(f"{where}: file {shorten(file.name)}: expected a .safetensors file")
+        if manifest.version > 1 and not (file.digest and 10 <= file.header_bytes <= file.hashed_bytes):
+            raise DamagedCheckpointError(
+                f"{where}: file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
+            )
+    sound: set[Any] = set()
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise DamagedCheckpointError(f"{where}: tensor {name}: unknown dtype {tensor.dtype!r}")
+        if any(n < 0 for n in tensor.shape) or len(tensor.shape) > 32:
+            raise DamagedCheckpointError(f"{where}: tensor {name}: shape {tensor.shape}")
+        if (kind := (id(tensor.layout), tensor.shape)) not in sound:
+            if problem := tensor.layout.problem(tensor.shape, len(manifest.files)):
+                raise DamagedCheckpointError(f"{where}: tensor {name}: {problem}")
+            sound.add(kind)
+    needed, there = (sum(one.num_bytes for one in these) for these in (manifest.tensors.values(), manifest.files))
+    if needed > there:
+        raise DamagedCheckpointError(f"{where}: tensors of {needed:,} bytes in files of {there:,}")
+    for alias, name in manifest.aliases.items():
+        if name not in manifest.tensors or alias in manifest.tensors:
+            raise DamagedCheckpointError(f"{where}: alias {alias} of {name}, which is not there or is stored as well")
+
+
+def _check_file(file: FileRecord, where: str) -> None:
+    parts = file.name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or any(c in file.name for c in "\\:\0"):
+        raise DamagedCheckpointError(f"{where}: the name leads out of the checkpoint's folder")
+    if file.algorithm != ALGORITHM:
+        raise DamagedCheckpointError(f"{where}: hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}")
+    if not 4096 <= file.block_bytes <= 1 << 30:
+        raise DamagedCheckpointError(f"{where}: {file.num_bytes} bytes in blocks of {file.block_bytes}")
+    if not file.digest and len(file.block_hashes) != file.num_blocks * HASH_CHARACTERS:
+        raise DamagedCheckpointError(f"{where}: block hashes for another size than {file.num_bytes} bytes")

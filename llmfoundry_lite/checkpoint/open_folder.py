@@ -11,7 +11,7 @@ EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """A path or fsspec URL. Raises CheckpointError when the protocol's package is not installed."""
+    """Raises CheckpointError when the protocol's package is not installed, or a client would read another folder."""
     text = os.fspath(url)
     protocol, separator, rest = text.partition("://")
     if not separator:

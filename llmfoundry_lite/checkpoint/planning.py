@@ -2,10 +2,10 @@
 
 A DTensor knows its mesh and placements, and with these where every rank's part begins and ends. So ranks need not tell
 each other their parts. They compare the digests of their tables (names, dtypes, shapes, meshes, placements), which are
-the same on all ranks but under pipeline parallelism; of each different table one rank tells it. From the tables each
+the same on all ranks but under pipeline parallelism; one rank broadcasts each different table. From the tables each
 rank computes every tensor's layout, with the same result. A tensor that is not a DTensor is replicated. Of replicated
-cells the replica with the fewest bytes so far writes. Of a matrix that ranks have divided by heads, the table also says
-in which order they have its rows; the layout is that of the rows' own order.
+cells the replica with the fewest bytes so far writes. For a matrix that ranks have divided by heads, the table also
+says in which order they have its rows; the layout is that of the rows' own order.
 
 torch's `DefaultSavePlanner` instead gathers a plan from every rank and merges them on each: 33 s and 2.3 GB a rank
 for MPT-70B on 512 ranks, where this takes 0.8 s and 16 MB on 4,096 (`python -m benchmarks checkpoint --plan`).
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,7 +31,6 @@ from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_part
 from llmfoundry_lite.config.layout import Runs, runs_between
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
-from llmfoundry_lite.ranks.exchange import Group
 
 NO_ORDERS: Mapping[str, Runs] = {}
 """Ranks have the rows of every tensor in the tensor's order."""
@@ -42,7 +40,7 @@ Ranks = NDArray[np.int64]
 
 
 class Box(NamedTuple):
-    """What a rank writes of a tensor."""
+    """A part of a tensor that one rank writes."""
 
     name: str
     dtype: str
@@ -63,36 +61,26 @@ class Plan:
     mine: list[Box]
     """What this rank writes, in the order of its file."""
     first_ranks: list[int]
-    """One rank for each different table."""
+    """The first rank with each different table."""
     table_of_rank: list[int]
 
 
-def agree_on_plan(tensors: Tensors, group: Group, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Plan:
+def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Plan:
     """Raises CheckpointError on all ranks for a sharding that is not a grid."""
-    error, table = None, None
-    try:
-        table = describe(tensors, group, row_orders)
-    except CheckpointError as caught:
-        error = caught
-    exchange.raise_on_all_ranks(error, group)
-    assert table is not None
-    rank, world_size = exchange.rank_and_size(group)
-    tables, plan = exchange.gather_distinct(table, group), None
-    try:
+    with exchange.raising_on_all_ranks():
+        table = describe(tensors, row_orders)
+    tables = exchange.gather_distinct(table)
+    with exchange.raising_on_all_ranks():
         check_parts(tensors)
-        plan = make_plan(tables, rank, world_size)
-    except CheckpointError as caught:
-        error = caught
-    exchange.raise_on_all_ranks(error, group)
-    assert plan is not None
+        plan = make_plan(tables, *exchange.rank_and_size())
     return plan
 
 
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def describe(tensors: Tensors, group: Group = None, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
-    """As JSON, what the layout of these tensors follows from."""
+def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
+    """Return, as JSON, what the layout of these tensors follows from."""
     meshes: dict[int, int] = {}
     described: list[Any] = []
     orders: list[Any] = []
@@ -108,7 +96,7 @@ def describe(tensors: Tensors, group: Group = None, row_orders: Mapping[str, Run
             if mesh is None:
                 mesh = meshes[id(tensor.device_mesh)] = len(described)
                 ranks = tensor.device_mesh.mesh
-                described.append([list(ranks.shape), _in_group(ranks.flatten().tolist(), group)])
+                described.append([list(ranks.shape), ranks.flatten().tolist()])
         order = None
         if name in row_orders:
             runs = [list(run) for run in row_orders[name]]
@@ -119,7 +107,8 @@ def describe(tensors: Tensors, group: Group = None, row_orders: Mapping[str, Run
 
 
 def _describe_placement(placement: Any, name: str) -> list[int]:
-    """[] replicated; [dim] cut; [dim, factor] cut after those mesh dimensions to the right that cut `factor` ways."""
+    """Return [] replicated, [dim] cut, or [dim, factor] cut after those mesh dimensions to the right that cut `factor`
+    ways."""
     if isinstance(placement, _StridedShard):
         return [int(placement.dim), int(placement.split_factor)]
     if isinstance(placement, Shard):
@@ -129,29 +118,22 @@ def _describe_placement(placement: Any, name: str) -> list[int]:
     raise CheckpointError(f"{name}: placed as {placement}; only shards and replicas can be saved")
 
 
-def _in_group(ranks: list[int], group: Group) -> list[int]:
-    if group is None:
-        return ranks
-    folder = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
-    return [folder[rank] for rank in ranks]
-
-
 # ------------------------------------------------------------------------------------------------------ arithmetic
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a tensor of one table is cut, and on which ranks each cell is."""
+    """The cells of a tensor of one table, and the ranks that have each."""
 
     cuts: tuple[Cut, ...]
     holders: Ranks
     """[replica, cell along the first cut dimension, …]"""
     num_bytes: Ranks
-    """Of each cell."""
+    """Bytes of each cell."""
 
 
 def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> Plan:
-    """`tables` are the different ones, each with the ranks that have it."""
+    """Plan for `rank`, from the different tables, each with the ranks that have it."""
     records = lay_out(tables, world_size)
     table_of_rank = [0] * world_size
     for number, (_, ranks) in enumerate(tables):
@@ -161,7 +143,7 @@ def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size
 
 
 def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
-    """Every tensor's layout, by its name."""
+    """Return every tensor's layout, by its name."""
     rows: dict[str, list[tuple[int, list[Any]]]] = {}
     for number, (table, _) in enumerate(tables):
         for row in table["tensors"]:
@@ -206,7 +188,7 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
 
 
 def boxes_in(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) -> list[Box]:
-    """What a rank writes, in the order of its file. `seen` spares work to those who ask for several ranks."""
+    """Return what a rank writes, in the order of its file. `seen` spares work to those who ask for several ranks."""
     boxes = {}
     for name, record in records.items():
         layout = record.layout
@@ -221,7 +203,7 @@ def boxes_in(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) 
 
 
 def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence[int]], item_bytes: int) -> Spread:
-    """`ranks` is a mesh, `placements` one for each of its dimensions, as `_describe_placement` writes them."""
+    """Cut a tensor over a mesh of ranks, by a placement of `_describe_placement` for each dimension of the mesh."""
     replicated = [dim for dim, placement in enumerate(placements) if not placement]
     num_cut = max((placement[0] + 1 for placement in placements if placement), default=0)
     orders = [cut_order(ranks.shape, placements, dim) for dim in range(num_cut)]
@@ -239,8 +221,7 @@ def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequenc
 
 
 def spread_in_row_order(spread: Spread, runs: Runs, num_rows: int) -> Spread:
-    """`spread` cuts the rows as ranks have them, in runs; cut so, the tensor itself has smaller cells. A rank has
-    several."""
+    """Cut rows that ranks have in another order, in runs: the tensor itself has smaller cells, several on a rank."""
     assert len(spread.cuts) == 1, "only rows are cut"
     cut, row_bytes = spread.cuts[0], int(spread.num_bytes.sum()) // num_rows
     begins = [0, *cut] if isinstance(cut, tuple) else list(range(0, num_rows, cut or num_rows))
@@ -256,27 +237,29 @@ def spread_in_row_order(spread: Spread, runs: Runs, num_rows: int) -> Spread:
 
 
 def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], dim: int) -> list[int]:
-    """The mesh dimensions that cut a dimension, the first to cut first: from left to right, but a strided one comes
-    after those to its right that together cut as many ways as its factor says. FSDP2 over tensor parallelism is so."""
+    """Return the mesh dimensions that cut a dimension, the first to cut first: from left to right, but a strided one
+    after those to its right that together cut as many ways as its factor says, as FSDP2 over tensor parallelism
+    does."""
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
         if not placement or placement[0] != dim:
             continue
-        folder, ways = 0, 1
-        while ways < (placement[1] if len(placement) > 1 else 1) and folder < len(order):
-            ways *= mesh_shape[order[folder]]
-            folder += 1
+        position, ways = 0, 1
+        while ways < (placement[1] if len(placement) > 1 else 1) and position < len(order):
+            ways *= mesh_shape[order[position]]
+            position += 1
         if len(placement) > 1 and ways != placement[1]:
             raise CheckpointError(
                 f"a sharding strided by {placement[1]} on a mesh of {list(mesh_shape)} cannot be saved"
             )
-        order.insert(folder, mesh_dim)
+        order.insert(position, mesh_dim)
     return order
 
 
 def cut_dimension(length: int, ways: Sequence[int]) -> tuple[Cut, list[int], list[int]]:
-    """Cut as torch.chunk cuts, then each part again: the rule or the places, which parts are not empty, their sizes."""
+    """Cut as torch.chunk does, then each part again. Return the rule or the places, the parts that are not empty, and
+    their sizes."""
     parts = [(0, length)]
     for count in ways:
         finer = []
@@ -293,12 +276,11 @@ def cut_dimension(length: int, ways: Sequence[int]) -> tuple[Cut, list[int], lis
 
 
 def _as_cut(begins: list[int], sizes: list[int], length: int) -> Cut:
-    """The rule or the places."""
     return sizes[0] if begins == list(range(0, length, sizes[0])) else tuple(begins[1:])
 
 
 def _as_grid(cuts: tuple[Cut, ...], holders: Ranks) -> Grid:
-    """Arithmetic if the ranks grow evenly along each dimension, else a list."""
+    """Number the files by arithmetic if the ranks grow evenly along each dimension, else by a list."""
     first = int(holders.flat[0])
     strides, expected = [], np.array(first, np.int64)
     for dim, count in enumerate(holders.shape):
@@ -312,11 +294,11 @@ def _as_grid(cuts: tuple[Cut, ...], holders: Ranks) -> Grid:
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and lengths of what this rank holds of a tensor, a DTensor or a whole one."""
+    """Return offset and lengths of what this rank holds of a tensor, a DTensor or a whole one."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
-    folder = tensor.device_mesh.get_coordinate()
-    if folder is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return (0,) * tensor.ndim, (0,) * tensor.ndim
     placements = [_describe_placement(placement, "a tensor") for placement in tensor.placements]
     begins, ends = [0] * tensor.ndim, list(tensor.shape)
@@ -324,22 +306,22 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for mesh_dim in cut_order(tensor.device_mesh.shape, placements, dim):
             begin, end = begins[dim], ends[dim]
             chunk = -(-(end - begin) // tensor.device_mesh.shape[mesh_dim])
-            begins[dim] = min(begin + folder[mesh_dim] * chunk, end)
+            begins[dim] = min(begin + coordinate[mesh_dim] * chunk, end)
             ends[dim] = min(begins[dim] + chunk, end)
     return tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True))
 
 
 class OwnBox(NamedTuple):
-    """What this rank holds of a tensor in one place."""
+    """A box of a tensor that this rank holds."""
 
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
     at: int
-    """Its first row among those that the rank holds."""
+    """Its first row's index among those that the rank holds."""
 
 
 def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[OwnBox]:
-    """One, or several of a tensor whose rows ranks have in another order, in `runs`."""
+    """Return one box, or several of a tensor whose rows ranks have in another order, in `runs`."""
     offset, lengths = box_of(tensor)
     if runs is None:
         return [OwnBox(offset, lengths, 0)]
@@ -348,7 +330,7 @@ def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[OwnBox]:
 
 
 def check_parts(tensors: Tensors) -> None:
-    """That this rank holds of each tensor what the arithmetic says. Raises CheckpointError."""
+    """Raises CheckpointError unless this rank holds of each tensor what the arithmetic says."""
     for name, tensor in tensors.items():
         offset, lengths = box_of(tensor)
         held = tuple(local_part(tensor).shape)

@@ -8,6 +8,7 @@ import errno
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, retry_transient_errors
@@ -21,8 +22,10 @@ REMOVALS_AT_ONCE = 16
 
 
 class RenewingFilesystem:
-    """A file system of fsspec's. When a server says that its credentials have expired, another takes its place, which
-    reads them anew, and is asked again; fsspec itself would hand out the old one, with the old credentials."""
+    """A file system of fsspec's that is replaced by another when its credentials have expired, and asked again.
+
+    The new one reads the credentials anew. fsspec itself would hand out the old one, with the old credentials.
+    """
 
     def __init__(self, filesystem: Any):
         self._filesystem = filesystem
@@ -44,7 +47,7 @@ class RenewingFilesystem:
         return asked if callable(call) else call
 
     def renew(self, before: Any = None) -> None:
-        """Unless another thread has done so since it was `before`."""
+        """Replace the file system, unless another thread has done so since it was `before`."""
         with self._lock:
             if before in (None, self._filesystem):
                 kind, old = type(self._filesystem), self._filesystem
@@ -53,7 +56,8 @@ class RenewingFilesystem:
 
 
 class RemoteFolder:
-    is_local = False
+    path_here: Path | None = None
+    max_open_files = 16
 
     def __init__(self, filesystem: RenewingFilesystem, path: str, url: str):
         self.filesystem = filesystem
@@ -67,29 +71,21 @@ class RemoteFolder:
     def parent(self) -> "RemoteFolder":
         return RemoteFolder(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
 
-    def names(self) -> list[str]:
-        def listed() -> list[str]:
-            self.filesystem.invalidate_cache()
-            try:
-                found = self.filesystem.ls(self.path, detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
+    def make(self, *, with_parents: bool = False) -> None:
+        """Do nothing: a put makes the folders above it."""
 
-        return retry_transient_errors(listed)
+    def names(self) -> list[str]:
+        return sorted({_name(entry) for entry in self._list()} - {""})
 
     def sizes(self) -> dict[str, int]:
-        def listed() -> dict[str, int]:
+        return {_name(entry): int(entry["size"] or 0) for entry in self._list() if entry["type"] == "file"}
+
+    def _list(self) -> list[dict[str, Any]]:
+        def listed() -> list[dict[str, Any]]:
             self.filesystem.invalidate_cache()
-            try:
-                found = self.filesystem.ls(self.path, detail=True)
-            except FileNotFoundError:
-                return {}
-            return {
-                str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: int(entry["size"] or 0)
-                for entry in found
-                if entry["type"] == "file"
-            }
+            with contextlib.suppress(FileNotFoundError):
+                return self.filesystem.ls(self.path, detail=True)
+            return []
 
         return retry_transient_errors(listed)
 
@@ -138,14 +134,12 @@ class RemoteFolder:
         return retry_transient_errors(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
 
     def remove_version(self, name: str, version: str | None) -> bool:
-        """`remove`, but not of another version by now: then False. A server that cannot tell removes any."""
+        """Remove a file, but not another version of it: then return False. A server that cannot tell removes any."""
         if version is not None and hasattr(self.filesystem, "call_s3"):
-            path = f"{self.path}/{name}"
-            bucket, key, _ = self.filesystem.split_path(path)
+            bucket, key, _ = self.filesystem.split_path(f"{self.path}/{name}")
+            condition = {"Bucket": bucket, "Key": key, "IfMatch": version}
             try:
-                retry_transient_errors(
-                    lambda: self.filesystem.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version), ()
-                )
+                retry_transient_errors(lambda: self.filesystem.call_s3("delete_object", **condition), ())
                 return True
             except FileNotFoundError:
                 return True
@@ -172,16 +166,15 @@ class RemoteFolder:
             found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
             for upload in found.get("Uploads", []):
                 if upload["Key"].startswith(prefix) and is_dead(upload["Key"].removeprefix(prefix)):
+                    which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                     with contextlib.suppress(FileNotFoundError):
-                        self.filesystem.call_s3(
-                            "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                        )
+                        self.filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
             if not found.get("IsTruncated"):
                 return
             more = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
 
     def remove_all(self) -> None:
-        """Key by key: `rm` of fsspec takes `[`, `*` and `?` in a path for a pattern."""
+        """Remove key by key: `rm` of fsspec takes `[`, `*` and `?` in a path for a pattern."""
 
         def removed() -> None:
             with ThreadPoolExecutor(REMOVALS_AT_ONCE, thread_name_prefix="checkpoint-remove") as pool:
@@ -192,7 +185,7 @@ class RemoteFolder:
         retry_transient_errors(removed)
 
     def _find(self, *, withdirs: bool = False) -> list[str]:
-        """Every key of this folder, or of the file that has its name."""
+        """Return every key of this folder, or of the file that has its name."""
         self.filesystem.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             found = self.filesystem.find(self.path, withdirs=withdirs)
@@ -242,12 +235,6 @@ class RemoteSink:
         self.filesystem.renew()  # an upload belongs to the file system that began it; the next one begins afresh
 
 
-def part_bytes(num_bytes: int) -> int:
-    """How large the parts of an upload of `num_bytes` are: as small as the number of parts permits."""
-    mebibytes = -(-num_bytes // (MAX_PARTS << 20))
-    return max(REMOTE_PART_BYTES, mebibytes << 20)
-
-
 class RemoteSource:
     def __init__(self, filesystem: RenewingFilesystem, path: str):
         self.filesystem = filesystem
@@ -255,15 +242,23 @@ class RemoteSource:
         self.num_bytes = int(retry_transient_errors(lambda: filesystem.info(path))["size"])
 
     def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        size = sum(len(piece) for piece in pieces)
-        data = memoryview(
-            retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=offset + size))
-        )
-        if len(data) != size:
-            raise EOFError(f"{self.path}: ends before byte {offset + size}")
+        end = offset + sum(len(piece) for piece in pieces)
+        data = memoryview(retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=end)))
+        if len(data) != end - offset:
+            raise EOFError(f"{self.path}: ends before byte {end}")
         for piece in pieces:
             memoryview(piece).cast("B")[:] = data[: len(piece)]
             data = data[len(piece) :]
 
     def close(self) -> None:
         pass
+
+
+def part_bytes(num_bytes: int) -> int:
+    """Return the bytes of each part of an upload: as small as the number of parts permits."""
+    mebibytes = -(-num_bytes // (MAX_PARTS << 20))
+    return max(REMOTE_PART_BYTES, mebibytes << 20)
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.layouts import Slice
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest
-from llmfoundry_lite.checkpoint.manifest_json import decode
+from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
-from llmfoundry_lite.checkpoint.shards import Want, open_shard, verify_file
+from llmfoundry_lite.checkpoint.shards import NUM_THREADS, Want, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_readable
@@ -40,7 +39,6 @@ from llmfoundry_lite.errors import (
     UnsoundCheckpointError,
 )
 from llmfoundry_lite.ranks import exchange
-from llmfoundry_lite.ranks.exchange import Group
 
 MAX_JUDGED = 16
 """Files that rank 0 reads again when others complain; a node that has lost its disk complains of many."""
@@ -48,13 +46,9 @@ MAX_JUDGED = 16
 Check = Callable[[Manifest], None]
 
 
-def accept(manifest: Manifest) -> None:
-    """No objections."""
-
-
 class Restored(NamedTuple):
     manifest: Manifest | None
-    """Of what was loaded; None if there was nothing to load."""
+    """None if there was nothing to load."""
     url: str
     notes: list[str]
     """A line for each checkpoint that was passed over. The same on all ranks."""
@@ -67,26 +61,19 @@ def load(
     *,
     cast: bool = False,
     ignore_keys: Sequence[str] = (),
-    verify: bool = True,
-    check: Check = accept,
-    num_threads: int = 4,
-    group: Group = None,
+    check: Check = lambda manifest: None,
 ) -> Manifest:
     """Restore weights, and with `optimizer` its whole state, from one checkpoint folder.
 
-    Without `optimizer` only weights are asked for. `ignore_keys` are patterns (`model/transformer.wpe.*`) of tensors to
-    leave as they are; a parameter of which anything is left starts with no optimizer state. `cast` permits another
-    dtype. `check` is shown the manifest first and may raise CheckpointError.
-    Raises CheckpointError on all ranks, and then nothing has changed.
+    `ignore_keys` are patterns (`model/transformer.wpe.*`) of tensors to leave as they are; a parameter of which
+    anything is left starts with no optimizer state. `cast` permits another dtype. `check` is shown the manifest first
+    and may raise CheckpointError. Raises CheckpointError on all ranks, and then nothing has changed.
     """
-    checkpoint, error = None, None
-    if exchange.rank_and_size(group)[0] == 0:
-        try:
+    checkpoint = None
+    with exchange.raising_on_all_ranks():
+        if exchange.rank_and_size()[0] == 0:
             checkpoint = open_checkpoint(url)
-        except CheckpointError as caught:
-            error = caught
-    exchange.raise_on_all_ranks(error, group)
-    return _load_together(checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group)
+    return _load_together(checkpoint, model, optimizer, cast, ignore_keys, check)
 
 
 def load_newest(
@@ -97,39 +84,30 @@ def load_newest(
     lease: Lease | None = None,
     cast: bool = False,
     ignore_keys: Sequence[str] = (),
-    verify: bool = True,
-    check: Check = accept,
-    num_threads: int = 4,
-    group: Group = None,
+    check: Check = lambda manifest: None,
 ) -> Restored:
     """Restore from the newest intact checkpoint of a run; damaged ones are set aside if rank 0 has the `lease`.
 
     Only what rank 0 sees itself counts: what is wrong for another rank alone raises, naming its host and the file.
-
     A checkpoint that is whole but does not fit this run raises: an older one would not fit better.
     """
-    is_main = exchange.rank_and_size(group)[0] == 0
+    is_main = exchange.rank_and_size()[0] == 0
     notes: list[str] = []
     passed: set[str] = set()
     while True:
-        checkpoint, error = None, None
-        if is_main:
-            try:
+        checkpoint = None
+        with exchange.raising_on_all_ranks():
+            if is_main:
                 search = store.newest_intact(check_readable, quarantine=lease, skip=passed)
                 checkpoint = search.checkpoint
                 notes += search.notes
                 passed.update(search.passed)
-            except CheckpointError as caught:
-                error = caught
-        exchange.raise_on_all_ranks(error, group)
-        name = exchange.broadcast_json(checkpoint.name if checkpoint else None, group)
+        name = exchange.broadcast_json(checkpoint.name if checkpoint else None)
         if name is None:
-            return Restored(None, store.root.url, exchange.broadcast_json(notes, group))
+            return Restored(None, store.root.url, exchange.broadcast_json(notes))
         try:
-            manifest = _load_together(
-                checkpoint, model, optimizer, cast, ignore_keys, verify, check, num_threads, group
-            )
-            return Restored(manifest, store.root.child(name).url, exchange.broadcast_json(notes, group))
+            manifest = _load_together(checkpoint, model, optimizer, cast, ignore_keys, check)
+            return Restored(manifest, store.root.child(name).url, exchange.broadcast_json(notes))
         except (DamagedCheckpointError, IncompleteCheckpointError) as fault:
             passed.add(name)
             if is_main:
@@ -142,46 +120,39 @@ def _load_together(
     optimizer: Optimizer | None,
     cast: bool,
     ignore_keys: Sequence[str],
-    verify: bool,
     check: Check,
-    num_threads: int,
-    group: Group,
 ) -> Manifest:
     """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
-    url = exchange.broadcast_json(checkpoint.where if checkpoint else None, group)
-    raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"", group)
-    error: Exception | None = None
-    try:
+    url = exchange.broadcast_json(checkpoint.where if checkpoint else None)
+    raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"")
+    with exchange.raising_on_all_ranks():  # one node may lack a package
         checkpoint = checkpoint or Checkpoint(url, open_folder(url), decode(raw, url))
-    except CheckpointError as caught:  # such as a package that one node lacks
-        error = caught
-    exchange.raise_on_all_ranks(error, group)
     assert checkpoint is not None
-    manifest = checkpoint.manifest
-    held = hold_together(model, optimizer, group)
-    targets, staging = None, {}
+    held = hold_together(model, optimizer)
+    targets, staging, error = None, {}, None
     try:
-        check(manifest)
+        check(checkpoint.manifest)
         targets = find_targets(checkpoint, model, optimizer, held, cast=cast, ignore=ignore_keys)
-        staging = read_tensors(checkpoint, targets.tensors, targets.row_orders, verify=verify, num_threads=num_threads)
+        staging = read_tensors(checkpoint, targets.tensors, targets.row_orders)
     except Exception as caught:
         error = caught
-    exchange.raise_on_all_ranks(_judge(error, checkpoint, group), group)
+    exchange.raise_on_all_ranks(_judge(error, checkpoint))
     assert targets is not None
     targets.write(staging)
-    return manifest
+    return checkpoint.manifest
 
 
-def _judge(error: Exception | None, checkpoint: Checkpoint, group: Group) -> Exception | None:
-    """This rank's error, as rank 0 sees it: what others complain of becomes rank 0's own error, of whichever kind."""
+def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
+    """Return this rank's error as rank 0 sees it: what others complain of becomes rank 0's own error, of whichever
+    kind."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
-    if not any(exchange.max_of([int(is_unsound)], group)):
+    if not any(exchange.max_of([int(is_unsound)])):
         return error
     report = None
     if isinstance(error, UnsoundCheckpointError):
         report = [error.file, socket.gethostname(), str(error), error.is_transient]
-    reports = exchange.all_gather_json(report, group)
-    if error is not None or exchange.rank_and_size(group)[0] != 0:
+    reports = exchange.all_gather_json(report)
+    if error is not None or exchange.rank_and_size()[0] != 0:
         return error
     complaints = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
     accused = {name for _, name, *_ in complaints}
@@ -213,7 +184,7 @@ class Targets(NamedTuple):
     numbers: dict[str, Any]
 
     def write(self, staging: Tensors) -> None:
-        """Local parts -> model and optimizer."""
+        """Copy local parts to model and optimizer."""
         with torch.no_grad():
             for key, tensor in self.tensors.items():
                 if key.startswith("model/"):
@@ -231,16 +202,12 @@ class Held(NamedTuple):
     """The names of the parameters in each group of the optimizer."""
 
 
-def hold_together(model: nn.Module, optimizer: Optimizer | None, group: Group) -> Held:
+def hold_together(model: nn.Module, optimizer: Optimizer | None) -> Held:
     """Raises CheckpointError on all ranks when an optimizer is not of its model."""
-    mine, error = None, None
-    try:
+    with exchange.raising_on_all_ranks():
         groups = state.group_names(model, optimizer) if optimizer is not None else []
         mine = [sorted(state.model_tensors(model)[0]), [sorted(names) for names in groups]]
-    except CheckpointError as caught:
-        error = caught
-    exchange.raise_on_all_ranks(error, group)
-    held = [value for value, _ in exchange.gather_distinct(mine, group)]
+    held = [value for value, _ in exchange.gather_distinct(mine)]
     groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
     return Held(set().union(*(keys for keys, _ in held)), groups)
 
@@ -254,7 +221,7 @@ def find_targets(
     cast: bool,
     ignore: Sequence[str],
 ) -> Targets:
-    """The same keys on both sides, shapes and dtypes too. Raises CheckpointError naming those that differ."""
+    """Match keys, shapes and dtypes of both sides. Raises CheckpointError naming those that differ."""
     manifest, where = checkpoint.manifest, checkpoint.where
     everything = state.model_tensors(model)[0]
     for pattern in ignore:
@@ -295,51 +262,31 @@ def find_targets(
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-MAX_REMOTE_READS = 16
-"""Files of an object store that are read at a time."""
-
-
 class Part(NamedTuple):
-    """What a slice has of one of this rank's tensors."""
+    """The part of a slice that belongs to one of this rank's tensors."""
 
     name: str
     cell: Slice
     offset: tuple[int, ...]
     """Within the cell."""
     target: torch.Tensor
-    """Of the shape of what they have in common."""
+    """Memory of that shape."""
 
 
-def read_tensors(
-    checkpoint: Checkpoint,
-    like: Tensors,
-    row_orders: Mapping[str, Runs] = NO_ORDERS,
-    *,
-    verify: bool = True,
-    num_threads: int = 4,
-) -> Tensors:
-    """This rank's parts of `like`, as stored, on the host. Raises UnsoundCheckpointError."""
+def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Tensors:
+    """Return this rank's parts of `like`, as stored, on the host. Raises UnsoundCheckpointError."""
     staging, by_file = find_parts(checkpoint.manifest, like, row_orders)
-
-    def read(index: int, threads: int) -> None:
-        read_parts(checkpoint, index, by_file[index], verify=verify, num_threads=threads)
-
-    at_once = min(len(by_file), num_threads if checkpoint.folder.is_local else MAX_REMOTE_READS)
-    if at_once <= 1:
-        for index in by_file:
-            read(index, num_threads)
-        return staging
+    at_once = max(min(len(by_file), checkpoint.folder.max_open_files), 1)
+    threads = max(NUM_THREADS // at_once, 1)
     with ThreadPoolExecutor(at_once, thread_name_prefix="checkpoint") as pool:
-        futures = [pool.submit(read, index, max(num_threads // at_once, 1)) for index in sorted(by_file)]
-        for future in futures:
-            future.result()
+        list(pool.map(lambda index: read_parts(checkpoint, index, by_file[index], threads), sorted(by_file)))
     return staging
 
 
 def find_parts(
     manifest: Manifest, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS
 ) -> tuple[Tensors, dict[int, list[Part]]]:
-    """Memory for this rank's parts of `like`, and what to read into it, by the number of the file."""
+    """Return memory for this rank's parts of `like`, and what to read into it, by the number of the file."""
     staging: Tensors = {}
     by_file: dict[int, list[Part]] = {}
     for name, tensor in like.items():
@@ -365,13 +312,11 @@ def _part(name: str, cell: Slice, offset: Sequence[int], lengths: Sequence[int],
     return Part(name, cell, tuple(within), target)
 
 
-def read_parts(
-    checkpoint: Checkpoint, index: int, parts: Sequence[Part], *, verify: bool = True, num_threads: int = 4
-) -> None:
-    """Out of one file. Raises UnsoundCheckpointError."""
+def read_parts(checkpoint: Checkpoint, index: int, parts: Sequence[Part], num_threads: int) -> None:
+    """Read out of one file. Raises UnsoundCheckpointError."""
     manifest = checkpoint.manifest
     wants, gathers = [], []
-    with open_shard(checkpoint.folder, manifest.files[index], verify=verify) as shard:
+    with open_shard(checkpoint.folder, manifest.files[index]) as shard:
         for name, cell, offset, target in parts:
             dtype = manifest.tensors[name].dtype
             stored = shard.find(cell.key(name), dtype, cell.shape)
@@ -385,13 +330,13 @@ def read_parts(
                 strides = [math.prod(cell.shape[dim + 1 :]) for dim in range(len(cell.shape))]
                 gathers.append((target, torch.from_numpy(memory).view(DTYPES[dtype]), strides))
             wants.append(Want(begin, end, memory, name))
-        shard.read(wants, verify=verify, num_threads=num_threads)
+        shard.read(wants, num_threads=num_threads)
     for target, values, strides in gathers:
         target.copy_(values.as_strided(target.shape, strides))
 
 
 def hull(shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """First item, and number of items, of the shortest run that holds a box of a row-major array."""
+    """Return first item and number of items of the shortest run that holds a box of a row-major array."""
     first = last = 0
     for size, begin, length in zip(shape, offset, lengths, strict=True):
         first = first * size + begin

@@ -7,9 +7,9 @@ On every rank's main thread:
     saver.poll()                             at each later batch: None, or `Saved` when it has just been published
     saver.wait()                             the same, but waits
 
-Restoring is in `restore`. `planning` decides which rank writes what (replicated tensors once, spread evenly), at the
-first save and again only when a tensor has changed its shape or sharding. Later saves exchange a few dozen bytes a
-rank. Background threads never touch a collective: ranks learn of each other's progress in `poll`.
+The plan of who writes what is made at the first save, and again only when a tensor has changed its shape or sharding.
+Later saves exchange a few dozen bytes a rank. Background threads never touch a collective: ranks learn of each other's
+progress in `poll`.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ import mmap
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,37 +37,17 @@ from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_file, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_part
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
-from llmfoundry_lite.ranks.exchange import Group
 
 PINNED = "cuda"
 REPORT = struct.Struct("<QQ16s16s")
-"""A `Report`, packed."""
-
-
-class Report(NamedTuple):
-    """What a rank says of its file."""
-
-    num_bytes: int
-    header_bytes: int
-    digest: bytes
-    numbers: bytes
-    """The digest of all that is not a tensor."""
-
-    def record(self, name: str) -> FileRecord:
-        return FileRecord(
-            name=name,
-            num_bytes=self.num_bytes,
-            block_bytes=BLOCK_BYTES,
-            header_bytes=self.header_bytes,
-            digest=self.digest.hex(),
-        )
+"""A rank's file: its bytes, its header's bytes, its digest; and the digest of all that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +60,8 @@ class About:
     config: Any = None
     segments: tuple[Segment, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
-    attachments: Callable[[], dict[str, bytes]] = dict
-    """File name -> content, asked for in the background just before the manifest is written."""
     log: Callable[[], bytes] | None = None
-    """The run's log so far, asked for likewise; None: it does not travel with the checkpoints."""
+    """The run's log so far, asked for in the background before the manifest is written; None: it does not travel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,70 +76,65 @@ class Saved:
     """Of all ranks together."""
 
 
-# -------------------------------------------------------------------------------------------------------------- saving
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """A save between its beginning and its publication."""
+
+    about: About
+    state: state.State
+    save_id: str
+    lease_epoch: int
+    started: float
+    stall_seconds: float
+    task: Future[Any]
+    """Writing this rank's file; then, on rank 0, publishing."""
+    is_publishing: bool = False
+    num_bytes: int = 0
 
 
-def open_saver(
-    store: CheckpointStore,
-    *,
-    parent_save_id: str | None = None,
-    group: Group = None,
-    num_threads: int = 4,
-    after_publish: Callable[[Lease], None] = lambda lease: None,
-    takes_lease: bool = True,
-) -> "Saver":
-    """Take the run's lease on rank 0, now or when `Saver.take_lease` is called. Raises CheckpointError on all ranks if
-    it cannot be had.
-
-    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
-    flight until it returns, and what it raises ends the run.
-    """
-    saver = Saver(
-        store,
-        None,
-        parent_save_id=parent_save_id,
-        group=group,
-        num_threads=num_threads,
-        after_publish=after_publish,
-    )
+def open_saver(store: CheckpointStore, *, takes_lease: bool = True, **options: Any) -> "Saver":
+    """Take the run's lease on rank 0, unless `Saver.take_lease` will be called. Raises CheckpointError on all ranks if
+    it cannot be had. `options` are those of `Saver`."""
+    saver = Saver(store, **options)
     if takes_lease:
         saver.take_lease()
     return saver
 
 
 class Saver:
-    """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused."""
+    """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused.
+
+    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
+    flight until it returns, and what it raises ends the run.
+    """
 
     def __init__(
         self,
         store: CheckpointStore,
-        lease: Lease | None,
+        lease: Lease | None = None,
         *,
         parent_save_id: str | None = None,
-        group: Group = None,
-        num_threads: int = 4,
         after_publish: Callable[[Lease], None] = lambda lease: None,
     ):
         self.store = store
         self.after_publish = after_publish
         self.lease = lease
-        """On rank 0; None elsewhere."""
+        """None on all ranks but 0."""
         self.has_lease = lease is not None
         """Rank 0 has."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[FileRecord, ...] = ()
         """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
-        self.group = group
-        self.num_threads = num_threads
-        self.rank, self.world_size = exchange.rank_and_size(group)
+        self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
+        """What the plan depends on."""
         self._plan: Plan | None = None
         self._staged: Tensors = {}
         """By key in the file, in its order."""
         self._content = torch.empty(0, dtype=torch.uint8)
         """The memory of `_staged`: what the file has after its header."""
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
 
     @property
     def is_saving(self) -> bool:
@@ -173,14 +146,10 @@ class Saver:
         return self._flight is not None and not self._flight.task.done()
 
     def take_lease(self, *, steal_from_live_writer: bool = False) -> None:
-        """On rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
-        error = None
-        if self.rank == 0:
-            try:
+        """Take it on rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
+        with exchange.raising_on_all_ranks():
+            if self.rank == 0:
                 self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer)
-            except CheckpointError as caught:
-                error = caught
-        exchange.raise_on_all_ranks(error, self.group)
         self.has_lease = True
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
@@ -192,22 +161,20 @@ class Saver:
         if self.rank == 0:
             assert self.lease is not None, "rank 0 saves under a lease"
             lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
-        signature = _signature(found.tensors)
-        if exchange.max_of([signature != self._signature], self.group)[0]:
+        signature = [(name, t.dtype, t.shape, getattr(t, "placements", None)) for name, t in found.tensors.items()]
+        if exchange.max_of([signature != self._signature])[0]:
             self._make_plan(found.tensors, found.row_orders)
             self._signature = signature
-        epoch, save_id = exchange.broadcast_json(lease_and_id, self.group)
+        epoch, save_id = exchange.broadcast_json(lease_and_id)
         self.store.on_phase("planned")
         self._stage(found.tensors, found.row_orders)
-        about = replace(about, scalars=copy.deepcopy(about.scalars))  # of this moment too, though encoded later
-        stall_seconds = time.monotonic() - started
-        self._flight = _Flight(
-            about=about,
+        self._flight = Flight(
+            about=replace(about, scalars=copy.deepcopy(about.scalars)),  # of this moment too, though encoded later
             state=found,
             save_id=save_id,
             lease_epoch=epoch,
             started=started,
-            stall_seconds=stall_seconds,
+            stall_seconds=time.monotonic() - started,
             task=self._background.submit(self._write, found, save_id),
         )
         return earlier
@@ -222,18 +189,18 @@ class Saver:
         if flight is None:
             return None
         if all_written is None:
-            all_written = not exchange.max_of([int(self.is_writing)], self.group)[0]
+            all_written = not exchange.max_of([int(self.is_writing)])[0]
         if not all_written:
             return None
         try:
-            exchange.raise_on_all_ranks(_error_of(flight.task), self.group)
+            exchange.raise_on_all_ranks(_error_of(flight.task))
             if not flight.is_publishing:
-                reports = self._gather_reports(flight)
+                files = self._gather_files(flight)
                 optimizer, aliases = self._gather_numbers(flight.state)
                 flight.is_publishing = True
                 if self.rank == 0:
-                    manifest = self._describe(flight, optimizer, aliases)
-                    flight.task = self._background.submit(self._publish, manifest, reports, flight.about)
+                    manifest = self._describe(flight, files, optimizer, aliases)
+                    flight.task = self._background.submit(self._publish, manifest, flight.about.log)
                 return None
         except BaseException:
             self._flight = None
@@ -251,15 +218,17 @@ class Saver:
         )
 
     def wait(self) -> Saved | None:
-        """Until the save in flight is published. Collective, and raises, as `poll`."""
+        """Wait until the save in flight is published. Collective, and raises, as `poll`."""
         saved = None
         while self._flight is not None:
             wait_for([self._flight.task])
             saved = self.poll()
         return saved
 
+    # ------------------------------------------------------------------------------------------- copying and writing
+
     def _make_plan(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
-        self._plan = agree_on_plan(tensors, self.group, row_orders)
+        self._plan = agree_on_plan(tensors, row_orders)
         boxes = self._plan.mine
         size = sum(box.entry.num_bytes for box in boxes)
         if size != self._content.numel():
@@ -288,120 +257,100 @@ class Saver:
             torch.cuda.synchronize()
 
     def _write(self, found: state.State, save_id: str) -> tuple[FileRecord, bytes]:
-        """In the background: this rank's file. Returns its record and the digest of all that is not a tensor."""
+        """Write this rank's file, in the background. Returns its record and the digest of all that is not a tensor."""
         assert self._plan is not None
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
         header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
-                poisoned = beside.submit(_non_finite, self._staged)
-                record = write_shard(
-                    folder,
-                    name,
-                    header,
-                    [as_bytes(self._content)],
-                    num_threads=self.num_threads,
-                    on_phase=self.store.on_phase,
-                )
+                checked = beside.submit(lambda: [key for key, tensor in self._staged.items() if not _is_finite(tensor)])
+                record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=self.store.on_phase)
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
         except EOFError as error:
             raise CheckpointError(f"not written: {error}") from error
-        if poisoned.result():
-            names = describe_some(poisoned.result())
-            raise CheckpointError(f"not saved: non-finite values in {names}; older checkpoints stand")
+        if poisoned := checked.result():
+            more = f" and {len(poisoned) - 1} more" if len(poisoned) > 1 else ""
+            raise CheckpointError(f"not saved: non-finite values in {poisoned[0]}{more}; older checkpoints stand")
         return record, hash_pieces([repr([found.optimizer, found.aliases]).encode()])
 
-    def _publish(self, manifest: Manifest, reports: Sequence[Report], about: About) -> None:
-        """In the background, on rank 0."""
-        assert self.lease is not None
-        folder, prefix = self.store.open_draft(manifest.save_id)
-        records, log = [], ()
-        try:
-            for name, content in about.attachments().items():
-                record = write_file(folder, name, content)
-                records.append(replace(record, name=prefix + name))
-            if about.log is not None:
-                log = write_log(self.store, manifest.save_id, about.log(), self.log_parts)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
-        files = tuple(report.record(prefix + file_name(rank)) for rank, report in enumerate(reports))
-        self.store.publish(replace(manifest, files=files, attachments=tuple(records), log=log), self.lease)
-        self.log_parts = log
-        self.after_publish(self.lease)
+    # ---------------------------------------------------------------------------------------------------- publishing
 
-    def _gather_reports(self, flight: "_Flight") -> list[Report]:
-        """What each rank has written: 48 bytes a rank."""
+    def _gather_files(self, flight: Flight) -> tuple[FileRecord, ...]:
+        """Exchange what each rank has written: 48 bytes a rank."""
         assert self._plan is not None
         record, numbers = flight.task.result()
         mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
-        reports = [Report(*REPORT.unpack(raw)) for raw in exchange.gather_bytes(mine, self.group)]
-        flight.num_bytes = sum(report.num_bytes for report in reports)
+        reports = [REPORT.unpack(raw) for raw in exchange.gather_bytes(mine)]
         for rank, table in enumerate(self._plan.table_of_rank):
-            if reports[rank].numbers != reports[first := self._plan.first_ranks[table]].numbers:
+            if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
                 raise CheckpointError(
                     f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
                     "apart"
                 )
-        return reports
-
-    def _describe(self, flight: "_Flight", optimizer: dict[str, Any] | None, aliases: dict[str, str]) -> Manifest:
-        """All but the files."""
-        assert self._plan is not None
-        about = flight.about
-        return Manifest(
-            save_id=flight.save_id,
-            parent_save_id=self.parent_save_id,
-            lease_epoch=flight.lease_epoch,
-            run_name=about.run_name,
-            timestamp=about.timestamp,
-            written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            fingerprints=about.fingerprints,
-            config=about.config,
-            segments=about.segments,
-            scalars=about.scalars,
-            optimizer=optimizer,
-            aliases=aliases,
-            tensors=self._plan.tensors,
-            files=(),
+        flight.num_bytes = sum(report[0] for report in reports)
+        _, prefix = self.store.commits.draft(flight.save_id)
+        return tuple(
+            FileRecord(
+                name=prefix + file_name(rank),
+                num_bytes=num_bytes,
+                block_bytes=BLOCK_BYTES,
+                header_bytes=header_bytes,
+                digest=digest.hex(),
+            )
+            for rank, (num_bytes, header_bytes, digest, _) in enumerate(reports)
         )
 
     def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """The optimizer's groups and steps of all ranks together, which differ only where ranks have other tensors."""
+        """Join the optimizer's groups and steps of all ranks, which differ only where ranks have other tensors."""
         assert self._plan is not None
         if len(self._plan.first_ranks) == 1:
             return found.optimizer, found.aliases
         mine = encode_value([found.optimizer, found.aliases])
-        parts = [decode_value(exchange.broadcast_json(mine, self.group, source=r)) for r in self._plan.first_ranks]
+        parts = [decode_value(exchange.broadcast_json(mine, source=rank)) for rank in self._plan.first_ranks]
         return state.join_optimizers([optimizer for optimizer, _ in parts]), {
             alias: name for _, aliases in parts for alias, name in aliases.items()
         }
 
+    def _describe(
+        self,
+        flight: Flight,
+        files: tuple[FileRecord, ...],
+        optimizer: dict[str, Any] | None,
+        aliases: dict[str, str],
+    ) -> Manifest:
+        assert self._plan is not None
+        about = {one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"}
+        return Manifest(
+            **about,
+            save_id=flight.save_id,
+            parent_save_id=self.parent_save_id,
+            lease_epoch=flight.lease_epoch,
+            written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            optimizer=optimizer,
+            aliases=aliases,
+            tensors=self._plan.tensors,
+            files=files,
+        )
+
+    def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:
+        """Publish in the background, on rank 0."""
+        assert self.lease is not None
+        folder, _ = self.store.open_draft(manifest.save_id)
+        parts = ()
+        try:
+            if log is not None:
+                parts = write_log(self.store, manifest.save_id, log(), self.log_parts)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
+        self.store.publish(replace(manifest, log=parts), self.lease)
+        self.log_parts = parts
+        self.after_publish(self.lease)
+
 
 def file_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
-
-
-def _signature(tensors: Tensors) -> list[Any]:
-    """What a plan depends on."""
-    return [(name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None)) for name, tensor in tensors.items()]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A save between its beginning and its publication."""
-
-    about: About
-    state: state.State
-    save_id: str
-    lease_epoch: int
-    started: float
-    stall_seconds: float
-    task: Future[Any]
-    """Writing this rank's file; then, on rank 0, publishing."""
-    is_publishing: bool = False
-    num_bytes: int = 0
 
 
 def _error_of(task: Future[Any]) -> Exception | None:
@@ -411,12 +360,8 @@ def _error_of(task: Future[Any]) -> Exception | None:
     return error
 
 
-def _non_finite(tensors: Tensors) -> list[str]:
-    return [key for key, tensor in tensors.items() if not _is_finite(tensor)]
-
-
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """One pass, no copy: a nan or an infinity shows in the extremes."""
+    """Look for a nan or an infinity in the extremes: one pass, no copy."""
     if not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:
@@ -425,7 +370,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
-    """From which a disk takes bytes without a copy: see `LocalSink`. Pinned: to which a device copies without a wait.
+    """Return host memory from which a disk takes bytes without a copy (`LocalSink`) and, pinned, to which a device
+    copies without a wait.
 
     torch's own pinned memory is rounded up to a power of two and never given back. This is pageable memory of the size
     that is asked for, which the driver is told to pin until it is freed. Where it refuses, copies wait.
@@ -462,10 +408,6 @@ class _Pages(mmap.mmap):
             self.unpin()
 
 
-def describe_some(keys: Sequence[str]) -> str:
-    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
-
-
 def as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,7 +1,6 @@
-"""Shard files: safetensors, written and read in one pass over their bytes, which hashes them block by block.
+"""Shard files: safetensors, written and read in one pass over their bytes, which hashes them block by block. No torch.
 
-Owns the layout of a file and the hashing; what the bytes mean is `save`'s, which tensors it has is the manifest's.
-Data starts at a multiple of 4096 and each slice at a multiple of its item size, so that a file can be mapped. No torch.
+Data starts at a multiple of 4096 and each slice at a multiple of its item size, so that a file can be mapped.
 
 The hashes of a shard's blocks are its own last tensor, HASHES: 16 bytes for each block of all bytes before it. So a
 file can be streamed from its first byte to its last, needs no second file, and stays plain safetensors. The manifest
@@ -12,17 +11,17 @@ ranges of the one and the hashes of the other.
 import json
 import math
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, retry_on_damage, unreadable
+from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
 from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, Stored
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
@@ -30,11 +29,11 @@ from llmfoundry_lite.ranks.codec import write_json
 BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 """What one thread writes or reads at a time."""
+NUM_THREADS = 4
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors has it."""
+"""The limit of safetensors."""
 HASHES = "__hashes__"
-T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -54,34 +53,29 @@ class Want(NamedTuple):
     target: np.ndarray[Any, Any]
     """uint8, end - begin of them."""
     tensor: str
-    """For messages."""
+    """Its name, for messages."""
 
 
 class Run(NamedTuple):
-    """A byte range to read at once, and the wants that reach into it."""
+    """A byte range that is read at once: whole blocks."""
 
     begin: int
     end: int
-    wants: list[Want]
 
 
-class Span(NamedTuple):
-    """A byte range of a file and what lies there, for messages."""
-
-    begin: int
-    end: int
-    tensor: str
+# ------------------------------------------------------------------------------------------------------- writing
 
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Wide items first: each slice then starts at a multiple of its item size without holes, which are not allowed."""
+    """Put wide items first: each slice then starts at a multiple of its item size without holes, which are not
+    allowed."""
     return sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.key))
 
 
 def build_header(
     entries: Sequence[Entry], metadata: dict[str, str], *, block_bytes: int = 0
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """The file's first bytes, and where in the file each of `entries` (in `file_order`) lies.
+    """Return the file's first bytes, and where in the file each of `entries` (in `file_order`) lies.
 
     With `block_bytes` the file ends with the hashes of its blocks.
     """
@@ -108,48 +102,20 @@ def write_shard(
     header: bytes,
     pieces: Sequence[Buffer],
     *,
-    num_threads: int = 4,
+    num_threads: int = NUM_THREADS,
     block_bytes: int = BLOCK_BYTES,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> FileRecord:
-    """Write a header that `build_header` made for these blocks, `pieces` (uint8) and the hashes. Durable on return.
-
-    Whatever goes wrong in a thread is raised here, and then the file is worthless.
+    """Hash and write, in one pass, a header that `build_header` made for these blocks, `pieces` (uint8) and the hashes.
+    Durable on return. Whatever goes wrong in a thread is raised here, and then the file is worthless.
     """
-    size, table = _write(folder, name, [header, *pieces], num_threads, block_bytes, on_phase, with_table=True)
-    return FileRecord(
-        name=name,
-        num_bytes=size + len(table),
-        algorithm=ALGORITHM,
-        block_bytes=block_bytes,
-        header_bytes=len(header),
-        digest=hash_pieces([header, table]).hex(),
-    )
-
-
-def write_file(folder: Folder, name: str, content: Buffer, *, block_bytes: int = BLOCK_BYTES) -> FileRecord:
-    """A file that is no shard; its hashes are in the record. Durable on return."""
-    size, table = _write(folder, name, [content], 1, block_bytes, lambda phase: None, with_table=False)
-    return FileRecord(name=name, num_bytes=size, algorithm=ALGORITHM, block_bytes=block_bytes, block_hashes=table.hex())
-
-
-def _write(
-    folder: Folder,
-    name: str,
-    pieces: Sequence[Buffer],
-    num_threads: int,
-    block_bytes: int,
-    on_phase: Callable[[str], None],
-    *,
-    with_table: bool,
-) -> tuple[int, bytes]:
-    """Hash and write in the same pass. Returns how many bytes there are before the table, and the table."""
-    views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+    views = [memoryview(piece).cast("B") for piece in (header, *pieces) if len(piece)]
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
     hashes = [b""] * -(-size // block_bytes)
     sink = folder.sink(name, size + HASH_BYTES * len(hashes))
     has_failed = threading.Event()
+    chunk_bytes = _chunk_bytes(block_bytes)
 
     def write(begin: int) -> None:
         if has_failed.is_set():
@@ -166,45 +132,64 @@ def _write(
             has_failed.set()
             raise
 
-    chunk_bytes = max(block_bytes, CHUNK_BYTES // block_bytes * block_bytes)
     try:
         _for_each(write, range(0, size, chunk_bytes), num_threads if sink.any_order else 1)
         table = b"".join(hashes)
-        if with_table:
-            sink.write_at(size, [table])
+        sink.write_at(size, [table])
     except BaseException:
         sink.abandon()
         raise
     sink.close()
     on_phase("shard synced")
-    return size, table
+    return FileRecord(
+        name=name,
+        num_bytes=size + len(table),
+        algorithm=ALGORITHM,
+        block_bytes=block_bytes,
+        header_bytes=len(header),
+        digest=hash_pieces([header, table]).hex(),
+    )
+
+
+def hash_blocks(content: bytes, block_bytes: int) -> bytes:
+    return b"".join(hash_pieces([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
+
+
+def hash_pieces(pieces: Sequence[Buffer]) -> bytes:
+    if len(pieces) == 1:
+        return xxhash.xxh3_128_digest(pieces[0])
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
+
+
+# ------------------------------------------------------------------------------------------------------- reading
 
 
 class Shard:
     """A file open for reading, of which header and hashes are known to be what was written."""
 
-    def __init__(self, folder: Folder, file: FileRecord, source: Source, verify: bool):
+    def __init__(self, folder: Folder, file: FileRecord, source: Source):
         self.folder, self.file, self.source = folder, file, source
-        self.where = f"{folder.url}/{file.name}"
         self.hashes = bytes.fromhex(file.block_hashes)
         self.contents = file.contents or {}
         if file.digest:
-            self.hashes, self.contents = self._look(lambda source: self._read_header(source, verify))
+            self.hashes, self.contents = self._look(self._read_header)
 
-    def _read_header(self, source: Source, verify: bool) -> tuple[bytes, dict[str, Stored]]:
+    def _read_header(self, source: Source) -> tuple[bytes, dict[str, Stored]]:
         file = self.file
-        header, hashes = _read_bytes(source, 0, file.header_bytes), b""
-        if verify:
-            hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
-            if hash_pieces([header, hashes]).hex() != file.digest:
-                raise self.damage("its header or its hashes are not what was written")
+        header = _read_bytes(source, 0, file.header_bytes)
+        hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
+        if hash_pieces([header, hashes]).hex() != file.digest:
+            raise self.damage("its header or its hashes are not what was written")
         return hashes, parse_header(header, self)
 
     def damage(self, text: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"{self.where}: {text}", self.file.name)
+        return DamagedCheckpointError(f"{self.folder.url}/{self.file.name}: {text}", self.file.name)
 
     def _look(self, read: Callable[[Source], T]) -> T:
-        """What `read` finds; with a source of its own if it finds damage, which must be there twice."""
+        """Return what `read` finds; with a source of its own if it finds damage, which must be there twice."""
 
         def once(bypass_cache: bool) -> T:
             source = _open_once(self.folder, self.file, bypass_cache=True) if bypass_cache else self.source
@@ -221,14 +206,14 @@ class Shard:
         return retry_on_damage(once)
 
     def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
-        """Where a slice lies. Raises DamagedCheckpointError when the file has it otherwise, or not."""
+        """Return where a slice lies. Raises DamagedCheckpointError when the file has it otherwise, or not."""
         stored = self.contents.get(key)
         if stored is None or stored.dtype != dtype or stored.shape != tuple(shape):
             found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
             raise self.damage(f"{key} is {found} in its header and {dtype} {list(shape)} in the manifest")
         return stored
 
-    def read(self, wants: Sequence[Want], *, verify: bool = True, num_threads: int = 4) -> None:
+    def read(self, wants: Sequence[Want], *, num_threads: int = NUM_THREADS) -> None:
         """Fill each target; verify every block touched, once, in the same pass.
 
         Raises UnsoundCheckpointError naming the file and a tensor. Targets are then undefined.
@@ -236,76 +221,85 @@ class Shard:
         wants = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
         if any(a.end > b.begin for a, b in pairwise(wants)):
             raise self.damage("slices share bytes")
-        _for_each(lambda run: self._read_run(run, run.wants, verify), _runs(self.file, wants, verify), num_threads)
+        begins, ends = [want.begin for want in wants], [want.end for want in wants]
 
-    def verify(self, num_threads: int = 2) -> None:
-        """All blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
-        file = self.file
-        named = [Span(stored.begin, stored.end, key.partition("@")[0]) for key, stored in self.contents.items()]
-        chunk_bytes = max(file.block_bytes, CHUNK_BYTES // file.block_bytes * file.block_bytes)
-        cuts = [*range(0, file.hashed_bytes, chunk_bytes), file.hashed_bytes]
-        runs = [Run(begin, end, []) for begin, end in pairwise(cuts)]
-        _for_each(lambda run: self._read_run(run, named, True), runs, num_threads)
+        def read(run: Run) -> None:
+            inside = wants[bisect_right(ends, run.begin) : bisect_left(begins, run.end)]
+            self._read_run(run, inside, [(want.begin, want.end, want.tensor) for want in inside])
 
-    def _read_run(self, run: Run, named: Sequence[Want | Span], verify: bool) -> None:
-        """Straight into the targets; into scratch memory what no one wants but must be hashed. Twice if wrong."""
-        begin, end = run.begin, run.end
+        _for_each(read, _runs(self.file, wants), num_threads)
+
+    def verify(self, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Hash all blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
+        named = [(stored.begin, stored.end, key.partition("@")[0]) for key, stored in self.contents.items()]
+
+        def read(run: Run) -> None:
+            self._read_run(run, (), named)
+            on_read(run.end - run.begin)
+
+        _for_each(read, _cut_run(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
+
+    def _read_run(self, run: Run, wants: Sequence[Want], named: Sequence[tuple[int, int, str]]) -> None:
+        """Read straight into the targets; into scratch memory what no one wants but must be hashed."""
         pieces: list[Buffer] = []
-        position = begin
-        for want in run.wants:
-            start, stop = max(want.begin, position), min(want.end, end)
-            if start >= stop:
-                continue
+        position = run.begin
+        for want in wants:
+            start, stop = max(want.begin, position), min(want.end, run.end)
             if start > position:
                 pieces.append(np.empty(start - position, np.uint8))
             pieces.append(want.target[start - want.begin : stop - want.begin])
             position = stop
-        if position < end:
-            pieces.append(np.empty(end - position, np.uint8))
+        if position < run.end:
+            pieces.append(np.empty(run.end - position, np.uint8))
 
         def read(source: Source) -> None:
-            source.read_into(begin, pieces)
-            if verify:
-                self._check_blocks(run, pieces, named)
+            source.read_into(run.begin, pieces)
+            self._check_blocks(run, pieces, named)
 
         self._look(read)
 
-    def _check_blocks(self, run: Run, pieces: Sequence[Buffer], named: Sequence[Want | Span]) -> None:
-        begin, end = run.begin, run.end
-        starts = [begin, *(begin + n for n in accumulate(len(piece) for piece in pieces))]
-        for block in range(begin // self.file.block_bytes, -(-end // self.file.block_bytes)):
-            first, last = block * self.file.block_bytes, min((block + 1) * self.file.block_bytes, end)
-            expected = self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
-            if hash_pieces(_cut(pieces, starts, first, last)) != expected:
-                raise self.damage(f"bytes {first:,} to {last:,} are not what was written" + _inside(named, first, last))
+    def _check_blocks(self, run: Run, pieces: Sequence[Buffer], named: Sequence[tuple[int, int, str]]) -> None:
+        block_bytes = self.file.block_bytes
+        starts = [run.begin, *(run.begin + n for n in accumulate(len(piece) for piece in pieces))]
+        for first in range(run.begin, run.end, block_bytes):
+            last = min(first + block_bytes, run.end)
+            at = first // block_bytes * HASH_BYTES
+            if hash_pieces(_cut(pieces, starts, first, last)) != self.hashes[at : at + HASH_BYTES]:
+                hit = sorted({name for begin, end, name in named if begin < last and end > first})
+                more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
+                inside = f" (in {hit[0]}{more})" if hit else ""
+                raise self.damage(f"bytes {first:,} to {last:,} are not what was written{inside}")
 
 
 @contextmanager
-def open_shard(folder: Folder, file: FileRecord, *, verify: bool = True) -> Iterator[Shard]:
+def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
     """Raises UnsoundCheckpointError for a file that is gone, has another size, or another header or other hashes."""
-    source = _open(folder, file)
+    source = retry_on_damage(lambda bypass_cache: _open_once(folder, file, bypass_cache))
     try:
-        yield Shard(folder, file, source, verify)
+        yield Shard(folder, file, source)
     finally:
         source.close()
 
 
 def read_verified(folder: Folder, file: FileRecord) -> bytes:
-    """All of a file that is no shard. Raises UnsoundCheckpointError."""
+    """Return the content of a file that is no shard. Raises UnsoundCheckpointError."""
     with open_shard(folder, file) as opened:  # the size first: the memory for one that lies may not be there
         content = np.empty(file.num_bytes, np.uint8)
         opened.read([Want(0, file.num_bytes, content, file.name)])
     return content.tobytes()
 
 
-def verify_file(folder: Folder, file: FileRecord, *, num_threads: int = 2) -> None:
+def verify_file(folder: Folder, file: FileRecord, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
     with open_shard(folder, file) as opened:
-        opened.verify(num_threads)
+        opened.verify(on_read)
+
+
+# ------------------------------------------------------------------------------------------------------- headers
 
 
 def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
-    """What a safetensors header says, less the hashes. Raises DamagedCheckpointError unless its slices lie one after
-    the other, each as long as its shape says."""
+    """Return the slices of a safetensors header, without the hashes. Raises DamagedCheckpointError unless they lie one
+    after the other, each as long as its shape says."""
     try:
         if int.from_bytes(raw[:8], "little") != len(raw) - 8:
             raise ValueError
@@ -330,7 +324,7 @@ def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
 
 
 def read_header(shard: Shard) -> dict[str, Stored]:
-    """What the file's own header says, of any format. Raises UnsoundCheckpointError."""
+    """Return the slices in the header of a file of any format. Raises UnsoundCheckpointError."""
     if shard.file.digest:
         return shard.contents
 
@@ -344,7 +338,7 @@ def read_header(shard: Shard) -> dict[str, Stored]:
 
 
 def check_headers(folder: Folder, manifest: Manifest) -> None:
-    """That all headers together have every slice of every tensor, and nothing else. Raises UnsoundCheckpointError."""
+    """Raises UnsoundCheckpointError unless all headers together have every slice of every tensor, and nothing else."""
     seen = dict.fromkeys(manifest.tensors, 0)
     for index, file in enumerate(manifest.files):
         with open_shard(folder, file) as shard:
@@ -367,24 +361,11 @@ def check_headers(folder: Folder, manifest: Manifest) -> None:
             )
 
 
-def hash_blocks(content: bytes, block_bytes: int) -> bytes:
-    return b"".join(hash_pieces([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
-
-
-def hash_pieces(pieces: Sequence[Buffer]) -> bytes:
-    if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0])
-    state = xxhash.xxh3_128()
-    for piece in pieces:
-        state.update(piece)
-    return state.digest()
-
-
 # ------------------------------------------------------------------------------------------------------ the insides
 
 
 def _cut(views: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -> list[Buffer]:
-    """Bytes begin to end of all views laid one after the other."""
+    """Return bytes begin to end of all views laid one after the other."""
     result = []
     index = bisect_right(starts, begin) - 1
     while begin < end:
@@ -394,37 +375,26 @@ def _cut(views: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -
     return result
 
 
-def _runs(file: FileRecord, wants: Sequence[Want], verify: bool) -> list[Run]:
-    """Spans to read at a time, each with the wants that reach into it; whole blocks where they must be hashed."""
-    grain = file.block_bytes if verify else 1
-    limit = max(grain, CHUNK_BYTES // grain * grain)
-    runs: list[Run] = []
+def _runs(file: FileRecord, wants: Sequence[Want]) -> list[Run]:
+    """Return the blocks that sorted `wants` reach into, in pieces that are read at once."""
+    spans: list[tuple[int, int]] = []
     for want in wants:
-        begin = want.begin // grain * grain
-        end = min(-(-want.end // grain) * grain, file.hashed_bytes)
-        if runs and begin < runs[-1].end:  # shares a block with the one before
-            runs[-1].wants.append(want)
-            begin = runs[-1].end
-        elif runs and begin == runs[-1].end and runs[-1].end - runs[-1].begin < limit:
-            grown = min(end, runs[-1].begin + limit)
-            runs[-1] = Run(runs[-1].begin, grown, [*runs[-1].wants, want])
-            begin = grown
-        while begin < end:
-            stop = min(begin + limit, end)
-            runs.append(Run(begin, stop, [want]))
-            begin = stop
-    return runs
+        begin = want.begin // file.block_bytes * file.block_bytes
+        end = min(-(-want.end // file.block_bytes) * file.block_bytes, file.hashed_bytes)
+        if spans and begin <= spans[-1][1]:
+            before = spans.pop()
+            begin, end = before[0], max(end, before[1])
+        spans.append((begin, end))
+    return [run for begin, end in spans for run in _cut_run(begin, end, file.block_bytes)]
 
 
-def _inside(named: Sequence[Want | Span], first: int, last: int) -> str:
-    hit = sorted({span.tensor for span in named if span.begin < last and span.end > first})
-    if not hit:
-        return ""
-    return f" (in {hit[0]}" + (f" and {len(hit) - 1} more)" if len(hit) > 1 else ")")
+def _cut_run(begin: int, end: int, block_bytes: int) -> list[Run]:
+    step = _chunk_bytes(block_bytes)
+    return [Run(at, min(at + step, end)) for at in range(begin, end, step)]
 
 
-def _open(folder: Folder, file: FileRecord) -> Source:
-    return retry_on_damage(lambda bypass_cache: _open_once(folder, file, bypass_cache))
+def _chunk_bytes(block_bytes: int) -> int:
+    return max(block_bytes, CHUNK_BYTES // block_bytes * block_bytes)
 
 
 def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
@@ -434,9 +404,8 @@ def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
         raise unreadable(folder, file.name, error) from error
     if source.num_bytes != file.num_bytes:
         source.close()
-        raise DamagedCheckpointError(
-            f"{folder.url}/{file.name}: {source.num_bytes:,} bytes, written were {file.num_bytes:,}", file.name
-        )
+        sizes = f"{source.num_bytes:,} bytes, expected {file.num_bytes:,}"
+        raise DamagedCheckpointError(f"{folder.url}/{file.name}: has {sizes}", file.name)
     return source
 
 
@@ -451,12 +420,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _for_each(work: Callable[[Any], None], items: Sequence[Any], num_threads: int) -> None:
-    """In several threads; the first failure is raised here once all have stopped."""
-    if num_threads <= 1 or len(items) <= 1:
+    """Work in several threads; the first failure is raised here once all have stopped."""
+    if min(num_threads, len(items)) <= 1:
         for item in items:
             work(item)
         return
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="checkpoint") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        for future in futures:
-            future.result()
+        list(pool.map(work, items))

@@ -2,7 +2,7 @@
 
 Works on the DTensors and `optimizer.state` themselves rather than through torch's `get_/set_*_state_dict`: those take
 a dummy optimizer step to create missing slots, which leaves AdamW at step 1, fail with KeyError after a forward pass
-without gradients, and name tied weights differently in model and optimizer. Knows no files and no ranks.
+without gradients, and name tied weights differently in model and optimizer.
 """
 
 import fnmatch
@@ -30,6 +30,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -38,7 +39,6 @@ DTYPES = {
     "U32": torch.uint32,
     "U16": torch.uint16,
     "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -54,11 +54,11 @@ class State(NamedTuple):
     optimizer: dict[str, Any] | None
     """Class, groups by parameter name, and slots that are one number."""
     row_orders: dict[str, Runs]
-    """Of those tensors whose ranks have its rows in another order than it has itself."""
+    """Tensors whose rows ranks have in another order."""
 
 
 class Members(NamedTuple):
-    """Of a model, in the order of its modules, each under every name that it has."""
+    """A model's tensors in the order of its modules, each under every name that it has."""
 
     parameters: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
@@ -68,20 +68,20 @@ class Members(NamedTuple):
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
     members = _members(model)
     tensors, aliases = _unique(members)
-    if optimizer is None:
-        return State(tensors, aliases, None, row_orders(model, tensors))
-    slots, numbers = _read_optimizer(_names(members, optimizer), optimizer)
-    tensors |= slots
+    numbers = None
+    if optimizer is not None:
+        slots, numbers = _read_optimizer(_names(members, optimizer), optimizer)
+        tensors |= slots
     return State(tensors, aliases, numbers, row_orders(model, tensors))
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """What the model's state dict holds, each tensor once; and the other names of those that have several."""
+    """Return what the model's state dict holds, each tensor once, and further names of those that have several."""
     return _unique(_members(model))
 
 
 def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
-    """By key: a module's `row_order` is that of its parameters and of slots of their shape."""
+    """Return by key a module's `row_order`, which is that of its parameters and of slots of their shape."""
     orders: dict[str, tuple[torch.Size, Runs]] = {}
     for prefix, module in model.named_modules():
         order = getattr(module, "row_order", None)
@@ -99,7 +99,7 @@ def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def in_row_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """A whole tensor whose rows come in the ranks' order -> as it is."""
+    """Reorder a whole tensor whose rows come in the ranks' order."""
     result, at = torch.empty_like(tensor), 0
     for first, count in runs:
         result[first : first + count] = tensor[at : at + count]
@@ -108,17 +108,17 @@ def in_row_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 
 def in_order_of_ranks(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """The way back."""
+    """Undo `in_row_order`."""
     return torch.cat([tensor[first : first + count] for first, count in runs])
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """id(parameter) -> name, for all that the optimizer updates."""
+    """Return id(parameter) -> name, for all that the optimizer updates."""
     return _names(_members(model), optimizer)
 
 
 def _members(model: nn.Module) -> Members:
-    """With one walk over the modules: torch's own functions take one each, all of them in the training's time."""
+    """Walk over the modules once: torch's own functions take a walk each, all of them in the training's time."""
     modules = list(model.named_modules(remove_duplicate=False))
     for _, module in modules:  # a forward pass without gradients leaves the root's parameters whole, as other tensors
         if isinstance(module, FSDPModule):
@@ -166,7 +166,7 @@ def _names(members: Members, optimizer: Optimizer) -> dict[int, str]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share, in no graph: training goes on with the same memory."""
+    """Return this rank's part, in no graph: training goes on with the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # or to_local would be a step of autograd's
@@ -207,7 +207,7 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
 
 
 def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
-    """Values that are tensors become Python's; with one transfer for all of a kind, not one for each parameter."""
+    """Turn values that are tensors into Python's, with one transfer for all of a kind."""
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for number in numbers:
         if isinstance(number["value"], torch.Tensor):
@@ -219,7 +219,7 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
 
 
 def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """One out of those of ranks that hold different parameters. Raises CheckpointError when their options differ."""
+    """Join those of ranks that hold different parameters. Raises CheckpointError when their options differ."""
     first, *others = parts
     if first is None:
         return None
@@ -238,7 +238,7 @@ def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | 
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
-    """As the whole model has them, whichever rank has which blocks: what comes before blocks, blocks, what follows."""
+    """Sort as the whole model does, whichever rank has which blocks: what comes before blocks, blocks, what follows."""
     numbers = {name: int(found[0]) for name in names if (found := re.search(r"\d+", name))}
     first = next((i for i, name in enumerate(names) if name in numbers), len(names))
     after = [name for name in names[first:] if name not in numbers]
@@ -246,7 +246,7 @@ def _in_order(names: Sequence[str]) -> list[str]:
 
 
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
-    """Parameters that keep no optimizer state when `ignore` is left out of a load.
+    """Return the parameters that keep no optimizer state when `ignore` is left out of a load.
 
     Moments mean nothing to weights that they did not come with, and half of a parameter's slots nothing to the
     optimizer, which creates either all of them or none.
@@ -262,10 +262,10 @@ def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
 def optimizer_targets(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, left_out: Collection[str] = ()
 ) -> tuple[Tensors, dict[str, torch.nn.Parameter]]:
-    """For each slot in the checkpoint, a tensor like the one this rank must hold; nothing is allocated or changed.
+    """Return, for each slot in the checkpoint, a tensor like the one this rank must hold; and the parameters by name.
 
-    Slots have their parameter's layout if they have its shape; parameters `left_out` get none. Also the parameters by
-    name.
+    Nothing is allocated or changed. Slots have their parameter's layout if they have its shape; parameters `left_out`
+    get none.
     """
     by_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     parameters = {name: by_id[i] for i, name in parameter_names(model, optimizer).items() if i in by_id}
@@ -293,7 +293,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[set[str]]:
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[set[str]], saved: Mapping[str, Any], where: str) -> None:
-    """That the checkpoint's optimizer is of this kind and updates these parameters. Raises CheckpointError."""
+    """Raises CheckpointError unless the checkpoint's optimizer is of this kind and updates these parameters."""
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{where}: holds the state of {saved['class']}, this run uses {type(optimizer).__name__}; "
@@ -348,7 +348,7 @@ def write_optimizer(
 
 
 def _write_number(slot: str, number: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """torch keeps `step` on the device for fused and capturable optimizers alone (Optimizer.load_state_dict)."""
+    """Put `step` on the device for fused and capturable optimizers alone, as Optimizer.load_state_dict does."""
     if "dtype" not in number:
         return number["value"]
     on_device = slot != "step" or group.get("fused") or group.get("capturable")
@@ -366,7 +366,7 @@ def _allocate(like: torch.Tensor, local: torch.Tensor, device: torch.device) -> 
 
 
 def describe_keys(only_there: set[str], only_here: set[str], limit: int = 3) -> str:
-    """One line about two sets of names that should have been one."""
+    """Say in one line how two sets of names differ that should have been one."""
 
     def some(names: set[str]) -> str:
         shown = ", ".join(sorted(names)[:limit])

@@ -4,11 +4,11 @@ import contextlib
 import os
 from pathlib import Path
 
+from llmfoundry_lite.checkpoint.commit import COMMITTED, Checkpoint
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest_json import FORMAT, HEAD_BYTES, MANIFEST
+from llmfoundry_lite.checkpoint.manifest import FORMAT, HEAD_BYTES, MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.checkpoint.store import COMMITTED, Checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.files import check_is_path
 
@@ -20,10 +20,8 @@ MAX_TOKENIZER_BYTES = 1 << 28
 
 def folder_of_checkpoints(where: str) -> str:
     """A run directory keeps its checkpoints inside; any other place is the folder itself."""
-    folder = open_folder(where)
-    if isinstance(folder, LocalFolder) and (folder.path / INSIDE_A_RUN).is_dir():
-        return str(folder.path / INSIDE_A_RUN)
-    return where
+    path = open_folder(where).path_here
+    return str(path / INSIDE_A_RUN) if path is not None and (path / INSIDE_A_RUN).is_dir() else where
 
 
 def check_outside_checkpoints(target: Path) -> None:
@@ -33,9 +31,8 @@ def check_outside_checkpoints(target: Path) -> None:
     target = target.absolute()
     for path in {target, target.resolve()}:
         for folder in (path, *path.parents):
-            beside = folder.parent
             is_named_so = COMMITTED.fullmatch(folder.name) or folder.name.startswith(".")
-            if _is_checkpoint(folder) or (is_named_so and _holds_checkpoints(beside)):
+            if _is_checkpoint(folder) or (is_named_so and _holds_checkpoints(folder.parent)):
                 raise CheckpointError(
                     f"{target}: {folder} is a checkpoint, or has the name of one in a folder of checkpoints; give a "
                     "place outside it, or another name"
@@ -57,39 +54,35 @@ def _is_checkpoint(folder: Path) -> bool:
 
 def check_not_from_elsewhere(where: str) -> None:
     """Raises CheckpointError for weights that others have written: a pickle, a Hugging Face folder."""
-    folder = open_folder(where)
-    if not isinstance(folder, LocalFolder):
-        return
-    path: Path = folder.path
+    path = open_folder(where).path_here
     advice = "then load_path=OUT load_weights_only=true begins a run with its weights"
-    if path.is_file():
+    if path is not None and path.is_file():
         raise CheckpointError(
             f"{where}: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import {where} OUT` makes one "
             f"of a checkpoint of Composer or LLM Foundry (a pickle: add --trust-pickle), {advice}"
         )
-    pickled, hugging_face = (path / ".metadata").is_file(), (path / "config.json").is_file()
-    if pickled or hugging_face:
-        kind, option = ("Composer's", " --trust-pickle") if pickled else ("a Hugging Face folder", "")
-        raise CheckpointError(
-            f"{where}: {kind}, not a portable checkpoint; `llmfoundry-lite checkpoint import {where} OUT{option}` "
-            f"makes one, {advice}"
-        )
+    signs = {".metadata": ("Composer's", " --trust-pickle"), "config.json": ("a Hugging Face folder", "")}
+    for sign, (kind, option) in signs.items():
+        if path is not None and (path / sign).is_file():
+            raise CheckpointError(
+                f"{where}: {kind}, not a portable checkpoint; `llmfoundry-lite checkpoint import {where} OUT{option}` "
+                f"makes one, {advice}"
+            )
 
 
 def put_tokenizer(where: str, files: dict[str, bytes], *, last: str) -> None:
-    """Beside the checkpoints of `where`, unless one is there. `last` is the file without which the others are nothing.
-    Raises OSError."""
+    """Write beside the checkpoints of `where`, unless a tokenizer is there. `last` is the file without which the others
+    are nothing. Raises OSError."""
     folder = open_folder(where).child(TOKENIZER)
     if last in folder.names():
         return
-    if isinstance(folder, LocalFolder):
-        folder.make()
+    folder.make()
     for name in sorted(files, key=lambda name: name == last):
         folder.put(name, files[name])
 
 
 def read_tokenizer(checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, bytes]:
-    """What lies beside a checkpoint of the tokenizer's files; nothing if there is none to be read."""
+    """Return the tokenizer's files beside a checkpoint; nothing if there are none to be read."""
     folder = checkpoint.folder.parent().child(TOKENIZER)
     try:
         here = folder.names()

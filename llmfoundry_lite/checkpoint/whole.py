@@ -1,9 +1,4 @@
-"""Whole tensors out of a checkpoint, in one process and without a process group: to export, compare, consolidate.
-
-weights = load_full_tensors("runs/mpt-1b/checkpoints/ba200")       {"transformer.wte.weight": …}, verified
-for difference in diff(a, b): …                                     largest differences, tensor by tensor
-consolidate(a, "mpt-1b.safetensors")                                one file, one tensor in memory at a time
-"""
+"""Whole tensors out of a checkpoint, in one process and without a process group: to export, compare, consolidate."""
 
 import contextlib
 import json
@@ -29,7 +24,7 @@ Url = str | os.PathLike[str]
 
 
 class Difference(NamedTuple):
-    """Between two tensors of the same name."""
+    """The largest differences between two tensors of the same name."""
 
     name: str
     note: str
@@ -38,36 +33,28 @@ class Difference(NamedTuple):
     max_absolute: float = 0.0
     """nan when one is nan where the other is not."""
     max_relative: float = 0.0
-    """Of |a - b| / max(|a|, |b|)."""
+    """The largest |a - b| / max(|a|, |b|)."""
 
 
-def load_full_tensors(url: Url, *, prefix: str = "model/", verify: bool = True) -> Tensors:
-    """All tensors under `prefix`, which is taken off their names, on the CPU; tied ones under each of their names.
-
-    Raises CheckpointError.
-    """
+def load_full_tensors(url: Url, *, prefix: str = "model/") -> Tensors:
+    """Return all tensors under `prefix`, which is taken off their names, on the CPU; tied ones under each of their
+    names. Raises CheckpointError."""
     checkpoint = open_checkpoint(url)
-    names = [name for name in checkpoint.manifest.tensors if name.startswith(prefix)]
-    tensors = read_whole(checkpoint, names, verify=verify)
+    tensors = read_whole(checkpoint, [name for name in checkpoint.manifest.tensors if name.startswith(prefix)])
     for alias, name in checkpoint.manifest.aliases.items():
         if name in tensors:
             tensors[alias] = tensors[name]
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def read_whole(checkpoint: Checkpoint, names: list[str], *, verify: bool = True, num_threads: int = 2) -> Tensors:
-    like = {name: like_record(checkpoint.manifest, name) for name in names}
-    return read_tensors(checkpoint, like, verify=verify, num_threads=num_threads)
+def read_whole(checkpoint: Checkpoint, names: list[str]) -> Tensors:
+    records = {name: checkpoint.manifest.tensors[name] for name in names}
+    like = {name: torch.empty(r.shape, dtype=DTYPES[r.dtype], device="meta") for name, r in records.items()}
+    return read_tensors(checkpoint, like)
 
 
-def like_record(manifest: Manifest, name: str) -> torch.Tensor:
-    """Its shape and dtype without its memory."""
-    record = manifest.tensors[name]
-    return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
-
-
-def diff(a: Url, b: Url, *, verify: bool = True) -> Iterator[Difference]:
-    """Each tensor of either checkpoint, in order of name; two tensors in memory at a time."""
+def diff(a: Url, b: Url) -> Iterator[Difference]:
+    """Compare each tensor of either checkpoint, in order of name; two tensors in memory at a time."""
     first, second = open_checkpoint(a), open_checkpoint(b)
     for name in sorted(first.manifest.tensors.keys() | second.manifest.tensors.keys()):
         here, there = first.manifest.tensors.get(name), second.manifest.tensors.get(name)
@@ -77,9 +64,7 @@ def diff(a: Url, b: Url, *, verify: bool = True) -> Iterator[Difference]:
             yield Difference(name, f"shape {list(here.shape)} and {list(there.shape)}")
         else:
             note = "" if here.dtype == there.dtype else f"dtype {here.dtype} and {there.dtype}"
-            x = read_whole(first, [name], verify=verify)[name]
-            y = read_whole(second, [name], verify=verify)[name]
-            yield compare(name, note, x, y)
+            yield compare(name, note, read_whole(first, [name])[name], read_whole(second, [name])[name])
 
 
 def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Difference:
@@ -97,14 +82,10 @@ def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Differenc
 
 
 def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
-    """Path, value in a, value in b, for everything restored that is not an array."""
-    sides = [dict(_flatten({"scalars": m.scalars, "optimizer": m.optimizer}, "")) for m in (a, b)]
-    missing = "<missing>"
-    return [
-        (path, sides[0].get(path, missing), sides[1].get(path, missing))
-        for path in sorted(sides[0].keys() | sides[1].keys())
-        if repr(sides[0].get(path, missing)) != repr(sides[1].get(path, missing))
-    ]
+    """Return path, value in a and value in b of everything that differs and is not an array."""
+    here, there = (dict(_flatten({"scalars": m.scalars, "optimizer": m.optimizer}, "")) for m in (a, b))
+    both = ((path, *(side.get(path, "<missing>") for side in (here, there))) for path in sorted(here | there))
+    return [(path, x, y) for path, x, y in both if repr(x) != repr(y)]
 
 
 def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:

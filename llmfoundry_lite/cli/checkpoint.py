@@ -1,21 +1,19 @@
 """`llmfoundry-lite checkpoint`: look at checkpoints, verify, compare, export, import and remove them.
 
-`ls`, `inspect`, `verify` and `prune` import no torch and answer on a login node. Owns which checkpoint a path means
-and how answers look: tables and lines on standard output, progress and asides on standard error.
+`ls`, `inspect`, `verify` and `prune` import no torch and answer on a login node.
 """
 
 import contextlib
+import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
-from llmfoundry_lite.checkpoint.folders import Folder
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
@@ -45,7 +43,7 @@ PROGRESS_BYTES = 1 << 28
 
 
 def find(where: str) -> Checkpoint:
-    """The checkpoint at `where`, or the newest intact one of the folder or run that it is."""
+    """Return the checkpoint at `where`, or the newest intact one of a folder or run."""
     from llmfoundry_lite.checkpoint.verify import check_structure
 
     if is_checkpoint(where):
@@ -59,21 +57,10 @@ def find(where: str) -> Checkpoint:
     return search.checkpoint
 
 
-def find_newest(where: str) -> Checkpoint:
-    """As `find`, but a newest one that is damaged is an error and not passed over."""
-    if is_checkpoint(where):
-        return open_checkpoint(where)
-    _, (newest, *_) = find_some(where)
-    if newest.checkpoint is None:
-        assert newest.error is not None
-        raise newest.error
-    return newest.checkpoint
-
-
 def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
-    """The checkpoints of a folder, newest first, at least one; a run directory keeps its own under `checkpoints`."""
+    """Return the checkpoints of a folder or run, newest first, at least one."""
     folder = open_folder(where)
-    if isinstance(folder, LocalFolder) and not folder.exists():
+    if folder.path_here is not None and not folder.exists():
         raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
     store = CheckpointStore(folder_of_checkpoints(where))
     candidates = store.candidates()
@@ -91,50 +78,42 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 def list_checkpoints(where: Where) -> None:
     """The checkpoints of a run, newest first."""
     store, candidates = find_some(where)
-    rows, unread = [], []
-    for candidate in candidates:
-        row = describe_row(candidate)
-        if row is None:
-            unread.append(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
-        else:
-            rows.append((candidate.name, *row))
+    rows = [(candidate, describe_row(candidate)) for candidate in candidates]
     say(store.root.url)
-    if rows:
-        print_columns(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
-    for line in unread:
-        say(line)
+    if listed := [(candidate.name, *row) for candidate, row in rows if row is not None]:
+        print_columns(("checkpoint", "batch", "tokens", "size", "written"), listed, right=(1, 2, 3))
+    for candidate, row in rows:
+        if row is None:
+            say(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
 
 
 def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
-    """Batch, tokens, size and date: from the beginning of the manifest if it has them all, which every release but the
-    first writes so."""
+    """Return batch, tokens, size and date; from the beginning of the manifest if it has them all, as in format 2."""
     head = candidate.head
     if head is None or head.num_bytes is None:
         if candidate.checkpoint is None:
             return None
-        manifest = candidate.checkpoint.manifest
-        stamp = manifest.timestamp
-        batch, tokens, num_bytes, written = stamp.batch, stamp.token, manifest.num_bytes, manifest.written_at
-    else:
-        batch, tokens, num_bytes, written = head.batch, head.num_tokens, head.num_bytes, head.written_at
-    return f"{batch:,}", f"{tokens:,}", megabytes(num_bytes), (written or "").replace("+00:00", "Z")
+        head = candidate.checkpoint.manifest.head
+    written = (head.written_at or "").replace("+00:00", "Z")
+    return f"{head.batch:,}", f"{head.num_tokens:,}", megabytes(head.num_bytes or 0), written
 
 
 @checkpoint.command("inspect")
 def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
     """What a checkpoint holds, and where its run has been."""
-    from llmfoundry_lite.checkpoint.verify import describe
-
     found = find(where)
-    manifest, sums, stamp = found.manifest, describe(found.manifest), found.manifest.timestamp
-    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sums.dtypes.items())
+    manifest, stamp = found.manifest, found.manifest.timestamp
+    dtypes = Counter(tensor.dtype for tensor in manifest.tensors.values())
+    kinds, num_files = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items()), len(manifest.files)
+    model = [tensor for name, tensor in manifest.tensors.items() if name.startswith("model/")]
+    slots = sum(tensor.num_bytes for name, tensor in manifest.tensors.items() if name.startswith("optim/"))
     lines = {
         "run": manifest.run_name,
         "position": f"epoch {stamp.epoch}, batch {stamp.batch:,}, {stamp.sample:,} samples, {stamp.token:,} tokens",
-        "parameters": f"{sums.num_parameters:,}",
-        "model": megabytes(sums.model_bytes),
-        "optimizer": megabytes(sums.optimizer_bytes) if manifest.optimizer is not None else "none",
-        "tensors": f"{kinds}; in {sums.num_files} file{'' if sums.num_files == 1 else 's'}",
+        "parameters": f"{sum(math.prod(tensor.shape) for tensor in model):,}",
+        "model": megabytes(sum(tensor.num_bytes for tensor in model)),
+        "optimizer": megabytes(slots) if manifest.optimizer is not None else "none",
+        "tensors": f"{kinds}; in {num_files} file{'' if num_files == 1 else 's'}",
         "written": manifest.written_at,
         "save": manifest.save_id,
         "after": manifest.parent_save_id,
@@ -173,7 +152,11 @@ def verify(where: Where) -> None:
 
     Of a folder or a run, its newest checkpoint.
     """
-    found = find_newest(where)
+    if is_checkpoint(where):
+        found = open_checkpoint(where)
+    else:
+        _, (newest, *_) = find_some(where)
+        found = newest.open()
     verify_visibly(found)
     manifest = found.manifest
     say(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
@@ -234,8 +217,8 @@ def export(
 
 @contextlib.contextmanager
 def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
-    """A folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises DataError
-    for another tokenizer than the model was trained with."""
+    """Yield a folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises
+    DataError for another tokenizer than the model was trained with."""
     from llmfoundry_lite.data.tokenizer import FILES, find_tokenizer
 
     name = wish or (found.manifest.config.get("tokenizer") or {}).get("name")
@@ -253,9 +236,8 @@ def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
 
 
 def model_config(config: dict[str, Any]) -> Any:
-    """The model of a resolved configuration, as a manifest keeps it."""
     from llmfoundry_lite.config.build import build_block
-    from llmfoundry_lite.config.model_schema import ModelConfig
+    from llmfoundry_lite.config.schema import ModelConfig
 
     return build_block(ModelConfig, config["model"], "model")
 
@@ -282,17 +264,15 @@ def import_weights(
 
         imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
     manifest = imported.checkpoint.manifest
-    tokenizer = (
-        [manifest.config["tokenizer"]["name"], f"({manifest.fingerprints['tokenizer']})"]
-        if (manifest.fingerprints)
-        else ["none"]
-    )
+    tokenizer = "none"
+    if manifest.fingerprints:
+        tokenizer = f"{manifest.config['tokenizer']['name']} ({manifest.fingerprints['tokenizer']})"
     say(f"imported {source} as {imported.checkpoint.where}")
     print_lines(
         {
             "from": imported.kind,
             "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
-            "tokenizer": " ".join(tokenizer),
+            "tokenizer": tokenizer,
             "not carried": "optimizer state, position in the data",
             "train from it": f"load_path={imported.checkpoint.where} load_weights_only=true",
         }
@@ -338,12 +318,12 @@ def prune(
 
 
 def say(text: str = "", file: TextIO | None = None) -> None:
-    """Every line of an answer, which may quote what others have written."""
+    """Print a line of an answer, which may quote what others have written."""
     print(printable(text), file=file)
 
 
 def verify_visibly(found: Checkpoint) -> None:
-    """Every byte; with a bar on a terminal when there are many. Raises DamagedCheckpointError."""
+    """Hash every byte; with a bar on a terminal when there are many. Raises DamagedCheckpointError."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -354,42 +334,17 @@ def verify_visibly(found: Checkpoint) -> None:
     is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
     with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
         task = progress.add_task(printable(found.name), total=num_bytes)
-
-        def show(count: int) -> None:  # headers are read twice
-            progress.update(task, completed=min(progress.tasks[task].completed + count, num_bytes))
-
-        folder: Any = WatchedFolder(found.folder, show)
-        verify_checkpoint(replace(found, folder=folder))
-
-
-class WatchedFolder:
-    """A place whose reader is told of every byte that is read from it."""
-
-    def __init__(self, folder: Folder, on_read: Callable[[int], None]):
-        self._place, self._on_read = folder, on_read
-        self.url, self.is_local, self.child, self.sizes = folder.url, folder.is_local, folder.child, folder.sizes
-        self.parent = folder.parent
-
-    def source(self, name: str, *, bypass_cache: bool = False) -> "WatchedSource":
-        return WatchedSource(self._place.source(name, bypass_cache=bypass_cache), self._on_read)
-
-
-class WatchedSource:
-    def __init__(self, source: Any, on_read: Callable[[int], None]):
-        self._source, self._on_read = source, on_read
-        self.num_bytes, self.close = source.num_bytes, source.close
-
-    def read_into(self, offset: int, pieces: Sequence[Any]) -> None:
-        self._source.read_into(offset, pieces)
-        self._on_read(sum(len(piece) for piece in pieces))
+        verify_checkpoint(found, lambda count: progress.advance(task, count))
+        progress.update(task, completed=num_bytes)
 
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     from rich.console import Console
 
-    from llmfoundry_lite.report.tables import print_table
+    from llmfoundry_lite.report.tables import Table
 
-    print_table(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False), columns, rows, right)
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    Table("", columns, rows, right).print(console)
 
 
 def print_lines(lines: dict[str, str | None]) -> None:
@@ -399,7 +354,7 @@ def print_lines(lines: dict[str, str | None]) -> None:
 
 
 def status(text: str) -> Any:
-    """A spinner on a terminal, until the work is done."""
+    """Show a spinner on a terminal, until the work is done."""
     from rich.console import Console
 
     return Console(stderr=True).status(printable(text).replace("[", r"\["))

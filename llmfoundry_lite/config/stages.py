@@ -7,8 +7,7 @@ Blocks stay in order. A stage is one run of them; interleaved schedules give eac
 import heapq
 from dataclasses import dataclass
 
-from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

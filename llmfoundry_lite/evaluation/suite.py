@@ -13,9 +13,8 @@ from torch import nn
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
-from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -28,20 +27,12 @@ from llmfoundry_lite.evaluation.against import Against, load_against
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.records import ACCURACIES
-from llmfoundry_lite.evaluation.results import (
-    Outline,
-    ResultFiles,
-    Results,
-    load_results,
-    lock_folder,
-    outline_tasks,
-    read_others,
-)
+from llmfoundry_lite.evaluation.reading import ACCURACIES, load_results
+from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, alone_in, outline_tasks, read_others
 from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, write_tables
+from llmfoundry_lite.evaluation.tables import print_gauntlet, print_table, write_tables
 from llmfoundry_lite.evaluation.verdicts import print_comparison
-from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
+from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves
@@ -50,14 +41,15 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
-    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 prints, and begins with
+    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks, and begins with
     `notes`."""
     tell(notes)
     device = start(config)
-    folder = Path(config.results_folder) / config.suite
+    shard = build_shard(config, device) if config.fsdp else None
+    folder = Path(config.results_folder)
     asked = find_asked(config, tasks)
     against = find_against(config, asked) if config.against is not None else None
-    found = find_models(config, asked, device)
+    found = find_models(config, asked, device, shard)
     all_results, said = [], []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
@@ -65,113 +57,122 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
             all_results.append(evaluate_one(config, tasks, device, subject, results, files, against))
             said += [(str(files.path), note) for note in note_kept(tasks, results)]
         except CheckpointError as error:
-            if pass_over(config, results.model, subject.source):
-                continue
-            if not (config.all_checkpoints and isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)):
+            if not config.all_checkpoints:
                 raise
-            tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
+            if broadcast_json(is_gone(subject.source)):
+                tell([f"models.{results.model}: passed over {subject.source}, which was removed meanwhile"])
+            elif isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
+                tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
+            else:
+                raise
     tell(say_once(said))
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
-        show(config, asked, against, all_results, folder)
+        print_table(all_results, Console())
+        if config.eval_gauntlet:
+            print_gauntlet(config.eval_gauntlet, all_results, Console())
+        if against is not None:
+            print_against(against, asked, all_results, folder / config.suite)
+        for path in write_suite(all_results, folder / config.suite, config.eval_gauntlet):
+            print(printable(str(path)))
+        if config.all_checkpoints:
+            print(printable(str(plot_learning_curves(all_results, folder / config.suite / "learning.png"))))
     return all_results
 
 
-def show(
-    config: EvalConfig, asked: Sequence[Outline], against: Against | None, all_results: Sequence[Results], folder: Path
-) -> None:
-    """Print the tables, write them, and name the files."""
-    console, gauntlet = Console(), config.eval_gauntlet
-    print_results(all_results, console)
-    if gauntlet:
-        console.print()
-        gauntlet_table(gauntlet, all_results).print(console)
-    if against is not None:  # what was decided of the tasks that were asked, as `compare` says it
-        paths = [against.reference.path, *(folder / f"{results.model}.json" for results in all_results)]
-        names = [task.name for task in asked]
-        loaded = [replace(one, items={name: one.items[name] for name in names}) for one in load_results(paths)]
-        console.print()
-        print_comparison(compare(loaded), console)
-    written = write_suite(all_results, folder, gauntlet)
-    if config.all_checkpoints:
-        written.append(plot_learning_curves(all_results, folder / "learning.png"))
-    for path in written:
-        print(printable(str(path)))
-
-
 def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
-    """Return the same on all ranks, or refuse."""
-    with user_errors_on_all_ranks():
+    """The same on all ranks, or refused."""
+    asked, error = [], None
+    try:
         asked = outline_tasks(tasks, config.tokenization, config.limit)
-    with user_errors_on_all_ranks():
-        names = [outline.name for outline in asked]
-        of_rank_0 = broadcast_json(names)
-        if of_rank_0 != names:  # where data are not on all machines, and no YAML file names the tasks
-            told = f"rank {this_rank().rank} has the tasks {', '.join(names)}"
-            raise DataError(f"{told}, rank 0 {', '.join(of_rank_0)}")
+    except UserError as caught:
+        error = caught
+    raise_on_all_ranks(error)
+    names = [outline.name for outline in asked]
+    if (
+        of_rank_0 := broadcast_json(names)
+    ) != names:  # where data are not on all machines, and no YAML file names the tasks
+        error = DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
+    raise_on_all_ranks(error)
     return asked
 
 
 def find_against(config: EvalConfig, asked: Sequence[Outline]) -> Against:
-    """Read the stored result on each rank; the error is shared by all tasks of all models."""
+    """The stored result, read by each rank; the error is shared by all tasks of all models."""
+    found, error = None, None
     rule = Rule(spending=config.spending, margin=config.margin).among(len(asked) * len(config.models))
     written = [Path(config.results_folder) / config.suite / f"{name}.json" for name in config.models]
-    with user_errors_on_all_ranks():
-        return load_against(Path(str(config.against)), rule, asked, written)
+    try:
+        found = load_against(Path(str(config.against)), rule, asked, written)
+    except UserError as caught:
+        error = caught
+    raise_on_all_ranks(error)
+    assert found is not None
+    return found
+
+
+def print_against(against: Against, asked: Sequence[Outline], all_results: Sequence[Results], folder: Path) -> None:
+    """What was decided of the tasks that were asked, as `compare` says it."""
+    paths = [against.reference.path, *(folder / f"{results.model}.json" for results in all_results)]
+    names = [task.name for task in asked]
+    loaded = [replace(result, items={name: result.items[name] for name in names}) for result in load_results(paths)]
+    console = Console()
+    console.print()
+    print_comparison(compare(loaded), console)
 
 
 def find_models(
-    config: EvalConfig, asked: Sequence[Outline], device: torch.device
+    config: EvalConfig, asked: Sequence[Outline], device: torch.device, shard: Shard | None
 ) -> list[tuple[Subject, Results, ResultFiles]]:
-    """Refuse on all ranks everything that can be refused without reading weights."""
+    """Everything that can be refused without reading weights is, on all ranks."""
     found: list[tuple[Subject, Results, ResultFiles]] = []
-    shard = build_shard(config, device) if config.fsdp else None
-    tokenizers, said = {}, []
-    with user_errors_on_all_ranks():
+    tokenizers, models, said, error = {}, {}, [], None
+    try:
         models = expand_models(config)
+    except UserError as caught:
+        error = caught
+    raise_on_all_ranks(error)
     for name, where in broadcast_json(models).items():  # ranks may see a live run's checkpoints at different times
+        error = None
         try:
-            with user_errors_on_all_ranks():
-                subject = find_subject(
-                    where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
-                )
-                like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
-                subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
-                results = Results(
-                    model=name,
-                    suite=config.suite,
-                    source=subject.source,
-                    save_id=subject.save_id,
-                    num_tokens_trained=subject.num_tokens_trained,
-                    tokenizer=subject.fingerprint,
-                    precision=devices.computed_precision(config.precision),
-                )
-                files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
-                files.refuse_to_replace(results, asked)
+            subject = find_subject(
+                where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
+            )
+            like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
+            subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
+            said += [(f"models.{name}", f"{note}; {subject.source} is evaluated") for note in subject.notes]
+            results = Results(
+                model=name,
+                suite=config.suite,
+                source=subject.source,
+                save_id=subject.save_id,
+                num_tokens_trained=subject.num_tokens_trained,
+                tokenizer=subject.fingerprint,
+                precision=devices.computed_precision(config.precision),
+            )
+            files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
+            files.refuse_to_replace(results, asked)
+            found.append((subject, results, files))
+        except UserError as caught:
+            error = caught
+        try:
+            raise_on_all_ranks(error)
         except UserError:
-            if not pass_over(config, name, where):
+            if not (config.all_checkpoints and broadcast_json(is_gone(where))):
                 raise
-            continue
-        said += [(f"models.{name}", f"{note}; {subject.source} is evaluated") for note in subject.notes]
-        found.append((subject, results, files))
+            found = [model for model in found if model[1].model != name]
+            tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
     tell(say_once(said))
     return found
 
 
-def pass_over(config: EvalConfig, name: str, where: str) -> bool:
-    """Return whether a checkpoint that was seen is no longer there, and say so: a live run keeps its newest alone."""
-
-    def is_gone() -> bool:
-        try:
-            return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
-        except CheckpointError:  # it cannot be seen: not known to be removed
-            return False
-
-    if not (config.all_checkpoints and broadcast_json(is_gone())):
+def is_gone(where: str) -> bool:
+    """Whether a checkpoint that was seen is no longer there, as of a live run that keeps its newest alone."""
+    try:
+        return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
+    except CheckpointError:  # it cannot be seen: not known to be removed
         return False
-    tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
-    return True
 
 
 def evaluate_one(
@@ -183,10 +184,16 @@ def evaluate_one(
     files: ResultFiles,
     against: Against | None = None,
 ) -> Results:
-    with user_errors_on_all_ranks():
+    model, error = None, None
+    try:
         model = subject.load()  # kept nowhere, so that one model alone takes memory
+    except UserError as caught:
+        error = caught
+    raise_on_all_ranks(error)
+    assert model is not None
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
-    return evaluate(
+    progress = ProgressLine(results.model)
+    evaluate(
         model,
         subject.tokenizer,
         tasks,
@@ -196,9 +203,11 @@ def evaluate_one(
         max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
         max_seq_len=config.max_seq_len,
         limit=config.limit,
-        on_progress=ProgressLine(results.model),
+        on_progress=progress,
         against=against,
     )
+    progress.close()
+    return results
 
 
 def note_kept(tasks: Sequence[TaskConfig], results: Results) -> list[str]:
@@ -208,7 +217,7 @@ def note_kept(tasks: Sequence[TaskConfig], results: Results) -> list[str]:
 
 
 def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
-    """Return from (whose, note) a line for each note, with how many others have the same one."""
+    """(whose, note) -> a line for each note, with how many others have the same one."""
     subjects: dict[str, list[str]] = {}
     for whose, note in said:
         subjects.setdefault(note, []).append(whose)
@@ -219,10 +228,10 @@ def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
-    """Write the tables, with the models that earlier launches evaluated on this suite below these. Raises DataError."""
+    """The tables, with the models that earlier launches have evaluated on this suite below these. Raises DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with lock_folder(folder):
+        with alone_in(folder):
             others, notes = read_others(folder, [results.model for results in all_results])
             tell(notes)
             return write_tables([*all_results, *others], folder, gauntlet)
@@ -234,7 +243,7 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
 
 
 def expand_models(config: EvalConfig) -> dict[str, str]:
-    """Return the models to evaluate; with all_checkpoints, each run's checkpoints in order of batch."""
+    """The models to evaluate; with all_checkpoints, each run's checkpoints in order of batch."""
     if not config.all_checkpoints:
         return config.models
     models = {}
@@ -264,7 +273,7 @@ def start(config: EvalConfig) -> torch.device:
 
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:
-    """Return what spreads a model over all ranks."""
+    """What spreads a model over all ranks."""
     from llmfoundry_lite.parallel.fsdp import shard_model
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import Precision
@@ -280,7 +289,7 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
 
 
 def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
-    """Draw the main metric of every task against the batch of the checkpoint, one panel for each task."""
+    """The main metric of every task against the batch of the checkpoint, one panel for each task."""
     panels: dict[str, Panel] = {}
     for results in all_results:
         name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
@@ -303,11 +312,14 @@ class ProgressLine:
         self.model = model
         self.task, self.started, self.is_done = "", 0.0, False
         self.is_terminal = sys.stderr.isatty()
+        self.is_main = this_rank().rank == 0
 
     def __call__(self, task: str, done: int, total: int) -> None:
+        if not self.is_main:
+            return
         if task != self.task:
             self.task, self.started, self.is_done = task, time.monotonic(), False
-        if self.is_done or this_rank().rank != 0:  # with several ranks the last items are told of twice
+        if self.is_done:  # with several ranks the last items are told of twice
             return
         self.is_done = done == total
         seconds = time.monotonic() - self.started
@@ -318,6 +330,11 @@ class ProgressLine:
             text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
         elif done:
             text += f" · ETA {datetime.timedelta(seconds=round(seconds * (total - done) / done))}"
-        begin, end = ("\r\033[K", "\n" if self.is_done else "") if self.is_terminal else ("", "\n")
-        if self.is_terminal or self.is_done:
-            print(f"{begin}{printable(text)}", end=end, file=sys.stderr, flush=True)
+        text = printable(text)
+        if self.is_terminal:
+            print(f"\r\033[K{text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif done == total:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.task = ""

@@ -5,8 +5,7 @@
 
 from typing import NamedTuple
 
-from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
 
 
 class ParameterExchanges(NamedTuple):

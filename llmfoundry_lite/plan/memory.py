@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.hardware import MIB, Accelerator
 from llmfoundry_lite.plan.model_memory import (

@@ -1,25 +1,37 @@
 """Typed values <-> JSON, so that every number that is not an array survives a save exactly.
 
-None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict with str keys; nothing else, and
-nothing is guessed: a numpy number or a tensor is refused with its place. Plain JSON where JSON is unambiguous;
+None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict with str keys. Nothing is guessed: a
+numpy number or a tensor is refused with its place. Plain JSON where JSON is unambiguous;
 `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$int": "..."}` (beyond 2^53, which other readers would round),
 `{"$bytes": "<base64>"}` and `{"$dict": {...}}` (for a dict whose keys look like these) where it is not.
 """
 
 import base64
 import binascii
+import dataclasses
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 MAX_DEPTH = 64
 EXACT_IN_A_DOUBLE = 2**53
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+    NoneType: "null",
+}
+"""Annotations in errors."""
 
 
 def encode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
-    """A value as JSON can hold it. Raises CheckpointError naming the item that has no place in a manifest."""
+    """Turn a value into JSON. Raises CheckpointError naming the item that has no place in a manifest."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH}; keep checkpointed state flat")
     kind = type(value)
@@ -47,7 +59,7 @@ def encode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
 
 
 def decode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
-    """What `encode_value` was given. Raises DamagedCheckpointError naming the item."""
+    """Undo `encode_value`. Raises DamagedCheckpointError naming the item."""
     if depth > 2 * MAX_DEPTH + 2:
         raise DamagedCheckpointError(f"{where}: nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
@@ -75,7 +87,7 @@ def decode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
 
 
 def parse_json(raw: bytes, where: str) -> Any:
-    """Strict JSON: no NaN, no key twice. Raises DamagedCheckpointError. Callers bound its size."""
+    """Parse strict JSON: no NaN, no key twice. Raises DamagedCheckpointError. Callers bound its size."""
     try:
         return json.loads(raw, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
     except RecursionError:
@@ -85,12 +97,12 @@ def parse_json(raw: bytes, where: str) -> Any:
 
 
 def count_values(raw: bytes) -> int:
-    """At least as many as there are in this JSON, counted without parsing it."""
+    """Return at least as many values as this JSON has, without parsing it."""
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def write_json(value: Any) -> bytes:
-    """Compact; ASCII, so that unpaired surrogates in a str survive."""
+    """Write compact JSON in ASCII, so that unpaired surrogates in a str survive."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
@@ -107,7 +119,7 @@ class Item:
         return Item(self.value[key], f"{self.where}: {key}")
 
     def besides(self, *known: str) -> dict[str, Any]:
-        """Fields that a later release has added."""
+        """Return fields that a later release has added."""
         return {key: value for key, value in self.object().items() if key not in known}
 
     def object(self) -> dict[str, Any]:
@@ -120,14 +132,22 @@ class Item:
         self.expect(isinstance(self.value, list), "a list")
         return [Item(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
 
-    def strings(self) -> dict[str, str]:
-        return {key: item.string() for key, item in self.entries()}
+    def fields(self, kind: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Decode fields of a dataclass, each checked against its annotation: `names`, or by default those without a
+        default and the others that are there."""
+        found = {}
+        for one in dataclasses.fields(kind):
+            is_needed = one.name in names or (not names and one.default is one.default_factory is dataclasses.MISSING)
+            if is_needed or (not names and one.name != "extra" and one.name in self.object()):
+                given = self.get(one.name)
+                value = decode_value(given.value, given.where)
+                kinds: Any = get_args(one.type) if isinstance(one.type, UnionType) else [one.type]
+                words = " or ".join(WORDS.get(get_origin(kind) or kind, "") for kind in kinds)
+                found[one.name] = Item(value, given.where).expect(fits(value, one.type), words)
+        return found
 
     def string(self) -> str:
         return self.expect(isinstance(self.value, str), "a string")
-
-    def optional_string(self) -> str | None:
-        return self.expect(self.value is None or isinstance(self.value, str), "a string or null")
 
     def integer(self) -> int:
         return self.expect(type(self.value) is int and 0 <= self.value < 2**63, "a whole number")
@@ -140,6 +160,22 @@ class Item:
         if not ok:
             raise DamagedCheckpointError(f"{self.where}: {shorten(self.value)} given, expected {what}")
         return self.value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a decoded value is of this annotation. Whole numbers are neither negative nor bool."""
+    if kind is Any:
+        return True
+    if isinstance(kind, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    origin, inside = get_origin(kind) or kind, get_args(kind)
+    if origin is int:
+        return type(value) is int and 0 <= value < 2**63
+    if origin is float:
+        return type(value) in (int, float)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(one, inside[1]) for one in value.values())
+    return isinstance(value, origin)
 
 
 def shorten(value: Any, limit: int = 80) -> str:

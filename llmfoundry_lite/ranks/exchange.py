@@ -1,8 +1,7 @@
 """JSON between ranks, and one verdict for all of them.
 
-torch's object collectives would pickle; plans, reports and errors are plain data, so they travel as JSON in a byte
-tensor instead. Without a process group there is one rank and nothing travels. For main threads only: every rank must
-come here in the same order.
+torch's object collectives would pickle; plans, reports and errors travel as JSON in a byte tensor instead. For main
+threads only: every rank must come here in the same order. Without a process group nothing travels.
 """
 
 import datetime
@@ -27,24 +26,21 @@ _host_group: Group = None
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def rank_and_size(group: Group) -> tuple[int, int]:
+def rank_and_size(group: Group = None) -> tuple[int, int]:
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def all_gather_json(value: Any, group: Group = None) -> list[Any]:
-    """What each rank passed, in order of rank, on every rank; two collectives."""
-    _, world_size = rank_and_size(group)
+    """Return what each rank passed, in order of rank; two collectives."""
     raw = write_json(value)
-    if world_size == 1:
-        return [json.loads(raw)]
     longest = max_of([len(raw)], group)[0]
     return [json.loads(part) for part in gather_bytes(raw.ljust(longest), group)]
 
 
 def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
-    """What each rank passed, in order of rank, on every rank; one collective. All must pass equally many."""
+    """Return what each rank passed, in order of rank; one collective. All must pass equally many bytes."""
     _, world_size = rank_and_size(group)
     if world_size == 1:
         return [raw]
@@ -55,22 +51,22 @@ def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
     return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
 
 
-def gather_distinct(value: Any, group: Group = None) -> list[tuple[Any, list[int]]]:
-    """The different values that ranks passed, each with the ranks that did; on every rank, in order of the first.
+def gather_distinct(value: Any) -> list[tuple[Any, list[int]]]:
+    """Return the different values that ranks passed, each with its ranks, in order of the first.
 
-    Ranks compare digests, and one rank for each value tells it: cheap when most have the same.
+    Ranks compare digests, and one rank broadcasts each value: cheap when most have the same.
     """
-    digests = gather_bytes(xxhash.xxh3_128_digest(write_json(value)), group)
+    digests = gather_bytes(xxhash.xxh3_128_digest(write_json(value)))
     holders: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
         holders.setdefault(digest, []).append(rank)
     if len(holders) == 1:
         return [(json.loads(write_json(value)), list(range(len(digests))))]
-    return [(broadcast_json(value, group, source=ranks[0]), ranks) for ranks in holders.values()]
+    return [(broadcast_json(value, source=ranks[0]), ranks) for ranks in holders.values()]
 
 
 def broadcast_json(value: Any, group: Group = None, *, source: int = 0) -> Any:
-    """What one rank passed, rank 0 unless said otherwise, on every rank."""
+    """Return on every rank what rank `source` passed."""
     rank, _ = rank_and_size(group)
     return json.loads(tell_bytes(write_json(value) if rank == source else b"", group, source=source))
 
@@ -88,15 +84,26 @@ def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
     return raw if rank == source else bytes(content.cpu().numpy())
 
 
+def send_to_main(tensor: torch.Tensor) -> None:
+    """Send a tensor in host memory to rank 0, which calls `receive_from`."""
+    dist.send(tensor.contiguous(), 0, _host_group)
+
+
+def receive_from(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Fill `tensor` with what that rank sends."""
+    dist.recv(tensor, rank, _host_group)
+    return tensor
+
+
 def max_of(values: list[int], group: Group = None) -> list[int]:
-    """Each value's maximum over the ranks."""
+    """Return each value's maximum over the ranks."""
     return _reduce(values, dist.ReduceOp.MAX, group)
 
 
-def all_reduce_sum(values: list[int], group: Group = None) -> list[int]:
-    """Each value's sum over the ranks, modulo 2**64: 64-bit addition wraps around in just that way. Negative numbers
+def all_reduce_sum(values: list[int]) -> list[int]:
+    """Return each value's sum over the ranks, modulo 2**64, which is how 64-bit addition wraps around. Negative numbers
     and those from 2**63 on come back in either form."""
-    return _reduce([(value + (1 << 63)) % (1 << 64) - (1 << 63) for value in values], dist.ReduceOp.SUM, group)
+    return _reduce([(value + (1 << 63)) % (1 << 64) - (1 << 63) for value in values], dist.ReduceOp.SUM, None)
 
 
 def _reduce(values: list[int], operation: Any, group: Group) -> list[int]:
@@ -107,21 +114,28 @@ def _reduce(values: list[int], operation: Any, group: Group) -> list[int]:
     return tensor.tolist()
 
 
-def raise_on_all_ranks(error: Exception | None, group: Group = None) -> None:
+@contextmanager
+def raising_on_all_ranks() -> Iterator[None]:
+    """Run a block that may fail on some ranks; then `raise_on_all_ranks`. Every rank must come here."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_on_all_ranks(error)
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
     """Return on all ranks if none has an error; otherwise raise on all of them what the first had.
 
     Errors that are not a user's are raised as they are where they happened.
     """
-    if not any(max_of([0 if error is None else 1], group)):
+    if not any(max_of([0 if error is None else 1])):
         return
-    rank, _ = rank_and_size(group)
     may_pass = isinstance(error, UserError) and error.is_transient
-    reports = all_gather_json([type(error).__name__, str(error), may_pass] if error is not None else None, group)
-    if error is not None and not isinstance(error, CheckpointError):
-        raise error
+    reports = all_gather_json([type(error).__name__, str(error), may_pass] if error is not None else None)
     first = next(i for i, report in enumerate(reports) if report is not None)
-    if first == rank:
-        assert error is not None
+    if error is not None and (not isinstance(error, CheckpointError) or first == rank_and_size()[0]):
         raise error
     name, text, may_pass = reports[first]
     cause = TransientError(text) if may_pass else None
@@ -131,17 +145,6 @@ def raise_on_all_ranks(error: Exception | None, group: Group = None) -> None:
     raise CheckpointError(f"rank {first}: {name}: {text}")
 
 
-@contextmanager
-def user_errors_on_all_ranks() -> Iterator[None]:
-    """Raise a user's error inside the block on all ranks, after it. All ranks must come here."""
-    error: UserError | None = None
-    try:
-        yield
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error)
-
-
 def open_host_group(timeout: datetime.timedelta) -> None:
     """From now on, what is not told which group to use travels over gloo, beside NCCL: no device is waited for."""
     global _host_group
@@ -149,6 +152,6 @@ def open_host_group(timeout: datetime.timedelta) -> None:
 
 
 def _device(group: Group) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """Return the device that the group's backend exchanges from."""
     uses_accelerator = "nccl" in dist.get_backend(group or _host_group) and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if uses_accelerator else torch.device("cpu")

@@ -1,7 +1,7 @@
 """Processes told apart without a clock that anybody can set: by boot, pid namespace, pid and start in ticks. No torch.
 
-The wall clock may step, by NTP or by hand, and every date that is computed from it moves along. Containers of one
-machine share its boot, and each counts processes anew. A machine may get another name while it runs.
+The wall clock may step, and dates computed from it move along. Containers of one machine share its boot, and each
+counts processes anew. A machine may get another name while it runs.
 """
 
 import os
@@ -24,8 +24,7 @@ def describe_this_process() -> dict[str, Any]:
 
 
 def lives(process: dict[str, Any]) -> bool | None:
-    """Whether the process of such a description still runs. None where that cannot be told from here: it is of another
-    machine, or of another container."""
+    """Return whether the described process still runs; None where another machine or container must tell."""
     boot, is_of_this_host = process.get("boot"), process.get("host") == socket.gethostname()
     if boot is None or boot_id() is None:  # not Linux, or written by an earlier release
         return _exists(process["pid"]) if is_of_this_host else None
@@ -38,32 +37,32 @@ def lives(process: dict[str, Any]) -> bool | None:
 
 
 def uptime() -> float:
-    """Seconds since this machine started, by a clock that all its processes share and that is never set."""
+    """Return seconds since this machine started, by a clock that all its processes share and that is never set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def age_seconds(pid: int) -> float:
-    """Since that process began; 0 where it cannot be told."""
+    """Return seconds since that process began; 0 where it cannot be told."""
     started = start_ticks(pid)
     return max(0.0, uptime() - started / os.sysconf("SC_CLK_TCK")) if started is not None else 0.0
 
 
 def boot_id() -> str | None:
-    """Another one after each start of the machine. None where there is none, as on macOS."""
+    """Return an id that changes with each start of the machine; None where there is none, as on macOS."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
 def pid_namespace() -> str | None:
-    """In which pids mean something, as each container has its own."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, so that a reused pid is not taken for it; None if it does not run (or is a zombie)."""
+    """Return when a process began, so that a reused pid is not taken for it; None if it does not run, or is a
+    zombie."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return None if fields[0] in "ZX" else int(fields[19])

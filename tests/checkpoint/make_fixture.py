@@ -42,7 +42,7 @@ def save(rank: int, num_ranks: int, folder: str, rendezvous: str) -> None:
     for i in range(3):
         step(model, optimizer, i)
     saver = open_saver(CheckpointStore(folder), parent_save_id="e1-ba2-000000000000")
-    saver.save(model, optimizer, replace(ABOUT, attachments=lambda: {"notes.txt": b"beside"}, log=lambda: LOG))
+    saver.save(model, optimizer, replace(ABOUT, log=lambda: LOG))
     saver.wait()
     digests = digests_of(whole_state(model, optimizer))
     if rank == 0:

@@ -20,30 +20,11 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import About, aligned_memory, as_bytes, open_saver
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_file, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 from tests.checkpoint.saves import save, write_draft
-
-
-def test_the_disk_is_asked_to_begin_with_every_byte_before_the_fsync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(
-        local_folder, "SYNC_FILE_RANGE", lambda fd, offset, size, flags: asked.append((offset.value, size.value))
-    )
-    write_shard(LocalFolder(tmp_path), "shard", b"head", [np.zeros(2 * CHUNK_BYTES + 1, np.uint8)])
-    table = (2 * CHUNK_BYTES + 5, 16 * (2 * CHUNK_BYTES // BLOCK_BYTES + 1))
-    assert sorted(asked) == [(0, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, 5), table]
-
-
-def test_a_system_that_cannot_be_asked_writes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_folder, "SYNC_FILE_RANGE", None)
-    content = np.arange(100_000, dtype=np.uint8)
-    write_file(LocalFolder(tmp_path), "shard", content)
-    assert (tmp_path / "shard").read_bytes() == content.tobytes()
 
 
 @pytest.fixture
@@ -90,9 +71,9 @@ def test_what_cannot_be_written_past_the_page_cache_goes_through_it(tmp_path, mo
     monkeypatch.setattr(local_folder, "WRITE", write)
     content = as_bytes(aligned_memory(3 * CHUNK_BYTES, pinned=False))
     content[:] = np.arange(content.size) % 251
-    write_file(LocalFolder(tmp_path), "file", content)
-    assert refused == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
-    assert (tmp_path / "file").read_bytes() == content.tobytes()
+    write_shard(LocalFolder(tmp_path), "file", b"", [content])
+    assert sorted(refused) == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
+    assert (tmp_path / "file").read_bytes().startswith(content.tobytes())
 
 
 @pytest.mark.fault
@@ -103,7 +84,7 @@ def test_a_disk_that_takes_bytes_neither_way_is_heard_of_and_no_descriptor_stays
     monkeypatch.setattr(local_folder, "WRITE", write)
     open_descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error"):
-        write_file(LocalFolder(tmp_path), "file", as_bytes(aligned_memory(CHUNK_BYTES, pinned=False)))
+        write_shard(LocalFolder(tmp_path), "file", b"", [as_bytes(aligned_memory(CHUNK_BYTES, pinned=False))])
     assert len(os.listdir("/proc/self/fd")) == open_descriptors
 
 

@@ -10,15 +10,15 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from llmfoundry_lite.checkpoint import commit
 from llmfoundry_lite.checkpoint import lease as leases
-from llmfoundry_lite.checkpoint import store as store_module
 from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.shards import write_file
+from llmfoundry_lite.checkpoint.manifest import FileRecord
+from llmfoundry_lite.checkpoint.shards import hash_blocks
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
 from llmfoundry_lite.cli import main
@@ -40,7 +40,7 @@ def names(store):
 
 def beside_compare(monkeypatch, happen):
     """`happen` comes between a prune's look at what a name holds and its removal, once."""
-    look, looks = store_module._save_id, []
+    look, looks = commit.save_id_in, []
 
     def compared(folder):
         found = look(folder)
@@ -49,7 +49,7 @@ def beside_compare(monkeypatch, happen):
             happen()
         return found
 
-    monkeypatch.setattr(store_module, "_save_id", compared)
+    monkeypatch.setattr(commit, "save_id_in", compared)
     return looks
 
 
@@ -63,7 +63,7 @@ def test_a_prune_gives_back_the_save_that_took_the_name_meanwhile(tmp_path, monk
     looks = beside_compare(monkeypatch, lambda: saved.append(save(store, lease, 1)))
     pruner.prune(None, keep_newest=1)
     assert looks and names(store) == ["ba2", "ba1"]
-    assert store.candidates()[1].save_id == saved[0].manifest.save_id
+    assert store.candidates()[1].head.save_id == saved[0].manifest.save_id
     verify_checkpoint(store.candidates()[1].checkpoint)
     assert pruner.prune(None, keep_newest=1) == ["ba1"] and names(store) == ["ba2"]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".del")] == []
@@ -146,7 +146,7 @@ def test_small_files_that_a_kill_left_unfinished_are_cleared_and_others_are_not(
 @pytest.mark.fault
 def test_the_last_number_of_a_claim_is_refused_in_a_line(url):
     store = CheckpointStore(url)
-    store.leases.folder.make(with_parents=True) if store.root.is_local else None
+    store.leases.folder.make(with_parents=True)
     store.leases.folder.put("999999999999999999.json", b"{}")
     with pytest.raises(CheckpointError, match=r"which no launch can have; remove \.leases/999999999999999999\.json"):
         store.acquire()
@@ -211,7 +211,7 @@ def test_a_save_that_cannot_take_its_name_leaves_the_one_it_was_to_replace(tmp_p
     with pytest.raises(CheckpointError, match="not published: Input/output error"):
         store.publish(draft, lease)
     assert (tmp_path / "ba1" / "manifest.json").exists()
-    assert store.candidates()[0].save_id == first.manifest.save_id
+    assert store.candidates()[0].head.save_id == first.manifest.save_id
 
 
 @pytest.mark.parametrize("keep", [0, -3])
@@ -248,7 +248,10 @@ def test_what_was_saved_beside_the_tensors_is_looked_for_too(tmp_path, lost):
     store = CheckpointStore(tmp_path)
     lease = store.acquire()
     draft = write_draft(store, lease, 1)
-    record = write_file(store.root.child(f".tmp-{draft.save_id}"), "rng.bin", np.arange(100, dtype=np.uint8))
+    content = bytes(range(100))
+    store.root.child(f".tmp-{draft.save_id}").put("rng.bin", content)
+    hashes = hash_blocks(content, 4096).hex()
+    record = FileRecord(name="rng.bin", num_bytes=100, block_bytes=4096, block_hashes=hashes)
     checkpoint = store.publish(replace(draft, attachments=(record,)), lease)
     check_present(checkpoint)
     path = tmp_path / "ba1" / "rng.bin"

@@ -20,8 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmfoundry_lite.checkpoint import planning
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp
-from llmfoundry_lite.checkpoint.manifest_json import decode, encode
+from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_parts, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
@@ -244,7 +243,7 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
             strided = [_StridedShard(0, split_factor=tensor), Shard(0)]
             held = in_order.chunk(tensor)[rank % tensor].chunk(shard)[rank // tensor].contiguous()
             weight = DTensor.from_local(held, mesh, strided, run_check=False, shape=(32, 3), stride=(3, 1))
-            table = describe({"model/w": weight}, None, {"model/w": runs})
+            table = describe({"model/w": weight}, {"model/w": runs})
             plan = make_plan([(table, list(range(world_size)))], rank, world_size)
             own = boxes_of(weight, runs)
         assert {(box.offset, box.lengths) for box in plan.mine} == {(box.offset, box.lengths) for box in own}

@@ -9,9 +9,8 @@ import pytest
 import torch
 from fsspec.asyn import sync_wrapper
 
-from llmfoundry_lite.checkpoint import folders, remote_folder
-from llmfoundry_lite.checkpoint import store as store_module
-from llmfoundry_lite.checkpoint.manifest_json import MANIFEST
+from llmfoundry_lite.checkpoint import commit, folders, remote_folder
+from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -106,7 +105,7 @@ def test_a_name_like_a_pattern_removes_its_own_keys_and_no_others(connect, name,
 def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatch, knows):
     """The save takes the name before the look, after it, or (where no server could help) after the removal."""
     store = CheckpointStore(connect())
-    lease, look, late = store.acquire(), store_module._save_id, []
+    lease, look, late = store.acquire(), commit.save_id_in, []
     for batch in (1, 2):
         save(store, lease, batch)
 
@@ -120,7 +119,7 @@ def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatc
         if phase == "mid-prune" and not late:
             late.append(save(store, lease, 1))
 
-    monkeypatch.setattr(store_module, "_save_id", compared)
+    monkeypatch.setattr(commit, "save_id_in", compared)
     if knows == "no condition":
         call = s3fs.S3FileSystem._call_s3
 
@@ -133,7 +132,7 @@ def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatc
         monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", sync_wrapper(refuse))
     pruner = CheckpointStore(store.root.url, on_phase=removed)
     pruner.prune(None, keep_newest=1)
-    assert [candidate.save_id for candidate in store.candidates()][1:] == [late[0].manifest.save_id]
+    assert [candidate.head.save_id for candidate in store.candidates()][1:] == [late[0].manifest.save_id]
     verify_checkpoint(open_checkpoint(f"{store.root.url}/ba1"))
     assert pruner.prune(None, keep_newest=1) == ["ba1"]
     assert [candidate.name for candidate in store.candidates()] == ["ba2"]

@@ -1,0 +1,290 @@
+"""How a save appears whole, and goes: by renames on a disk, by the last put on an object store. No torch.
+
+On a disk a save is written into `.tmp-<save_id>`, synced, and renamed to `ba<batch>`: what has that name is whole. A
+save of a batch that has one already moves the old one to `.replaced-<save_id>` for the moment between two renames; a
+crash there leaves it the checkpoint of that batch, for readers too. A removal looks again at what it has moved to
+`.deleting-…`, and gives back a save that took the name meanwhile. Damaged checkpoints are renamed to `.damaged-…`.
+
+On an object store the shards go to `ba<batch>/<save_id>/`, a name no other save has, and putting
+`ba<batch>/manifest.json` last commits them. Removal goes in reverse: first what commits, then the data.
+"""
+
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from llmfoundry_lite.checkpoint.folders import Folder, retry_on_damage, unreadable
+from llmfoundry_lite.checkpoint.lease import Leases
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+
+COMMITTED = re.compile(r"ba(\d+)")
+DRAFT = ".tmp-"
+REPLACED = ".replaced-"
+DELETING = ".deleting-"
+DAMAGED = ".damaged-"
+SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
+UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{32}")
+"""Name that `LocalFolder.put` gives an unfinished file. A kill leaves one."""
+HINT = "latest.json"
+LOG = "log"
+"""The folder of the parts of the run's log: see `log_parts`."""
+
+
+# ---------------------------------------------------------------------------------------------- one checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed save and where it lies."""
+
+    name: str
+    folder: Folder
+    manifest: Manifest
+    raw: bytes = field(default=b"", repr=False, compare=False)
+    """The manifest's bytes."""
+
+    @property
+    def where(self) -> str:
+        return self.folder.url
+
+
+def read_checkpoint(folder: Folder) -> Checkpoint:
+    """Raises CheckpointError if there is none, UnsoundCheckpointError if it cannot be read."""
+    return retry_on_damage(lambda bypass_cache: _read_once(folder))
+
+
+def _read_once(folder: Folder) -> Checkpoint:
+    try:
+        raw = folder.read(MANIFEST, MAX_BYTES)
+    except FileNotFoundError:
+        others = [name for name in folder.names() if COMMITTED.fullmatch(name)]
+        hint = f"; did you mean {folder.url}/{max(others, key=batch_of)}?" if others else ""
+        raise CheckpointError(f"{folder.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
+    except OSError as error:
+        raise unreadable(folder, MANIFEST, error) from error
+    manifest = decode(raw, f"{folder.url}/{MANIFEST}")
+    return Checkpoint(folder.url.rstrip("/").rsplit("/", 1)[-1], folder, manifest, raw)
+
+
+def head_of(folder: Folder) -> Head:
+    """Read no more of a manifest than is needed. Raises OSError and CheckpointError."""
+    return read_head(folder.read(MANIFEST, HEAD_BYTES)) or read_checkpoint(folder).manifest.head
+
+
+def save_id_in(folder: Folder) -> str:
+    return head_of(folder).save_id
+
+
+def committed_name(save_id: str) -> str:
+    match = SAVE_ID.fullmatch(save_id)
+    if match is None:
+        raise DamagedCheckpointError(f"save_id {json.dumps(save_id)[:80]} is not one of ours")
+    return f"ba{match[2]}"
+
+
+def name_of_batch(name: str) -> str:
+    """Return `ba200` for a checkpoint that has this name, and for one that was moved away to be replaced."""
+    return committed_name(name.removeprefix(REPLACED)) if name.startswith(REPLACED) else name
+
+
+def batch_of(name: str) -> int:
+    return int(name_of_batch(name).removeprefix("ba"))
+
+
+def epoch_of(name: str) -> int:
+    """Return the lease epoch of a name that has a save_id in it; 0 for others."""
+    save = SAVE_ID.search(name)
+    return int(save[1]) if save else 0
+
+
+# ------------------------------------------------------------------------------------------------- two ways
+
+
+class RenameCommits:
+    """Commits on a disk."""
+
+    drafts_in_place = False
+    """A folder with a checkpoint's name and without a manifest is a save under way."""
+
+    def __init__(self, root: LocalFolder, on_phase: Callable[[str], None]):
+        self.root, self.on_phase = root, on_phase
+
+    def names(self) -> list[str]:
+        """Return the names of committed saves."""
+        names = self.root.names()
+        return [*filter(COMMITTED.fullmatch, names), *self._only_replaced(names)]
+
+    def draft(self, save_id: str) -> tuple[Folder, str]:
+        """Return where shards of this save are written, and what to put before their names in the manifest."""
+        return self.root.child(DRAFT + save_id), ""
+
+    def open_draft(self, save_id: str, leases: Leases) -> None:
+        """Make the draft's folder and none above it, for a process that sees the run's folder."""
+        leases.check_is_seen(epoch_of(save_id))
+        self.root.child(DRAFT + save_id).make()
+
+    def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
+        """Put a draft in its place, unless `check` objects at the last moment."""
+        self.root.child(DRAFT + save_id).put_last(MANIFEST, raw)
+        name, replaced, is_replaced = committed_name(save_id), REPLACED + save_id, False
+        check()
+        with contextlib.suppress(FileNotFoundError):  # not there, or removed by a prune since it was
+            self.root.rename(name, replaced)
+            is_replaced = True
+        try:
+            self.root.rename(DRAFT + save_id, name)
+        except OSError:
+            if is_replaced:
+                self.root.rename(replaced, name)
+            raise
+        if is_replaced:
+            self.root.child(replaced).remove_all()
+
+    def set_aside(self, name: str) -> str:
+        """Rename a damaged checkpoint and return its new name; "" if it stays where it is."""
+        target = f"{DAMAGED}{name_of_batch(name)}-{uuid.uuid4().hex[:6]}"
+        with contextlib.suppress(OSError):
+            self.root.rename(name, target)
+            return target
+        return ""
+
+    def remove(self, name: str, save_id: str) -> None:
+        """Remove a save, not another that has its name by now. Where the name is a link, the link goes."""
+        folder = self.root.child(name)
+        if MANIFEST in folder.names() and save_id_in(folder) != save_id:
+            return
+        doomed = f"{DELETING}{save_id}-{uuid.uuid4().hex[:6]}"
+        self.root.rename(name, doomed)
+        self.on_phase("mid-prune")
+        self._remove_or_put_back(doomed)
+
+    def clear_remains(self, epoch: int) -> None:
+        """Clear drafts, replaced and half-deleted saves of earlier leases; put back a save replaced by nothing."""
+        for name in self._only_replaced(self.root.names()):
+            self.root.rename(name, committed_name(name.removeprefix(REPLACED)))
+        for name in self.root.names():
+            if 0 < epoch_of(name) < epoch and name.startswith((DRAFT, REPLACED)):
+                self.root.child(name).remove_all()
+        self.clear_litter(epoch)
+
+    def clear_litter(self, epoch: int | None) -> None:
+        """Finish removals; under a lease, those of what a save replaced and of unfinished small files too."""
+        for name in self.root.names():
+            if name.startswith(DELETING):
+                self._remove_or_put_back(name)
+            elif epoch is not None and name.startswith(REPLACED) and SAVE_ID.fullmatch(save := name[len(REPLACED) :]):
+                with contextlib.suppress(CheckpointError, OSError):
+                    if save_id_in(self.root.child(committed_name(save))) == save:
+                        self.root.child(name).remove_all()
+        for folder in (self.root, self.root.child(LOG)) if epoch is not None else ():
+            for name in folder.names():
+                unfinished = UNFINISHED.fullmatch(name)
+                if unfinished and (unfinished[1] == HINT or 0 < epoch_of(unfinished[1]) < (epoch or 0)):
+                    with contextlib.suppress(OSError):
+                        folder.remove(name)
+
+    def _only_replaced(self, names: Sequence[str]) -> list[str]:
+        """Return, for each batch whose save was moved away and never replaced, what was moved."""
+        found: dict[str, str] = {}
+        for name in sorted(names, key=epoch_of):
+            if name.startswith(REPLACED) and SAVE_ID.fullmatch(name.removeprefix(REPLACED)):
+                found[committed_name(name.removeprefix(REPLACED))] = name
+        return [moved for name, moved in found.items() if name not in names]
+
+    def _remove_or_put_back(self, name: str) -> None:
+        """Remove what `remove` has moved away, unless a save had taken its name in between, whose it is again then.
+
+        Its name says which save was meant, so that after a crash the next launch can do the same.
+        """
+        doomed, save = self.root.child(name), SAVE_ID.search(name)
+        if save is None:
+            return
+        is_meant = False
+        with contextlib.suppress(CheckpointError, OSError):  # what cannot be read is put back
+            is_meant = MANIFEST not in doomed.names() or save_id_in(doomed) == save[0]
+        if not is_meant:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                self.root.rename(name, committed_name(save[0]))
+                return
+        if not doomed.is_link():
+            doomed.remove(MANIFEST)
+        doomed.remove_all()
+
+
+class PutCommits:
+    """Commits on an object store. The methods are those of `RenameCommits`."""
+
+    drafts_in_place = True
+
+    def __init__(self, root: RemoteFolder, on_phase: Callable[[str], None]):
+        self.root, self.on_phase = root, on_phase
+
+    def names(self) -> list[str]:
+        return [*filter(COMMITTED.fullmatch, self.root.names())]
+
+    def draft(self, save_id: str) -> tuple[Folder, str]:
+        return self.root.child(committed_name(save_id)).child(save_id), f"{save_id}/"
+
+    def open_draft(self, save_id: str, leases: Leases) -> None:
+        pass
+
+    def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
+        check()
+        self.root.child(committed_name(save_id)).put(MANIFEST, raw)
+
+    def set_aside(self, name: str) -> str:
+        return ""
+
+    def remove(self, name: str, save_id: str) -> None:
+        """The name may hold the draft of another launch as well, which stays."""
+        folder, version = self.root.child(name), None
+        if MANIFEST in folder.names():
+            version = folder.version(MANIFEST)
+            if save_id_in(folder) != save_id:
+                return
+        if not folder.remove_version(MANIFEST, version):
+            return
+        self.on_phase("mid-prune")
+        names = folder.names()
+        if MANIFEST in names:  # of a save that has come meanwhile: what is right in here may be that one's
+            names = [] if save_id_in(folder) == save_id else [save_id]
+        for child in names:  # files right in here were copied from a local disk
+            if child == save_id or not SAVE_ID.fullmatch(child):
+                folder.child(child).remove_all()
+
+    def clear_remains(self, epoch: int) -> None:
+        for name in self.names():
+            folder = self.root.child(name)
+            children = folder.names()
+            drafts = [child for child in children if SAVE_ID.fullmatch(child) and epoch_of(child) < epoch]
+            if len(drafts) < 1 + (MANIFEST in children):
+                continue
+            with contextlib.suppress(CheckpointError):  # a manifest that cannot be read: leave everything for a person
+                used = read_checkpoint(folder).manifest.save_id if MANIFEST in children else None
+                for child in drafts:
+                    if child != used:
+                        folder.child(child).remove_all()
+
+        def is_dead(path: str) -> bool:
+            """Whether only an earlier launch can have begun this upload, by its path in the run's folder."""
+            place = path.partition("/")[0]
+            return (COMMITTED.fullmatch(place) is not None or place == LOG) and epoch_of(path) < epoch
+
+        with contextlib.suppress(OSError):  # the right to list uploads is one of its own
+            self.root.abort_uploads(is_dead)
+
+    def clear_litter(self, epoch: int | None) -> None:
+        pass
+
+
+def commits_in(root: Folder, on_phase: Callable[[str], None]) -> RenameCommits | PutCommits:
+    if isinstance(root, LocalFolder):
+        return RenameCommits(root, on_phase)
+    assert isinstance(root, RemoteFolder)
+    return PutCommits(root, on_phase)
