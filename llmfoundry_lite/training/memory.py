@@ -11,8 +11,7 @@ from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_lite.plan.advice import advise_less_memory
-from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.memory import advise_less_memory, estimate_training_memory
 from llmfoundry_lite.ranks.rank import this_rank
 
 

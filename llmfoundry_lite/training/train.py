@@ -29,8 +29,7 @@ from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, OutOfMemoryError, UserError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
-from llmfoundry_lite.plan.advice import advise_less_memory
-from llmfoundry_lite.plan.memory import slots_of
+from llmfoundry_lite.plan.memory import advise_less_memory, slots_of
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,

@@ -2,7 +2,7 @@ import re
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.plan.advice import advise_less_memory
+from llmfoundry_lite.plan.memory import advise_less_memory
 from tests.helpers.launch import ROOT
 
 
