@@ -31,8 +31,8 @@ from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.plan.exchanges import context_exchanges, stream_reductions
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
 
 LARGE_INDEX_BYTES = 16_000_000
 """Of some 40,000 shards."""

@@ -1,18 +1,21 @@
-"""Nodes, the links in and between them, and how long a collective takes on them: arithmetic, no torch.
+"""Links in and between nodes, what ranks exchange over them in a step, and how long that takes. Arithmetic, no torch.
 
 A group of ranks is a ring: each link of it carries (n - 1) / n of the message, and the slowest link decides. What all
 the groups of a node send to other nodes shares the node's adapters. (Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH"; NCCL's rings do the same.)
+"Optimization of Collective Communication Operations in MPICH"; NCCL's rings do the same.) Tests count the exchanges on
+real ranks.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmfoundry_lite.config.layout import DIMENSIONS, Layout
+from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
 
 LINK_SHARE = 0.8
-"""Of a link's bandwidth that collectives reach: nccl-tests' bus bandwidth on NVLink 4 is 360 to 370 of 450 GB/s."""
+"""Share of a link's bandwidth that collectives reach: nccl-tests measures 360 to 370 of NVLink 4's 450 GB/s."""
 IN_NODE_LATENCY_SECONDS = 3e-6
 ACROSS_LATENCY_SECONDS = 10e-6
 """For each step of a ring. Order of magnitude, from nccl-tests with small messages."""
@@ -28,95 +31,38 @@ class Node:
     adapter_bytes_per_second: float
     """From the node to all others together."""
     power_watts: float
-    """The most that the node draws, with its processors and fans."""
+    """Maximum draw of the node, with its processors and fans."""
     source: str
 
 
-def _gigabits(number: float) -> float:
-    return number * 1e9 / 8
+def _node(link_gigabytes: float, adapter_gigabits: float, power_watts: float, source: str) -> Node:
+    return Node(
+        num_devices=8,
+        link_bytes_per_second=link_gigabytes * 1e9,
+        adapter_bytes_per_second=adapter_gigabits * 1e9 / 8,
+        power_watts=power_watts,
+        source=source,
+    )
 
 
-_HGX_H100 = "HGX H100: NVLink 4, 900 GB/s both ways; eight adapters of 400 Gbit/s as in DGX H100"
-_PCIE = "PCIe 4.0 x16; one adapter of 100 Gbit/s taken for granted"
+# fmt: off
 NODES: Mapping[str, Node] = {
-    "V100-16GB": Node(
-        num_devices=8,
-        link_bytes_per_second=150e9,
-        adapter_bytes_per_second=_gigabits(400),
-        power_watts=3500.0,
-        source="DGX-1V: NVLink 2, 300 GB/s both ways, four adapters of 100 Gbit/s",
-    ),
-    "A100-40GB": Node(
-        num_devices=8,
-        link_bytes_per_second=300e9,
-        adapter_bytes_per_second=_gigabits(1600),
-        power_watts=6500.0,
-        source="DGX A100: NVLink 3, 600 GB/s both ways; eight adapters of 200 Gbit/s",
-    ),
-    "A100-PCIe-40GB": Node(
-        num_devices=8,
-        link_bytes_per_second=32e9,
-        adapter_bytes_per_second=_gigabits(200),
-        power_watts=3000.0,
-        source="arXiv 2408.14158",
-    ),
-    "H100-80GB": Node(
-        num_devices=8,
-        link_bytes_per_second=450e9,
-        adapter_bytes_per_second=_gigabits(3200),
-        power_watts=10200.0,
-        source=_HGX_H100,
-    ),
-    "H100-PCIe-80GB": Node(
-        num_devices=8,
-        link_bytes_per_second=64e9,
-        adapter_bytes_per_second=_gigabits(400),
-        power_watts=5000.0,
-        source="PCIe 5.0 x16",
-    ),
-    "B200": Node(
-        num_devices=8,
-        link_bytes_per_second=900e9,
-        adapter_bytes_per_second=_gigabits(3200),
-        power_watts=14300.0,
-        source="HGX B200: NVLink 5, 1800 GB/s both ways; eight adapters of 400 Gbit/s",
-    ),
-    "L4": Node(
-        num_devices=8,
-        link_bytes_per_second=32e9,
-        adapter_bytes_per_second=_gigabits(100),
-        power_watts=1500.0,
-        source=_PCIE,
-    ),
-    "MI210": Node(
-        num_devices=8,
-        link_bytes_per_second=100e9,
-        adapter_bytes_per_second=_gigabits(800),
-        power_watts=4000.0,
-        source="Infinity Fabric bridges of 100 GB/s each way; adapters as in the MI250 study",
-    ),
-    "MI250": Node(
-        num_devices=8,
-        link_bytes_per_second=100e9,
-        adapter_bytes_per_second=_gigabits(800),
-        power_watts=3000.0,
-        source="MosaicML 2023, MI250 at scale: four cards and 800 Gbit/s a node; Infinity Fabric 3 between cards",
-    ),
-    "MI250X": Node(
-        num_devices=8,
-        link_bytes_per_second=100e9,
-        adapter_bytes_per_second=100e9,
-        power_watts=3000.0,
-        source="Frontier, arXiv 2312.12705: 50 GB/s a link between cards, four Slingshot adapters of 25 GB/s",
-    ),
-    "MI300X": Node(
-        num_devices=8,
-        link_bytes_per_second=448e9,
-        adapter_bytes_per_second=_gigabits(3200),
-        power_watts=10000.0,
-        source="MI300X platform: seven links of 64 GB/s; eight adapters of 400 Gbit/s",
-    ),
+    "V100-16GB": _node(150, 400, 3500, "DGX-1V: NVLink 2, 300 GB/s both ways, four adapters of 100 Gbit/s"),
+    "A100-40GB": _node(300, 1600, 6500, "DGX A100: NVLink 3, 600 GB/s both ways; eight adapters of 200 Gbit/s"),
+    "A100-PCIe-40GB": _node(32, 200, 3000, "arXiv 2408.14158"),
+    "H100-80GB": _node(450, 3200, 10200, "HGX H100: NVLink 4, 900 GB/s both ways; "
+        "eight adapters of 400 Gbit/s as in DGX H100"),
+    "H100-PCIe-80GB": _node(64, 400, 5000, "PCIe 5.0 x16"),
+    "B200": _node(900, 3200, 14300, "HGX B200: NVLink 5, 1800 GB/s both ways; eight adapters of 400 Gbit/s"),
+    "L4": _node(32, 100, 1500, "PCIe 4.0 x16; one adapter of 100 Gbit/s taken for granted"),
+    "MI210": _node(100, 800, 4000, "Infinity Fabric bridges of 100 GB/s each way; adapters as in the MI250 study"),
+    "MI250": _node(100, 800, 3000, "MosaicML 2023, MI250 at scale: four cards and 800 Gbit/s a node; "
+        "Infinity Fabric 3 between cards"),
+    "MI250X": _node(100, 800, 3000, "Frontier, arXiv 2312.12705: 50 GB/s a link between cards, "
+        "four Slingshot adapters of 25 GB/s"),
+    "MI300X": _node(448, 3200, 10000, "MI300X platform: seven links of 64 GB/s; eight adapters of 400 Gbit/s"),
 }
+# fmt: on
 _SAME_NODE = {
     "V100-32GB": "V100-16GB",
     "A100-80GB": "A100-40GB",
@@ -129,7 +75,7 @@ _SAME_NODE = {
 
 
 def find_node(accelerator_name: str) -> Node:
-    """The node that this accelerator usually comes in."""
+    """Return the node that this accelerator usually comes in."""
     return NODES[_SAME_NODE.get(accelerator_name, accelerator_name)]
 
 
@@ -147,7 +93,7 @@ class Group:
         return -(-self.size // self.in_node)
 
     def gather_seconds(self, num_bytes: float) -> float:
-        """An all-gather that ends with `num_bytes` on each rank, or a reduce-scatter that begins with them."""
+        """Time an all-gather that ends with `num_bytes` on each rank, or a reduce-scatter that begins with them."""
         if self.size == 1:
             return 0.0
         seconds = [0.0]
@@ -163,11 +109,11 @@ class Group:
         return max(seconds) + latency
 
     def reduce_seconds(self, num_bytes: float) -> float:
-        """An all-reduce: a reduce-scatter, then an all-gather."""
+        """Time an all-reduce: a reduce-scatter, then an all-gather."""
         return 2 * self.gather_seconds(num_bytes)
 
     def exchange_seconds(self, num_bytes: float) -> float:
-        """An all-to-all of `num_bytes` on each rank."""
+        """Time an all-to-all of `num_bytes` on each rank."""
         if self.size == 1:
             return 0.0
         in_node = (self.in_node - 1) / self.size * num_bytes / (LINK_SHARE * self.node.link_bytes_per_second)
@@ -177,14 +123,14 @@ class Group:
 
 
 def group_of(layout: Layout, dimension: str, node: Node) -> Group:
-    """The group of rank 0 in this dimension; those of other ranks are alike."""
+    """Return the group of rank 0 in this dimension; those of other ranks are alike."""
     size = getattr(layout, dimension)
     stride = math.prod(layout.degrees[DIMENSIONS.index(dimension) + 1 :])
     return Group(size=size, in_node=max(1, min(size, node.num_devices // stride)), node=node)
 
 
 def send_seconds(layout: Layout, dimension: str, node: Node, num_bytes: float) -> float:
-    """From a rank to its next neighbour in this dimension, while all the others do the same."""
+    """Time a message from a rank to its next neighbour in this dimension, while all the others send too."""
     group = group_of(layout, dimension, node)
     if group.size == 1:
         return 0.0
@@ -192,3 +138,69 @@ def send_seconds(layout: Layout, dimension: str, node: Node, num_bytes: float) -
         return num_bytes / (LINK_SHARE * node.link_bytes_per_second) + IN_NODE_LATENCY_SECONDS
     share = node.adapter_bytes_per_second / node.num_devices
     return num_bytes / (LINK_SHARE * share) + ACROSS_LATENCY_SECONDS
+
+
+# -------------------------------------------------------------------------------------- exchanges in a step
+
+
+class ParameterExchanges(NamedTuple):
+    """Exchanges in a step, for each block and for all that is outside of blocks."""
+
+    forward_gathers: int
+    """All-gathers before forward passes; each gathers all shares of a copy."""
+    backward_gathers: int
+    """All-gathers of a block before backward passes. Parameters outside of blocks stay whole between the two."""
+    reductions: int
+    """Reduce-scatters of gradients, over the shares of a copy."""
+    copy_reductions: int
+    """All-reduces of each share of the gradient, over copies."""
+
+
+def parameter_exchanges(
+    num_rounds: int, *, reshards: bool, reduces_every_round: bool, reduces_in_fp32: bool
+) -> ParameterExchanges:
+    """Count exchanges. `num_rounds`: microbatches, or 1 in a pipeline, which keeps parameters whole until its end.
+
+    A gradient summed in fp32 goes over copies once; PURE's, which would lose digits, each time.
+    """
+    reductions = num_rounds if reduces_every_round else 1
+    return ParameterExchanges(
+        forward_gathers=num_rounds,
+        backward_gathers=num_rounds if reshards else 0,
+        reductions=reductions,
+        copy_reductions=1 if reduces_in_fp32 else reductions,
+    )
+
+
+def stage_sends(num_runs: int, num_ends: int = 0) -> int:
+    """Count sends of a microbatch's stream by a pipeline's device with so many runs of blocks; it receives as often.
+
+    `num_ends`: it has the first stage, the last or both, which send one fewer each.
+    """
+    return 2 * num_runs - num_ends
+
+
+def stream_reductions(num_blocks: float, is_recomputed: bool, num_stages: int = 1) -> float:
+    """Count sums of a microbatch's stream in a tensor group: an all-reduce, or a reduce-scatter and an all-gather.
+
+    Twice a block forward, twice backward, and once more if the block is computed again, which does not need the last
+    sum; and once each for the embeddings and the gradient at the head. The logits, which stay divided, take two
+    numbers a token.
+    """
+    return num_blocks * (5 if is_recomputed else 4) + 2 / num_stages
+
+
+def context_exchanges(
+    model: ModelConfig, context: ContextParallelConfig, num_tokens: int, is_recomputed: bool
+) -> tuple[int, int]:
+    """Return (numbers that attention exchanges in one pass of a block on a rank with so many tokens, passes).
+
+    heads: all-to-alls of queries, keys, values and attention's output. gather: an all-gather of all ranks' keys
+    and values. The backward pass exchanges as much, and so does a block that is computed again, `selective` too.
+    """
+    kv_dim = model.num_kv_heads * model.head_dim
+    if context.kind == "gather":
+        numbers = 2 * kv_dim * num_tokens * context.context_parallel_degree
+    else:
+        numbers = 2 * (model.d_model + kv_dim) * num_tokens
+    return numbers, 3 if is_recomputed else 2

@@ -1,11 +1,8 @@
-"""How long a training step takes: a roofline for what a device computes, rings for what it exchanges. No torch.
+"""Seconds of a training step: a roofline for what a device computes, rings for what it exchanges. No torch.
 
 A device computes matrix products at a share of its peak, attention at a smaller one, and all else at the rate of its
-memory. What it exchanges beside that, FSDP's gathers and reductions, is hidden as far as the computing of the same
-block lasts; what it exchanges in between, for tensor, context and pipeline parallelism, is not.
-
-A batch is read while the one before it is computed, where the loader has workers. Saves hold every step up by their
-share of the run's interval.
+memory. FSDP's gathers and reductions hide behind the computing of the same block. Exchanges for tensor, context and
+pipeline parallelism do not hide. Saves hold every step up by their share of the run's interval.
 
 Left out: stragglers, the host's own time, congestion by other jobs, storage slower than the loader.
 """
@@ -23,36 +20,39 @@ from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.plan.exchanges import (
+from llmfoundry_lite.plan.network import (
+    Group,
+    Node,
     ParameterExchanges,
     context_exchanges,
+    group_of,
     parameter_exchanges,
+    send_seconds,
     stage_sends,
     stream_reductions,
 )
-from llmfoundry_lite.plan.network import Group, Node, group_of, send_seconds
 from llmfoundry_lite.plan.schedule import simulate_bubble
 
 FP32_BYTES = 4
 MEMORY_SHARE = 0.85
-"""Of the memory's bandwidth that kernels reach."""
+"""Share of the memory's bandwidth that kernels reach."""
 STREAM_BYTES = 220
-"""Read and written for each token and number of the residual stream in one block, forward and backward, by norms,
+"""Bytes read and written for each token and number of the residual stream in one block, forward and backward, by norms,
 activation functions, residual sums and copies between them, in 16 bits. Fitted, as the shares below."""
 LOGIT_BYTES = 30
-"""Read and written for each logit by the loss, forward and backward."""
+"""Bytes read and written for each logit by the loss, forward and backward."""
 OPTIMIZER_BYTES = 40
-"""Read and written for each parameter by AdamW and by clipping its gradient."""
+"""Bytes read and written for each parameter by AdamW and by clipping its gradient."""
 READ_TOKENS_PER_SECOND = 7e6
-"""By one process of the loader, from local shards of token ids: 8,000 samples of 2,048 took 2.3 s of an AMD EPYC core,
+"""Rate of one process of the loader, from local shards: 8,000 samples of 2,048 took 2.3 s of an AMD EPYC core,
 2026-11-22."""
 OVERLAP_COST = 0.15
-"""Of a hidden exchange's time that it costs all the same: it takes units and bandwidth from the products beside it."""
+"""Share of a hidden exchange's time that shows: it takes units and bandwidth from the products beside it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Shares:
-    """Of the peak that kernels reach."""
+    """Shares of the peak that kernels reach."""
 
     products: float
     attention: float
@@ -72,7 +72,7 @@ GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those o
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Work:
-    """What is computed, whatever the hardware."""
+    """Work of a step, whatever the hardware."""
 
     model: ModelConfig
     seq_len: int
@@ -81,9 +81,9 @@ class Work:
     microbatch_size: int
     """Samples that a data rank computes at once."""
     dtype: str = "bf16"
-    """Of matrix products: a column of the accelerators' peaks."""
+    """Type of matrix products: a column of the accelerators' peaks."""
     reduction_bytes: int = FP32_BYTES
-    """Of each number while gradients are added up."""
+    """Bytes of each number while gradients are added up."""
     activation_checkpointing: bool | str = False
     reshard_after_forward: bool = True
     reduces_every_microbatch: bool = True
@@ -93,18 +93,28 @@ class Work:
     shares_optimizer: bool = False
     """Copies of the model divide the optimizer's step, and gather what it has changed (ZERO_1)."""
     sequence_parallel: bool = False
-    """Where layers are divided, the stream between them is too."""
+    """The stream between divided layers is divided too."""
     context: ContextParallelConfig = dataclasses.field(default_factory=ContextParallelConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
-    """Schedule and blocks of stages, of which the layout says how many there are."""
+    """Schedule and blocks of stages. The layout says how many stages there are."""
     newton_schulz_steps: int = 0
-    """Of Muon, for each matrix of the blocks; 0: another optimizer."""
+    """Muon's, for each matrix of the blocks; 0: another optimizer."""
     newton_schulz_dtype: str = "bf16"
     num_workers: int = 0
     """Processes that read ahead for each data rank; 0: the rank itself reads between two batches."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a number in matrix products."""
+        return FP32_BYTES if self.dtype in ("fp32", "tf32") else 2
+
+    @property
+    def passes(self) -> int:
+        """Forward passes' worth of matrix products in a step."""
+        return 4 if self.activation_checkpointing is True else 3
+
     def num_microbatches(self, layout: Layout) -> int:
-        """Of one data rank in a step. Raises ConfigError where they do not come out even."""
+        """Count those of one data rank in a step. Raises ConfigError if the batch does not divide."""
         device_batch_size, rest = divmod(self.global_batch_size, layout.num_data_ranks)
         if rest or not device_batch_size:
             raise ConfigError(
@@ -143,9 +153,9 @@ class StepTime:
     data: float = 0.0
     """Waiting for the loader."""
     saves: float = 0.0
-    """A step's share of what saves hold the run up."""
+    """A step's share of the time that saves hold the run up."""
     num_tokens: int
-    """Of the whole step."""
+    """Tokens of the whole step."""
 
     @property
     def seconds(self) -> float:
@@ -158,13 +168,13 @@ class StepTime:
         return self.num_tokens / self.seconds
 
     def parts(self) -> dict[str, float]:
-        """Name -> share of the step, the largest first."""
+        """Return name -> share of the step, the largest first."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "num_tokens"]
         shares = {name: getattr(self, name) / self.seconds for name in names}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def mfu(self, work: Work, accelerator: Accelerator, num_devices: int) -> float:
-        """Model FLOP/s over the peak of all devices."""
+        """Return model FLOP/s over the peak of all devices."""
         peak = accelerator.peak_flops(work.dtype)
         assert peak is not None
         return count_flops_per_token(work.model, work.seq_len) * self.tokens_per_second / (peak * num_devices)
@@ -178,113 +188,119 @@ def find_shares(accelerator: Accelerator) -> Shares:
 def step_time(
     work: Work, layout: Layout, accelerator: Accelerator, node: Node, shares: Shares | None = None
 ) -> StepTime:
-    """Raises ConfigError for a batch that does not divide and a dtype whose peak is not known."""
-    model, shares = work.model, shares or find_shares(accelerator)
+    """Predict a step. Raises ConfigError for a batch that does not divide and a dtype whose peak is not known."""
+    shares = shares or find_shares(accelerator)
     peak = accelerator.peak_flops(work.dtype)
     if peak is None:
         known = ", ".join(accelerator.peak_teraflops)
         raise ConfigError(f"{accelerator.name}: no {work.dtype} peak is published for it (known: {known})")
     memory_rate = MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second
-    num_bytes = FP32_BYTES if work.dtype in ("fp32", "tf32") else 2
-
     num_microbatches = work.num_microbatches(layout)
-    seq_len = work.seq_len // layout.context
-    num_tokens = work.microbatch_size * seq_len
-    loads = find_loads(model, work.pipeline, layout.pipeline)
-    num_blocks = loads.num_blocks
-    num_block, num_outside = count_block_and_outside(model)
-    is_recomputed = work.activation_checkpointing is True
-    passes = 4 if is_recomputed else 3
-
-    # One microbatch on one device, of the stage that computes the longest.
-    block_products = 2 * num_tokens * num_block / layout.tensor * passes / (shares.products * peak)
-    num_logits = num_tokens * model.vocab_size / layout.tensor * loads.has_head
-    head_products = 3 * 2 * num_logits * model.d_model / (shares.products * peak)
-    window = model.attn_config.sliding_window_size
-    num_keys = work.seq_len if window < 0 else min(work.seq_len, 2 * (window + 1))
-    # A causal kernel computes half of the square; its backward pass has five products where the forward pass has two.
-    square = 2 * num_tokens * num_keys * model.d_model / layout.tensor
-    block_attention = square * (2.5 + (2 if work.activation_checkpointing else 1)) / (shares.attention * peak)
-    stream = STREAM_BYTES * num_bytes / 2 * num_tokens * model.d_model * (passes / 3)
-    # Tensor parallelism divides the feed-forward layer's half of it; the norms' half is computed by all, unless the
-    # stream is divided too.
-    norms_degree = layout.tensor if work.sequence_parallel else 1
-    block_memory = stream * (1 / norms_degree + 1 / layout.tensor) / 2 / memory_rate
-    head_memory = LOGIT_BYTES * num_logits / memory_rate
-    block_seconds = block_products + block_attention + block_memory
-
-    tensor = group_of(layout, "tensor", node)
-    stream_bytes = num_tokens * model.d_model * num_bytes
-    reductions = stream_reductions(num_blocks, is_recomputed, layout.pipeline)
-    tensor_seconds = reductions * tensor.reduce_seconds(stream_bytes)
-    context = group_of(layout, "context", node)
-    num_numbers, num_exchanges = context_exchanges(model, work.context, num_tokens, bool(work.activation_checkpointing))
-    context_bytes = num_numbers * num_bytes / layout.tensor
-    is_gathered = work.context.kind == "gather"
-    one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
-    context_seconds = num_blocks * num_exchanges * one_context
-    send = send_seconds(layout, "pipeline", node, stream_bytes / norms_degree)
-    pipeline_seconds = stage_sends(work.pipeline.num_runs) * send
-
-    num_local, num_outside = num_block / layout.tensor, num_outside // layout.tensor
-    sharding_seconds = _sharding_seconds(
-        work,
-        layout.of_parameters,
-        node,
-        num_blocks=num_blocks,
-        num_block=num_local,
-        num_outside=num_outside,
-        num_rounds=num_microbatches if layout.pipeline == 1 else 1,
-        num_bytes=num_bytes,
-        forward_seconds=block_seconds / passes,
-        backward_seconds=block_seconds * (passes - 1) / passes,
-    )
-    parts = layout.of_parameters
-    share = parts.shard if work.is_sharded else parts.replicate if work.shares_optimizer else 1
-    optimizer = OPTIMIZER_BYTES * (num_blocks * num_local + num_outside) / share / memory_rate
-    if work.newton_schulz_steps:
-        optimizer += _newton_schulz_seconds(work, layout, num_blocks, accelerator, node, shares)
-    per_microbatch = {
-        "products": num_blocks * block_products + head_products,
-        "attention": num_blocks * block_attention,
-        "memory": num_blocks * block_memory + head_memory,
-        "tensor": tensor_seconds,
-        "context": context_seconds,
-        "pipeline": pipeline_seconds if layout.pipeline > 1 else 0.0,
-    }
+    loads = find_loads(work.model, work.pipeline, layout.pipeline)
+    block, head = _compute_seconds(work, layout, shares.products * peak, shares.attention * peak, memory_rate)
+    per_microbatch = {name: loads.num_blocks * seconds + head[name] * loads.has_head for name, seconds in block.items()}
+    per_microbatch |= _exchange_seconds(work, layout, loads.num_blocks, node)
+    seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
     waiting = 0.0
+    parts, model = layout.of_parameters, work.model
     if layout.pipeline > 1:
         waiting = simulate_bubble(
             *(work.pipeline.schedule, layout.pipeline, num_microbatches, work.pipeline.num_runs),
             loads=loads.of_runs,
             in_few_rounds=True,
         )
-    seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
-    if layout.pipeline > 1 and model.tie_word_embeddings:  # both ends have them, and pass each other their gradient
-        num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if work.is_sharded else 1)
-        seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * FP32_BYTES)
+        if model.tie_word_embeddings:  # both ends have them, and pass each other their gradient
+            num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if work.is_sharded else 1)
+            seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * FP32_BYTES)
+    num_block, num_outside = count_block_and_outside(model)
+    num_block, num_outside = num_block / layout.tensor, num_outside // layout.tensor
+    share = parts.shard if work.is_sharded else parts.replicate if work.shares_optimizer else 1
+    optimizer = OPTIMIZER_BYTES * (loads.num_blocks * num_block + num_outside) / share / memory_rate
+    if work.newton_schulz_steps:
+        optimizer += _newton_schulz_seconds(work, layout, loads.num_blocks, accelerator, node, shares)
     time = StepTime(
         **seconds,
         optimizer=optimizer,
-        sharding=sharding_seconds,
+        sharding=_sharding_seconds(
+            work,
+            parts,
+            node,
+            num_blocks=loads.num_blocks,
+            num_block=num_block,
+            num_outside=num_outside,
+            num_rounds=num_microbatches if layout.pipeline == 1 else 1,
+            block_seconds=block["products"] + block["attention"] + block["memory"],
+        ),
         bubble=waiting * num_microbatches * sum(per_microbatch.values()),
         num_tokens=work.global_batch_size * work.seq_len,
     )
-    return dataclasses.replace(time, data=_data_seconds(work, layout, time.seconds))
+    reading = work.global_batch_size * work.seq_len / layout.num_data_ranks / READ_TOKENS_PER_SECOND
+    if work.num_workers:  # they read while the step is computed
+        reading = max(0.0, reading / work.num_workers - time.seconds)
+    return dataclasses.replace(time, data=reading)
+
+
+def _compute_seconds(
+    work: Work, layout: Layout, products_rate: float, attention_rate: float, memory_rate: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Time one microbatch on one device: a block, and the head, in products, attention and memory."""
+    model = work.model
+    num_bytes = work.num_bytes
+    num_tokens = work.microbatch_size * (work.seq_len // layout.context)
+    num_block, _ = count_block_and_outside(model)
+    num_logits = num_tokens * model.vocab_size / layout.tensor
+    window = model.attn_config.sliding_window_size
+    num_keys = work.seq_len if window < 0 else min(work.seq_len, 2 * (window + 1))
+    # A causal kernel computes half of the square; its backward pass has five products, the forward pass two.
+    square = 2 * num_tokens * num_keys * model.d_model / layout.tensor
+    stream = STREAM_BYTES * num_bytes / 2 * num_tokens * model.d_model * (work.passes / 3)
+    # Tensor parallelism divides the feed-forward layer's half of it. All compute the norms' half, unless the stream is
+    # divided too.
+    norms_degree = layout.tensor if work.sequence_parallel else 1
+    block = {
+        "products": 2 * num_tokens * num_block / layout.tensor * work.passes / products_rate,
+        "attention": square * (2.5 + (2 if work.activation_checkpointing else 1)) / attention_rate,
+        "memory": stream * (1 / norms_degree + 1 / layout.tensor) / 2 / memory_rate,
+    }
+    head = {
+        "products": 3 * 2 * num_logits * model.d_model / products_rate,
+        "attention": 0.0,
+        "memory": LOGIT_BYTES * num_logits / memory_rate,
+    }
+    return block, head
+
+
+def _exchange_seconds(work: Work, layout: Layout, num_blocks: int, node: Node) -> dict[str, float]:
+    """Time the exchanges of one microbatch that nothing hides."""
+    model, num_bytes = work.model, work.num_bytes
+    num_tokens = work.microbatch_size * (work.seq_len // layout.context)
+    stream_bytes = num_tokens * model.d_model * num_bytes
+    reductions = stream_reductions(num_blocks, work.activation_checkpointing is True, layout.pipeline)
+    context = group_of(layout, "context", node)
+    num_numbers, num_exchanges = context_exchanges(model, work.context, num_tokens, bool(work.activation_checkpointing))
+    context_bytes = num_numbers * num_bytes / layout.tensor
+    is_gathered = work.context.kind == "gather"
+    one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
+    send = send_seconds(layout, "pipeline", node, stream_bytes / (layout.tensor if work.sequence_parallel else 1))
+    return {
+        "tensor": reductions * group_of(layout, "tensor", node).reduce_seconds(stream_bytes),
+        "context": num_blocks * num_exchanges * one_context,
+        "pipeline": stage_sends(work.pipeline.num_runs) * send if layout.pipeline > 1 else 0.0,
+    }
 
 
 class Loads(NamedTuple):
-    """What the stages of a pipeline compute."""
+    """Computing of a pipeline's stages."""
 
     num_blocks: int
-    """Of the device that computes the longest."""
+    """Blocks of the device that computes the longest."""
     has_head: bool
     of_runs: tuple[float, ...]
     """Time of each run of blocks, as a multiple of their mean."""
 
 
 def find_loads(model: ModelConfig, pipeline: PipelineConfig, degree: int) -> Loads:
-    """Counted in parameters; looking up embeddings takes no time."""
+    """Count in parameters; looking up embeddings takes no time."""
     if degree == 1:
         return Loads(model.n_layers, True, (1.0,))
     blocks = None if pipeline.blocks is None else tuple(pipeline.blocks)
@@ -302,12 +318,11 @@ def _loads_of_stages(
         blocks=None if blocks is None else list(blocks),
     )
     block, head = block_and_head(model)
-    stages_of_ranks = stages_of(model, pipeline)
-    loads: dict[int, float] = {}
-    for stages in stages_of_ranks:
-        for stage in stages:
-            loads[stage.index] = len(stage.blocks) + (head / block if stage.is_last else 0)
-    busiest = max(stages_of_ranks, key=lambda stages: sum(loads[stage.index] for stage in stages))
+    ranks = stages_of(model, pipeline)
+    loads = {
+        stage.index: len(stage.blocks) + (head / block if stage.is_last else 0) for stages in ranks for stage in stages
+    }
+    busiest = max(ranks, key=lambda stages: sum(loads[stage.index] for stage in stages))
     mean = sum(loads.values()) / len(loads)
     return Loads(
         num_blocks=sum(len(stage.blocks) for stage in busiest),
@@ -317,7 +332,7 @@ def _loads_of_stages(
 
 
 def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
-    """Of a matrix: each iteration multiplies it by its transpose, that product by itself, and both by the matrix."""
+    """Count FLOPs of a matrix: each step multiplies it by its transpose, that product by itself, and both by it."""
     short, long = sorted((rows, columns))
     return num_steps * (4 * short * short * long + 2 * short**3)
 
@@ -325,15 +340,14 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
 def _newton_schulz_seconds(
     work: Work, layout: Layout, num_blocks: int, accelerator: Accelerator, node: Node, shares: Shares
 ) -> float:
-    """The ranks that have the same blocks take turns: in each round every one owns a whole matrix, the largest first.
+    """Time Muon's matrices. Ranks with the same blocks take turns: in each round every one owns a whole matrix.
 
-    It gets the parts of its matrix from the others, and sends back what it has made of them.
+    The largest come first. A rank gets the parts of its matrix from the others, and sends back the result.
     """
     model = work.model
     d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
-    # Of each parameter the shapes that it stands for.
-    qkv = [(d, d), (kv_dim, d), (kv_dim, d)]
+    qkv = [(d, d), (kv_dim, d), (kv_dim, d)]  # a fused parameter stands for three shapes
     parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
     parameters += [[(d, d)], *[[(model.ffn_dim, d)]] * num_up, [(d, model.ffn_dim)]]
     parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
@@ -351,14 +365,8 @@ def _newton_schulz_seconds(
     return seconds
 
 
-def _data_seconds(work: Work, layout: Layout, beside: float) -> float:
-    """What a data rank waits for its samples of a step, of which `beside` seconds are computed meanwhile."""
-    reading = work.global_batch_size * work.seq_len / layout.num_data_ranks / READ_TOKENS_PER_SECOND
-    return max(0.0, reading / work.num_workers - beside) if work.num_workers else reading
-
-
 def count_block_and_outside(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of one block, and of all that is outside of blocks."""
+    """Count parameters of one block, and of all that is outside of blocks."""
     num_outside = count_parameters(dataclasses.replace(model, n_layers=0))
     return (count_parameters(model) - num_outside) // model.n_layers, num_outside
 
@@ -372,31 +380,29 @@ def _sharding_seconds(
     num_block: float,
     num_outside: int,
     num_rounds: int,
-    num_bytes: int,
-    forward_seconds: float,
-    backward_seconds: float,
+    block_seconds: float,
 ) -> float:
-    """What a step's gathers and reductions of parameters and gradients take beyond the products that hide them.
+    """Time a step's gathers and reductions of parameters and gradients beyond the products that hide them.
 
-    A block's gather runs beside the block before it, its reduction beside the block after; the first gather and the
-    last reduction have nothing to hide behind, nor has what is outside of blocks. Copies of the model add up their
-    shares behind the last backward pass. `num_rounds`: as `parameter_exchanges` has it.
+    A block's gather runs beside the block before it, its reduction beside the block after. Nothing hides the first
+    gather, the last reduction, and what is outside of blocks. Copies of the model add up their shares behind the last
+    backward pass. `num_rounds`: as in `parameter_exchanges`.
     """
-    shard = group_of(layout, "shard", node)
-    replicate = group_of(layout, "replicate", node)
+    shard, replicate = group_of(layout, "shard", node), group_of(layout, "replicate", node)
+    forward_seconds, backward_seconds = block_seconds / work.passes, block_seconds * (work.passes - 1) / work.passes
     times = work.parameter_exchanges(num_rounds)
     seconds = 0.0
     if work.is_sharded and shard.size > 1:
-        gather = shard.gather_seconds(num_block * num_bytes)
+        gather = shard.gather_seconds(num_block * work.num_bytes)
         reduce = shard.gather_seconds(num_block * work.reduction_bytes)
         seconds += times.forward_gathers * (num_blocks * _exposed(gather, forward_seconds) + gather)
         again = gather if times.backward_gathers else 0.0
         seconds += times.reductions * (num_blocks * _exposed(again + reduce, backward_seconds) + reduce)
         seconds += (num_rounds - times.reductions) * num_blocks * _exposed(again, backward_seconds)
-        seconds += times.forward_gathers * shard.gather_seconds(num_outside * num_bytes)
+        seconds += times.forward_gathers * shard.gather_seconds(num_outside * work.num_bytes)
         seconds += times.reductions * shard.gather_seconds(num_outside * work.reduction_bytes)
     if replicate.size > 1:
-        # Where nothing is sharded, the whole gradient; else this rank's share of it.
+        # The whole gradient, or this rank's share of it.
         part = layout.shard if work.is_sharded else 1
         whole = (num_blocks * num_block + num_outside) / part * work.reduction_bytes
         seconds += times.copy_reductions * _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
@@ -406,6 +412,6 @@ def _sharding_seconds(
 
 
 def _exposed(exchange: float, beside: float) -> float:
-    """The part of an exchange that is not hidden by `beside` seconds of computing."""
+    """Return the part of an exchange that is not hidden by `beside` seconds of computing."""
     hidden = min(exchange, beside)
     return exchange - hidden + OVERLAP_COST * hidden

@@ -25,9 +25,8 @@ from llmfoundry_lite.parallel.context import Context, build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.plan.exchanges import context_exchanges
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.network import find_node
+from llmfoundry_lite.plan.network import context_exchanges, find_node
 from llmfoundry_lite.plan.search import search_layouts
 from llmfoundry_lite.preflight import Preflight, describe
 from llmfoundry_lite.ranks.exchange import all_gather_json

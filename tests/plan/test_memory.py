@@ -14,7 +14,7 @@ from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.model_memory import MemoryEstimate, estimate_memory, estimate_moments
+from llmfoundry_lite.plan.model_memory import MemoryEstimate, Portion, estimate_memory, estimate_moments
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
@@ -241,7 +241,7 @@ def test_the_estimate_needs_no_torch():
 def test_a_chunk_of_logits_takes_two_and_a_half_times_its_fp32_logits():
     def in_loss(mib: int) -> int:
         options = {"seq_len": 2048, "microbatch_size": 8, "logits_chunk_bytes": mib * MIB}
-        return estimate_moments(SEVEN_BILLION, **options)["in_loss"].logits_bytes
+        return estimate_moments(Portion(model=SEVEN_BILLION, **options))["in_loss"].logits_bytes
 
     assert in_loss(512) - in_loss(256) == pytest.approx(2.5 * 256 * MIB, rel=0.2)
     small, large = (load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config for mib in (256, 1024))
