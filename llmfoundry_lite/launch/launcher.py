@@ -1,10 +1,10 @@
 """`llmfoundry-lite train -n 8`: the launcher of one node.
 
-It imports nothing heavy itself. A server imports the training code once, where each rank of `composer` does so for
-itself. When a rank dies or freezes, all start again from the newest save, and training goes on within seconds.
+A server imports the training code once, and forks the ranks; this process imports nothing heavy. When a rank dies or
+freezes, all start again from the newest save, and training goes on within seconds.
 
-torch's own agent (`torchrun`) would be less code. But it needs torch in the launcher, which takes seconds; it makes 1
-of every exit code; it learns of a stopped process only when a collective times out. Several nodes stay its work.
+torch's agent (`torchrun`) would be less code. But it imports torch, which takes seconds; it makes 1 of every exit code;
+it learns of a stopped process only when a collective times out. Launches on several nodes use it.
 """
 
 import os
@@ -17,38 +17,37 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError, printable
-from llmfoundry_lite.launch.server import MESSAGE_BYTES, open_channel
+from llmfoundry_lite.launch.server import open_channel
 from llmfoundry_lite.launch.world import Outcome, World, log_of
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Before the first restart in a row without progress, the second, …; the last one from then on."""
+"""Pauses before restarts in a row without progress; the last one repeats."""
 CODES = {EXIT_RETRY: EXIT_PREEMPTED, EXIT_RETRY_LOST: EXIT_BUG}
 """Exit code of ranks that met a transient fault -> of the launch, when it is not tried again."""
 LINES_QUOTED = 15
-LARGEST_ARGUMENTS = MESSAGE_BYTES // 4
-"""Bytes. In a message each may take six, as JSON escapes; it also holds a few variables."""
 
 
 class Program(NamedTuple):
-    """What every rank runs."""
+    """The program of every rank."""
 
     module: str
     """Its `main(arguments)`."""
     imports: str
-    """The module that takes long to import, which is done once for all ranks."""
+    """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
-    """To be imported before it, lean."""
+    """Packages to import before it, lean."""
 
 
 def places(num_ranks: int) -> dict[str, str]:
-    """What all ranks of one node are told alike."""
+    """Return the variables that are equal on all ranks of one node."""
     return {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "NODE_RANK": "0"}
 
 
@@ -60,31 +59,33 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
         raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
 
 
+@dataclass
 class Restarts:
-    """Whether ranks that have failed start again, and when: `max_restarts` times after they died, and as often as it
-    takes, within `retry_seconds`, after a fault that may pass. Progress ends the waiting, and begins that time anew."""
+    """Whether and when ranks that have failed start again.
 
-    def __init__(self, max_restarts: int, retry_seconds: float, come_to: Any):
-        self.max_restarts = max_restarts
-        self.retry_seconds = retry_seconds
-        self.num_restarts = 0
-        self.has_progressed = False
-        """Since the launch began."""
-        self._come_to = come_to
-        self._num_in_vain = 0
-        self._failing_since: float | None = None
+    `max_restarts` times after they died; within `retry_seconds` after transient faults. Progress ends the pauses and
+    begins that time anew.
+    """
 
-    def pause(self, is_transient: bool, come_to: Any, now: float) -> float | None:
-        """Seconds until the next try; None if there is none. `now` is of a monotonic clock, `come_to` says how far the
-        program has come, in any terms."""
-        if come_to != self._come_to:
-            self._come_to, self._num_in_vain, self._failing_since = come_to, 0, None
+    max_restarts: int
+    retry_seconds: float
+    progress: Any
+    num_restarts: int = 0
+    has_progressed: bool = False
+    """Since the launch began."""
+    num_in_vain: int = 0
+    failing_since: float | None = None
+
+    def pause(self, is_transient: bool, progress: Any, now: float) -> float | None:
+        """Return the seconds until the next try, or None for no try. `now` is of a monotonic clock."""
+        if progress != self.progress:
+            self.progress, self.num_in_vain, self.failing_since = progress, 0, None
             self.has_progressed = True
         pauses = PAUSE_SECONDS[1:] if is_transient else PAUSE_SECONDS
-        pause = pauses[min(self._num_in_vain, len(pauses) - 1)]
+        pause = pauses[min(self.num_in_vain, len(pauses) - 1)]
         if is_transient:
-            self._failing_since = now if self._failing_since is None else self._failing_since
-            left = self._failing_since + self.retry_seconds - now
+            self.failing_since = now if self.failing_since is None else self.failing_since
+            left = self.failing_since + self.retry_seconds - now
             if left <= 0:
                 return None
             pause = min(pause, left)
@@ -92,45 +93,32 @@ class Restarts:
             return None
         else:
             self.num_restarts += 1
-        self._num_in_vain += 1
+        self.num_in_vain += 1
         return pause
 
 
+@dataclass
 class Launcher:
-    """One launch: `num_ranks` ranks of `program`, begun again as `Restarts` says."""
+    """One launch: `num_ranks` ranks of `program`, begun again as `Restarts` decides."""
 
-    def __init__(
-        self,
-        program: Program,
-        num_ranks: int,
-        max_restarts: int,
-        logs: Path,
-        progress: Callable[[], Any] = lambda: None,
-        retry_seconds: float = 0.0,
-    ):
-        self.program = program
-        self.num_ranks = num_ranks
-        self.max_restarts = max_restarts
-        self.retry_seconds = retry_seconds
-        self.logs = logs
-        """rank1.txt, rank2.txt, …: what ranks other than 0 say, of all tries of this launch. rank1.before.txt: of the
-        launch before."""
-        self.progress = progress
-        """How far the program has come, in any terms. While that changes, restarts are not held back."""
-        self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._world: World | None = None
-        self._asked = threading.Event()
+    program: Program
+    num_ranks: int
+    max_restarts: int
+    logs: Path
+    """Folder of rank1.txt, rank2.txt, …, of all tries; rank1.before.txt is of the launch before."""
+    progress: Callable[[], Any] = lambda: None
+    """Returns any value that changes with the program's progress."""
+    retry_seconds: float = 0.0
+    _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+    _world: World | None = None
+    _asked: threading.Event = field(default_factory=threading.Event)
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Returns the exit code of the launch. Ranks that a signal asks to leave are not started again, nor are those
-        that have left with a code of ours other than EXIT_BUG and those of `CODES`. Raises ConfigError for a folder
-        that takes no logs, and for arguments too long to be handed on."""
-        num_bytes = sum(len(os.fsencode(argument)) for argument in arguments)
-        if num_bytes > LARGEST_ARGUMENTS:
-            raise ConfigError(
-                f"the arguments are {num_bytes:,} bytes long; ranks are handed {LARGEST_ARGUMENTS:,} at most: put them "
-                "into a YAML file, and name that"
-            )
+        """Return the exit code of the launch.
+
+        Ranks start again after EXIT_BUG and transient faults, unless a signal has asked them to leave. Raises
+        ConfigError for a folder that takes no logs.
+        """
         make_room_for_logs(self.logs)
         ignore_output_errors()
         for number in LEAVING_SIGNALS:
@@ -179,7 +167,7 @@ class Launcher:
         return outcome
 
     def _running_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The one there is; another if that has ended."""
+        """Return the server, a new one if the last has ended."""
         if self._server is not None:
             return self._server
         mine, its = open_channel()
@@ -209,7 +197,7 @@ class Launcher:
             self._world.ask_to_leave(number)
 
     def _give_up(self, outcome: Outcome, is_transient: bool) -> str:
-        """The reason, and the last words of the rank whose words are in a file."""
+        """Return the reason, with the end of the culprit's log."""
         text = outcome.culprit
         if is_transient:
             text += f"; tried again for {self.retry_seconds:g} s (retry_for) without progress"
@@ -229,7 +217,7 @@ def say(text: str) -> None:
 
 
 def make_room_for_logs(folder: Path) -> None:
-    """The last launch's logs get names of their own: its ranks may still write them. Raises ConfigError."""
+    """Rename the last launch's logs, which its ranks may still write. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("rank*[0-9].txt"):

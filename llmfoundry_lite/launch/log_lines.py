@@ -1,9 +1,7 @@
-"""The lines of metrics.jsonl, which are only ever appended: which of them are whole, what a carried log adds,
-and how one reads on a console.
+"""The lines of metrics.jsonl, which is append-only: reading, merging with a carried log, and printing.
 
-A launch that carries on from batch 100 writes batch 101 behind all that stands in the file. The lines of batches above
-100 that stand before it are a dead branch: no later state comes from them. So the order of the lines decides what
-counts, and whoever adds lines from elsewhere must keep that order.
+A launch that carries on from batch 100 appends batch 101. Earlier lines of batches above 100 are then a dead branch. So
+the order of lines decides what counts, and a merge must keep it.
 """
 
 import json
@@ -15,11 +13,11 @@ from llmfoundry_lite.config.schema import Duration
 Record = dict[str, Any]
 
 LARGEST = 2**128
-"""Beyond what fp32 holds."""
+"""Above the range of fp32."""
 
 
 def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
-    """Each whole line, with its newline, and what it says; a line that a crash has made unreadable is passed over."""
+    """Yield each whole line, with its newline, and its record; skips lines that a crash has cut off."""
     for line in content.splitlines(keepends=True) if isinstance(content, bytes) else content:
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
@@ -33,12 +31,12 @@ def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record
 
 
 def number_of(value: Any) -> float | None:
-    """None for what is no number that fp32 holds: what sums and figures take from a log stays finite."""
+    """Return a number that fp32 holds, else None: sums and figures of a log stay finite."""
     return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
 def validation_losses(record: Record) -> dict[str, Any]:
-    """Label -> validation loss, in the order of the loaders; a single one has no label."""
+    """Return label -> validation loss, in the order of the loaders; a single one has no label."""
     return {
         key[len("eval/") : -len("/loss")]: value
         for key, value in record.items()
@@ -47,7 +45,7 @@ def validation_losses(record: Record) -> dict[str, Any]:
 
 
 def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes]:
-    """The lines of a log that came with a checkpoint, from the first one on that is not here.
+    """Return the lines of a checkpoint's log from the first one on that is not here.
 
     Appended, they void the branch that was trained here from that batch on: the checkpoint does not come from it.
     """
@@ -57,7 +55,7 @@ def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes
 
 
 def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
-    """The lines here and those that came with the newest checkpoint, in the order that `missing_lines` asks for.
+    """Return the lines here with the missing ones of the newest checkpoint's log.
 
     Lines written here after that checkpoint stay behind it: the run carried on from it here.
     """

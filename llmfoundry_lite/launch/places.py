@@ -1,4 +1,4 @@
-"""relay.yaml -> the places a run may be at, and when it moves: read, checked, nothing launched.
+"""relay.yaml -> the places a run may be at, and when it moves.
 
 run: runs/mpt-1b
 policy: {every: 200ba}                     or on_preemption
@@ -18,7 +18,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layers import merge_layers, read_layers
@@ -26,33 +25,30 @@ from llmfoundry_lite.config.schema import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
 ARGUMENTS = "{arguments}"
-"""Where the relay's own go in a launch command. Only its writer knows: a pipe, a comment or ssh may be at its end."""
+"""Placeholder for the relay's arguments in a launch command, at whose end a pipe, a comment or ssh may be."""
 FAR = ("ssh", "sbatch", "salloc", "sky", "kubectl")
-"""Programs that go on elsewhere when they are terminated here, or that take the run down without a save."""
+"""Programs whose end here leaves the run going elsewhere, or takes it down without a save."""
 ON_PREEMPTION = "on_preemption"
-LONGEST_NAME_BYTES = 100
-"""Of a place: its launches' files are named after it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Place:
     launch: str
-    """A shell command that ends when its launch ends. The relay's arguments for the run come where it says
-    {arguments}."""
+    """A shell command that ends when its launch ends, with {arguments}."""
     leave: str | None = None
     """A shell command that asks the launch to save and leave. By default its launcher gets SIGTERM."""
     status: str | None = None
     """A shell command that prints this place's status.json, where its run folder is not the relay's."""
     price: float | None = None
-    """Of an hour of the whole place, in any currency, for `report`."""
+    """Price of an hour of the whole place, in any currency, for `report`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Policy:
     every: str | None = None
-    """The run moves after so many batches (200ba). None: when a place is preempted or fails."""
+    """Batches after which the run moves (200ba). None: it moves when a place is preempted or fails."""
     order: list[str] = field(default_factory=list)
-    """Names of places, again and again from the first. By default all of them as they stand in the file."""
+    """Names of places, repeated from the first. By default all of them in the order of the file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,15 +60,15 @@ class Relay:
     policy: Policy
     places: dict[str, Place]
     rest: str = "5s"
-    """Of a place that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
+    """Rest of a place that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
     silence: str = "10m"
-    """A launch whose launcher has ended is given up when status.json has not changed for so long."""
+    """Time without a change of status.json after which a launch whose launcher has ended is given up."""
     retry_for: str = "12h"
-    """The relay gives up when no launch has saved anything, or a folder cannot be read or written, for so long."""
+    """Time after which the relay gives up, while no launch saves anything or a folder cannot be used."""
 
     @property
     def folder(self) -> Path:
-        return Path(self.run).expanduser()
+        return Path(os.path.expanduser(self.run))
 
     @property
     def store(self) -> str:
@@ -111,57 +107,31 @@ def load_relay(path: str) -> Relay:
             )
         values["policy"] = {}
     if isinstance(places := values.get("places"), dict):
-        values["places"] = {_name_of_place(name, path): place for name, place in places.items()}
+        for name in places:
+            if not isinstance(name, str | int) or isinstance(name, bool):
+                word = "on, yes or y" if name is True else "off, no or n" if name is False else repr(name)
+                raise ConfigError(f"{path}: places: YAML does not read {word} as a name; put it in quotes")
+        values["places"] = {str(name): place for name, place in places.items()}
     relay: Relay = build_block(Relay, values, "", layers)
     for key, problem in _problems(relay):
         raise ConfigError(f"{path}: {key}: {problem}")
     return relay
 
 
-def _name_of_place(name: Any, path: str) -> str:
-    """YAML has read 1 as a number, and on as true."""
-    if isinstance(name, int) and not isinstance(name, bool):
-        return str(name)
-    if not isinstance(name, str):
-        word = "on, yes or y" if name is True else "off, no or n" if name is False else repr(name)
-        raise ConfigError(f"{path}: places: YAML does not read {word} as a name; put it in quotes")
-    return name
-
-
 def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it)."""
+    """Yield (key, what is wrong with it)."""
     if not relay.places:
         yield "places", "none given; name at least one, with its launch command"
     for name, place in relay.places.items():
-        if not re.fullmatch(r"\w[\w.\-]*", name):
-            yield (
-                "places",
-                f"{name!r} given, expected the name of a file: letters and digits, and . _ - after the first",
-            )
-        if len(name.encode()) > LONGEST_NAME_BYTES:
-            yield "places", f"{name[:20]}… has {len(name)} letters; expected at most {LONGEST_NAME_BYTES}"
-        for key in ("launch", "leave", "status"):
-            command = getattr(place, key)
-            if command is not None and (problem := _problem_of_command(command)):
-                yield f"places.{name}.{key}", problem
-        words = words_of(place.launch)
-        far = next((word for word in words if PurePosixPath(word).name in FAR), None)
-        if far and place.leave is None:
-            yield (
-                f"places.{name}.leave",
-                f"missing; SIGTERM to {far} does not let the launch save, so say which command "
-                f"asks it to leave, such as touching STOP in its run folder",
-            )
-        if problem := _problem_of_sbatch(place.launch):
-            yield f"places.{name}.launch", problem
-        if place.price is not None and not 0 <= place.price < float("inf"):
-            yield f"places.{name}.price", f"{place.price:g} given, expected the price of an hour, 0 or more"
-        if not any(ARGUMENTS in word for word in words):
-            yield (
-                f"places.{name}.launch",
-                f"{ARGUMENTS} is missing; write it where those of the run stand: the relay adds its own there",
-            )
-    yield from _problems_of_folders(relay)
+        if not re.fullmatch(r"\w[\w.\-]{0,99}", name):
+            expected = "the name of a file: at most 100 letters, digits and . _ -"
+            yield "places", f"{name[:100]!r} given, expected {expected}"
+        for key, problem in _problems_of_place(place):
+            yield f"places.{name}.{key}", problem
+    if not relay.run or "://" in relay.run:
+        yield "run", f"{relay.run!r} given, expected a folder"
+    if os.path.isfile(os.path.expanduser(relay.store)):
+        yield "checkpoints", f"{relay.store!r} given, expected the run's save_folder: a folder or a URL"
     for name in relay.policy.order:
         if name not in relay.places:
             near = difflib.get_close_matches(name, relay.places, n=1, cutoff=0.6)
@@ -176,13 +146,23 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             yield key, f"{getattr(relay, key)!r} given, expected {error}"
 
 
-def _problems_of_folders(relay: Relay) -> Iterator[tuple[str, str]]:
-    if not relay.run or "\0" in relay.run or "://" in relay.run:
-        yield "run", f"{relay.run!r} given, expected a folder"
-    if relay.run.startswith("~") and os.path.expanduser(relay.run) == relay.run:
-        yield "run", f"{relay.run!r} given; there is no such user here"
-    if "\0" in relay.store or os.path.isfile(os.path.expanduser(relay.store)):
-        yield "checkpoints", f"{relay.store!r} given, expected the run's save_folder: a folder or a URL"
+def _problems_of_place(place: Place) -> Iterator[tuple[str, str]]:
+    if place.price is not None and not 0 <= place.price < float("inf"):
+        yield "price", f"{place.price:g} given, expected the price of an hour, 0 or more"
+    for key in ("launch", "leave", "status"):
+        command = getattr(place, key)
+        if command is not None and (problem := _problem_of_command(command)):
+            yield key, problem
+    words = words_of(place.launch)
+    far = next((word for word in words if PurePosixPath(word).name in FAR), None)
+    if far and place.leave is None:
+        asks = "say which command asks it to leave, such as touching STOP in its run folder"
+        yield "leave", f"missing; SIGTERM to {far} does not let the launch save, so {asks}"
+    if problem := _problem_of_sbatch(words):
+        yield "launch", problem
+    if not any(ARGUMENTS in word for word in words):
+        where = "write it where those of the run stand: the relay adds its own there"
+        yield "launch", f"{ARGUMENTS} is missing; {where}"
 
 
 def _problem_of_command(command: str) -> str | None:
@@ -196,17 +176,16 @@ def _problem_of_command(command: str) -> str | None:
         return f"{command!r} is not a shell command: {(lines or ['sh cannot read it'])[0]}"
     is_other = re.compile(r"exec|\w+=[^$`(]*").fullmatch
     program = next((word for word in words_of(command) if not is_other(word)), "")
-    if not re.fullmatch(r"[\w./+~:-]+", program):
-        return None  # that takes a shell to tell
-    known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
-    if known.returncode != 0:
-        return f"{program}: command not found; install it, or give its path"
+    if re.fullmatch(r"[\w./+~:-]+", program):  # others take a shell to tell
+        known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
+        if known.returncode != 0:
+            return f"{program}: command not found; install it, or give its path"
     return None
 
 
-def _problem_of_sbatch(command: str) -> str | None:
-    """The batch scripts have their job queued again when the run leaves early, and the relay has other plans."""
-    words = [part for word in words_of(command) for part in (words_of(word) if " " in word else [word])]
+def _problem_of_sbatch(words: list[str]) -> str | None:
+    """Refuse a job that SLURM queues again when the run leaves early: the relay decides what comes next."""
+    words = [part for word in words for part in (words_of(word) if " " in word else [word])]
     if not any(PurePosixPath(word).name == "sbatch" for word in words):
         return None
     if not {"--wait", "-W"} & set(words):
@@ -217,7 +196,7 @@ def _problem_of_sbatch(command: str) -> str | None:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a shell command, and what stands between commands; not its comments."""
+    """Return the words of a shell command and what stands between commands, without comments."""
     lexer = shlex.shlex(re.sub(r"(?<=[^\s;&|()])#", "_", command), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:

@@ -1,31 +1,29 @@
 """`llmfoundry-lite relay relay.yaml`: one run, several places, in turn.
 
-Owns whose turn it is and how a launch has ended; leaves launching to launchers that exist (a local command, ssh,
-sbatch --wait) and everything about the run to the run. What the relay knows lies in the run folder: status.json, the
-checkpoints, and its own journal, only appended to. So it may be killed at any time: started again, it finds the launch
-that goes on, waits for it, and carries on.
-
     every: 200ba     batches 1 to 200 are the first place's, 201 to 400 the next one's; a leg ends by stop_after
     on_preemption    a place keeps the run until it is preempted or fails; then it is the next one's
 
-A place that leaves early rests, twice as long each time in a row that it saved nothing. Exit code 2 is the user's to
-mend: that place is not tried again. What may pass by itself, such as a server that does not answer or a full disk, is
-waited for. The relay gives up when no launch has saved anything for `retry_for`.
+All that the relay knows lies in the run folder: status.json, the checkpoints and its journal. It may be killed at any
+time: started again, it finds the launch that goes on and waits for it.
 """
 
 import contextlib
 import errno
 import fcntl
 import json
+import math
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry_lite.checkpoint.store import CheckpointStore, Search
+import psutil
+
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.errors import (
     EXIT_BUG,
@@ -53,15 +51,15 @@ LONGEST_PAUSE_SECONDS = 300.0
 LOOK_SECONDS = 1.0
 """Between looks at what outlives its launcher."""
 KILL_SECONDS = 90.0
-"""For ranks that have lost their launcher, to save and leave."""
+"""Time for ranks that have lost their launcher to save and leave."""
 ANSWER_SECONDS = 60.0
-"""For a place's `leave` or `status`."""
+"""Time for a place's `leave` or `status`."""
 TAIL_BYTES = 1 << 16
-"""Of a launch's output, in which its last line is looked for."""
+"""End of a launch's output in which its last line is looked for."""
 NOT_FOUND = (126, 127)
 """A shell's codes for a command that cannot be run, or is not there."""
 NO_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
-"""Answers of a folder that has been used before, and that waiting does not change."""
+"""Errors of a folder that was usable before; waiting does not end them."""
 
 
 class GivenUp(UserError):
@@ -73,11 +71,15 @@ class GivenUp(UserError):
 
 
 def run(relay: Relay) -> int:
-    """Until the run is done (0), or this process is asked to leave and the place has left (75). Raises UserError when
-    no place is left, or the run folder cannot be used, and GivenUp when `retry_for` is over."""
+    """Return 0 when the run is done, 75 when this process was asked to leave and the place has left.
+
+    Raises UserError when no place is left or the run folder cannot be used, and GivenUp when `retry_for` is over.
+    """
     try:
-        with processes.Ending() as ending, locked(relay, ending):
-            return Runner(relay, ending).run()
+        with processes.Ending() as ending:
+            runner = Runner(relay, ending)
+            with runner.locked():
+                return runner.run()
     except GivenUp as error:
         with contextlib.suppress(OSError, ConfigError):  # by the journal: the checkpoints may be what cannot be read
             if any(leg.to_batch or leg.from_batch for leg in read_legs(relay.folder)):
@@ -91,88 +93,77 @@ def run(relay: Relay) -> int:
         ) from error
 
 
-@contextlib.contextmanager
-def locked(relay: Relay, ending: processes.Ending) -> Iterator[None]:
-    """Two relays would launch the run twice. The lock ends with the process that holds it, however that ends."""
-    folder = relay.folder
-
-    def opened() -> Any:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        return (folder / LOCK).open("a")
-
-    try:
-        file = patiently(relay, ending, opened)
-    except OSError as error:
-        raise UserError(
-            f"run: {folder} cannot be reached from here ({error.strerror}); name the run folder on a disk that the "
-            "relay shares with the places, or give each place a status command"
-        ) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise UserError(f"run: {folder / LOCK} cannot be locked ({error.strerror})") from None
-            raise UserError(f"run: another relay moves {folder}; stop that one, or leave the run to it") from None
-        yield
-
-
-def patiently(
-    relay: Relay, ending: processes.Ending, call: Callable[[], T], may_pass: Callable[[Exception], bool] = is_transient
-) -> T:
-    """Call it again after what may pass, for `retry_for` or somebody asks it to leave; then raises
-    GivenUp. Whatever else it raises comes through."""
-    began, pause = time.monotonic(), max(relay.rest_seconds, 0.1)
-    while True:
-        try:
-            return call()
-        except (CheckpointError, OSError) as error:
-            if not may_pass(error):
-                raise
-            text = str(error)
-        if ending.num_asked:
-            raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
-        if time.monotonic() - began > relay.retry_seconds:
-            raise GivenUp(f"{text}; given up after {relay.retry_for} (retry_for); start the relay again")
-        say(f"{text}; looking again in {pause:g} s")
-        ending.wait(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-
+@dataclass
 class Runner:
-    """The relay of one run, which holds its lock."""
+    """The relay of one run."""
 
-    def __init__(self, relay: Relay, ending: processes.Ending):
-        self.relay = relay
-        self.ending = ending
-        self.folder = relay.folder
-        self.refused: dict[str, str] = {}
-        """Place -> why it is not tried again."""
-        self._launched: subprocess.Popen[bytes] | None = None
-        self._has_read_saves = False
-        self._said: set[str] = set()
-        """Notes on checkpoints that are passed over, said once each."""
-        self._ended_at: dict[int, float] = {}
-        """Leg -> when it ended, by the monotonic clock: the wall clock may step while a place rests."""
-        self._in_vain_since: float | None = None
-        """By that clock. None: the last launch has saved something."""
+    relay: Relay
+    ending: processes.Ending
+    refused: dict[str, str] = field(default_factory=dict)
+    """Place -> why it is not tried again."""
+    launched: subprocess.Popen[bytes] | None = None
+    has_read_saves: bool = False
+    notes: set[str] = field(default_factory=set)
+    """Notes on unusable checkpoints that were printed."""
+    ended_at: dict[int, float] = field(default_factory=dict)
+    """Leg -> its end by the monotonic clock: the wall clock may step while a place rests."""
+    in_vain_since: float | None = None
+    """Monotonic time of the first launch in a row that saved nothing."""
+
+    @property
+    def folder(self) -> Path:
+        return self.relay.folder
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run's lock, which ends with this process: two relays would launch the run twice."""
+
+        def open_lock() -> Any:
+            (self.folder / FOLDER).mkdir(parents=True, exist_ok=True)
+            return (self.folder / LOCK).open("a")
+
+        try:
+            file = self._patiently(open_lock, is_transient)
+        except OSError as error:
+            raise UserError(
+                f"run: {self.folder} cannot be reached from here ({error.strerror}); name the run folder on a disk "
+                "that the relay shares with the places, or give each place a status command"
+            ) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                words = f"run: another relay moves {self.folder}; stop that one, or leave the run to it"
+                raise UserError(words) from None
+            yield
+
+    def _patiently(
+        self,
+        call: Callable[[], T],
+        may_pass: Callable[[Exception], bool] = lambda error: getattr(error, "errno", 0) not in NO_PLACE,
+    ) -> T:
+        """Call again after an error that may pass: by default any but NO_PLACE, of a folder that was usable before.
+
+        Raises GivenUp after `retry_for`, or when asked to leave.
+        """
+        began, pause = time.monotonic(), max(self.relay.rest_seconds, 0.1)
+        while True:
+            try:
+                return call()
+            except (CheckpointError, OSError) as error:
+                if not may_pass(error):
+                    raise
+                text = str(error)
+            if self.ending.num_asked:
+                raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
+            if time.monotonic() - began > self.relay.retry_seconds:
+                raise GivenUp(f"{text}; given up after {self.relay.retry_for} (retry_for); start the relay again")
+            say(f"{text}; looking again in {pause:g} s")
+            self.ending.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def run(self) -> int:
-        legs = self._legs()
-        leg = legs[-1] if legs and legs[-1].over is None else None
-        status = read_status(self.folder) if not legs else None
-        if status is not None and status["status"] == "running":
-            raise UserError(
-                f"run: a launch that no relay began still runs in {self.folder}; touch {self.folder / 'STOP'}, and "
-                f"start the relay when it has left; if it has died on another machine, remove {self.folder / STATUS}"
-            )
-        if leg is not None and leg.place not in self.relay.places:
-            raise UserError(
-                f"places: {leg.place} is missing, where the run still is, by {self.folder / journal.JOURNAL}; put it "
-                "back until that launch has ended"
-            )
-        if leg is not None:
-            say(f"leg {leg.number} at {leg.place} had begun; waiting for it")
+        leg = self._leg_under_way()
         while not self.ending.num_asked or leg is not None:
             if leg is None:
                 turn = self._next_turn()
@@ -192,10 +183,30 @@ class Runner:
         say("asked to leave; start the relay again to carry on")
         return EXIT_PREEMPTED
 
+    def _leg_under_way(self) -> Leg | None:
+        """Return the leg that an earlier relay has begun. Raises UserError for a launch that no relay began."""
+        legs = self._legs()
+        status = read_status(self.folder) if not legs else None
+        if status is not None and status["status"] == "running":
+            raise UserError(
+                f"run: a launch that no relay began still runs in {self.folder}; touch {self.folder / 'STOP'}, and "
+                f"start the relay when it has left; if it has died on another machine, remove {self.folder / STATUS}"
+            )
+        if not legs or legs[-1].over is not None:
+            return None
+        leg = legs[-1]
+        if leg.place not in self.relay.places:
+            raise UserError(
+                f"places: {leg.place} is missing, where the run still is, by {self.folder / journal.JOURNAL}; put it "
+                "back until that launch has ended"
+            )
+        say(f"leg {leg.number} at {leg.place} had begun; waiting for it")
+        return leg
+
     # --------------------------------------------------------------------------------------------- whose turn it is
 
     def _next_turn(self) -> int | None:
-        """The index of the place that is to have the run now; None after waiting for one that rests."""
+        """Return the index of the place that is to have the run now; None after waiting for one that rests."""
         order, legs = self.relay.order, self._legs()
         if set(order) <= set(self.refused):
             raise UserError("; ".join(f"{place} is not tried again: {why}" for place, why in self.refused.items()))
@@ -206,28 +217,24 @@ class Runner:
                 return turn
         seconds = min(rests.values())
         say(f"every place rests; the next try is in {seconds:.0f} s")
-        self.ending.wait(seconds)
+        self.ending.sleep(seconds)
         return None
 
     def _rest_left(self, place: str, legs: list[Leg]) -> float:
-        """Seconds until that place may have the run again."""
+        """Return the seconds until that place may have the run again."""
         last = next((leg for leg in reversed(legs) if leg.place == place and leg.over is not None), None)
-        if last is None:
+        if last is None or last.number not in self.ended_at:  # another relay has ended it, by another clock
             return 0.0
-        if last.number in self._ended_at:
-            return rest_of(self.relay, place, legs) - (time.monotonic() - self._ended_at[last.number])
-        rested = time.time() - (last.over or 0.0)  # another relay has ended it
-        # The clock has been set back, and nobody knows by how much.
-        return rest_of(self.relay, place, legs) - rested if rested >= 0 else 0.0
+        return rest_of(self.relay, place, legs) - (time.monotonic() - self.ended_at[last.number])
 
     def _check_progress(self, leg: Leg) -> None:
-        """Raises GivenUp where this launch has saved nothing, nor has any other for longer than the user waits."""
+        """Raises GivenUp when no launch has saved anything for longer than the user waits."""
         if not leg.is_in_vain:
-            self._in_vain_since = self._in_vain_since if leg.ended == REFUSED else None
+            self.in_vain_since = self.in_vain_since if leg.ended == REFUSED else None
             return
         now = time.monotonic()
-        self._in_vain_since = now if self._in_vain_since is None else self._in_vain_since
-        if now - self._in_vain_since < self.relay.retry_seconds:
+        self.in_vain_since = now if self.in_vain_since is None else self.in_vain_since
+        if now - self.in_vain_since < self.relay.retry_seconds:
             return
         state = f"batch {leg.to_batch} is saved" if leg.to_batch else "nothing is saved"
         why = leg.reason or f"exit code {leg.code}: {last_line(tail_of(self._output(leg)))}"
@@ -238,70 +245,61 @@ class Runner:
 
     def _newest_batch(self) -> int:
         """Return the batch of the newest save that a launch can carry on from; 0 without one."""
-
-        def may_pass(error: Exception) -> bool:
-            return is_transient(error) or (self._has_read_saves and not isinstance(error, NewerFormatError))
-
-        def look() -> Search:
-            return CheckpointStore(self.relay.store).newest_intact(check_present)
-
-        search = patiently(self.relay, self.ending, look, may_pass)
-        self._has_read_saves = True
+        search = self._patiently(
+            lambda: CheckpointStore(self.relay.store).newest_intact(check_present),
+            lambda error: is_transient(error) or (self.has_read_saves and not isinstance(error, NewerFormatError)),
+        )
+        self.has_read_saves = True
         for note in search.notes:
-            if note not in self._said:
-                self._said.add(note)
+            if note not in self.notes:
+                self.notes.add(note)
                 say(note)
         return search.checkpoint.manifest.timestamp.batch if search.checkpoint is not None else 0
-
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """Retry a call that reads or writes the run folder, which was there and allowed it, or starts a process."""
-        return patiently(self.relay, self.ending, call, lambda error: getattr(error, "errno", 0) not in NO_PLACE)
 
     # ------------------------------------------------------------------------------------------------ one launch
 
     def _begin(self, turn: int) -> Leg:
-        """The journal knows of it first: should the relay be killed here, the next one looks for that launch."""
-        name = self.relay.order[turn]
-        place, batch = self.relay.places[name], self._newest_batch()
+        """Launch. The journal knows of it first: should the relay be killed here, the next one looks for the launch."""
+        name, batch = self.relay.order[turn], self._newest_batch()
+        place = self.relay.places[name]
         number = max((leg.number for leg in self._legs()), default=0) + 1
-        leg = Leg(
-            number=number,
-            place=name,
-            turn=turn,
-            began=time.time(),
-            from_batch=batch,
-            host=socket.gethostname(),
-            price=place.price,
-            status_before=self._status(place),
-        )
-        begun = ("number", "place", "turn", "began", "from_batch", "host", "price", "status_before")
-        self._patiently(lambda: journal.append(self.folder, **{key: getattr(leg, key) for key in begun}))
+        begun = {
+            "number": number,
+            "place": name,
+            "turn": turn,
+            "began": time.time(),
+            "from_batch": batch,
+            "host": socket.gethostname(),
+            "price": place.price,
+            "status_before": self._status(place),
+        }
+        self._patiently(lambda: journal.append(self.folder, **begun))
+        leg = Leg(**begun)
         arguments = ["autoresume=true"]
         if self.relay.every is not None:
             arguments.append(f"stop_after={self.relay.every - batch % self.relay.every}ba")
         say(f"leg {number} at {name}, from batch {batch}; its output: {self._output(leg)}")
         command = place.launch.replace(ARGUMENTS, " ".join(arguments))
-        self._launched = self._patiently(lambda: processes.begin(command, self._code_file(leg), self._output(leg)))
+        self.launched = self._patiently(lambda: processes.begin(command, self._code_file(leg), self._output(leg)))
         return leg
 
     def _wait(self, leg: Leg) -> None:
-        """Until the launcher has ended and nothing of the launch is left; or until somebody asks for a second time."""
+        """Wait until the launcher has ended and nothing of the launch is left, or until asked for a second time."""
         is_told = False
-        shell = self._launched.pid if self._launched is not None else processes.shell_of(self._code_file(leg))
-        while shell is not None and self.ending.num_asked < 2:
+        shell = processes.find_shell(self._code_file(leg))
+        while shell is not None and processes.is_running(shell) and self.ending.num_asked < 2:
             if self.ending.num_asked and not is_told:
                 is_told = True
                 self._ask(leg, shell)
-            if self.ending.wait(None, shell):
-                break
-        if self.ending.num_asked < 2 and self._launched is not None:
-            self._launched.wait()
-            self._launched = None
+            self.ending.sleep(math.inf, shell)
+        if self.ending.num_asked < 2 and self.launched is not None:
+            self.launched.wait()
+            self.launched = None
         self._wait_for_remains(leg)
         self._wait_for_silence(leg, is_told)
 
-    def _ask(self, leg: Leg, shell: int | None) -> None:
-        """That the launch saves and leaves."""
+    def _ask(self, leg: Leg, shell: psutil.Process | None) -> None:
+        """Ask the launch to save and leave."""
         place = self.relay.places[leg.place]
         say(f"asking {leg.place} to leave")
         if place.leave is not None:
@@ -311,10 +309,10 @@ class Runner:
             elif answer.code != 0:
                 say(f"{leg.place}: leave: exit code {answer.code}: {last_line(answer.errors)}")
         elif shell is not None:
-            processes.terminate(processes.launcher_of(shell, self._code_file(leg)))
+            processes.terminate(processes.find_launcher(shell, self._code_file(leg)))
 
     def _wait_for_remains(self, leg: Leg) -> None:
-        """Ranks of this machine whose launcher is gone: they are asked to leave, and at last made to."""
+        """Ask ranks of this machine whose launcher is gone to leave, and kill them at last."""
         kill_at = None
         while self.ending.num_asked < 2 and (left := processes.find(self._code_file(leg))):
             now = time.monotonic()
@@ -323,11 +321,11 @@ class Runner:
                 processes.terminate(left)
             elif now >= kill_at:
                 processes.terminate(left, signal.SIGKILL)
-            self.ending.wait(LOOK_SECONDS)
+            self.ending.sleep(LOOK_SECONDS)
 
     def _wait_for_silence(self, leg: Leg, is_told: bool) -> None:
-        """A launch on another machine may go on when ssh has lost it, or when the relay was started again elsewhere;
-        status.json tells. One that has not written it yet may still be on its way."""
+        """Wait for a launch on another machine, by status.json: it goes on when ssh has lost it, or when the relay was
+        started again elsewhere. One that has not written its status yet may still be about to begin."""
         place, is_mine = self.relay.places[leg.place], leg.host == socket.gethostname()
         may_begin = processes.exit_code(self._code_file(leg)) is None and (not is_mine or place.leave is not None)
         status, heard_at = self._status(place), time.monotonic()
@@ -343,10 +341,9 @@ class Runner:
                 self._ask(leg, None)
             if not has_begun and not is_waiting:
                 is_waiting = True
-                say(
-                    f"leg {leg.number} at {leg.place} may be about to begin; waiting for {self.relay.silence} (silence)"
-                )
-            self.ending.wait(LOOK_SECONDS)
+                where = f"leg {leg.number} at {leg.place}"
+                say(f"{where} may be about to begin; waiting for {self.relay.silence} (silence)")
+            self.ending.sleep(LOOK_SECONDS)
             news = self._status(place)
             if news is not None and news != status:  # a file that cannot be read for a moment is no news
                 status, heard_at = news, time.monotonic()
@@ -366,7 +363,7 @@ class Runner:
             )
         end = {"over": time.time(), "to_batch": batch, "code": code, "ended": ended, "reason": reason}
         self._patiently(lambda: journal.append(self.folder, number=leg.number, **end))
-        self._ended_at[leg.number] = time.monotonic()
+        self.ended_at[leg.number] = time.monotonic()
         say(f"leg {leg.number} at {leg.place}: {ended} at batch {batch}" + (f": {reason}" if reason else ""))
         if ended == REFUSED:
             self.refused[leg.place] = reason or f"exit code {code}"
@@ -395,7 +392,7 @@ class Runner:
 
 
 def turns_from(relay: Relay, legs: list[Leg], batch: int) -> list[int]:
-    """Indices into the order of places, the one whose turn it is first."""
+    """Return indices into the order of places, the one whose turn it is first."""
     num_turns = len(relay.order)
     if relay.every is not None:
         first = batch // relay.every
@@ -405,7 +402,7 @@ def turns_from(relay: Relay, legs: list[Leg], batch: int) -> list[int]:
 
 
 def rest_of(relay: Relay, place: str, legs: list[Leg]) -> float:
-    """Seconds from the end of that place's last leg until it may have the run again, by how its last legs ended."""
+    """Return the seconds that a place rests after its last leg, by how its last legs ended."""
     here = [leg for leg in legs if leg.place == place and leg.over is not None]
     if not here or not here[-1].is_early:
         return 0.0
@@ -416,8 +413,11 @@ def rest_of(relay: Relay, place: str, legs: list[Leg]) -> float:
 def how_it_ended(
     code: int | None, status: dict[str, Any] | None, before: dict[str, Any] | None
 ) -> tuple[str, str | None]:
-    """(how, why), from the launch command's exit code and from status.json, which is believed where this launch has
-    written it: torchrun makes 1 of every code, and ssh 255 of a lost connection."""
+    """Return (how, why), from the launch command's exit code and status.json.
+
+    status.json counts where this launch has written it: torchrun makes 1 of every code, and ssh 255 of a lost
+    connection.
+    """
     if code in (EXIT_USER, *NOT_FOUND):
         return REFUSED, (status or {}).get("reason") if status != before else None
     if status is not None and (status != before or (code == EXIT_DONE and status["status"] == DONE)):

@@ -27,7 +27,8 @@ from llmfoundry_lite.ranks.ending import LEAVING_SIGNALS, run_and_exit
 from llmfoundry_lite.training.lean_imports import import_lean, no_collection
 
 BEAT_SECONDS = 1.0
-MESSAGE_BYTES = 1 << 17
+MESSAGE_BYTES = 1 << 20
+"""More than Linux sends in one packet by default: too long arguments are an error of the sender."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's <sys/prctl.h>."""
 
@@ -40,12 +41,12 @@ class Start:
     arguments: list[str]
     environment: dict[str, str]
     output: str | None
-    """The file that its words are added to; None: where the launcher's own go."""
+    """The file for its output; None: the launcher's own output."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank lives. The first one comes from the server, as it forks."""
+    """A sign of life of a rank. The server sends the first one."""
 
     rank: int
     pid: int
@@ -53,7 +54,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Left:
-    """A rank has ended, with its exit code, or with minus the number of the signal that killed it."""
+    """The end of a rank; a negative code is the signal that killed it."""
 
     pid: int
     code: int
@@ -72,7 +73,7 @@ def send(channel: socket.socket, message: Message) -> None:
 
 
 def receive(channel: socket.socket) -> Message | None:
-    """The next message; None when nobody is left to send one."""
+    """Return the next message; None when no sender is left."""
     try:
         packet = channel.recv(MESSAGE_BYTES)
     except ConnectionError:  # the other side ended with messages unread
@@ -112,7 +113,7 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux kills this process when its parent ends, however that ends."""
+    """Have Linux kill this process when its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we could ask
@@ -120,7 +121,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve(channel: socket.socket) -> Start:
-    """Fork a rank for each `Start` and tell of each that ends, until the launcher closes the channel."""
+    """Fork a rank for each `Start` and report each that ends, until the launcher closes the channel."""
     server, (ended, note) = os.getpid(), os.pipe()
     os.set_blocking(note, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -157,7 +158,7 @@ def tell_of_ended(channel: socket.socket) -> None:
 
 
 def become(start: Start, channel: socket.socket) -> None:
-    """From here on this process is rank `start.rank`: its environment, its heart, where its words go."""
+    """Make this process rank `start.rank`: set environment, heartbeat and output."""
     os.environ.update(start.environment)
     # First, as a busy disk may take longer to make a file than a silent rank is waited for.
     threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()

@@ -1,9 +1,8 @@
-"""status.json in the run directory: how the last launch ended, for scripts, whatever their launcher does to exit codes.
-launches.jsonl beside it: a line for each beginning and each end of a launch, of which `report` counts failures.
+"""status.json in the run directory: how the last launch ended. launches.jsonl: each launch's beginning and end.
 
-`running | done | stopped | preempted | failed`, the last batch, and the reason in words. While a run runs, it also says
-which process that is: what such a launch has written, another one that is refused must not touch. A process that is
-killed, or aborted by NCCL's watchdog, writes nothing: a guard, a small process of its own, then does.
+status.json has `running | done | stopped | preempted | failed`, the last batch, the reason and, while a run runs, its
+process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing: its guard,
+a process of its own, then does.
 """
 
 import contextlib
@@ -23,13 +22,12 @@ from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives
 
 STATUS = "status.json"
 LAUNCHES = "launches.jsonl"
-"""{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"}. A killed launch has
-no line for its end; `has_begun` is false where a launch ended before it carried on. `time` is for people; `uptime` is
-not moved by whoever sets the clock, and is compared with others of the same boot."""
+"""{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
+`has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot."""
 
 
 def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
-    """`reason`, of a run that is `running`: why it has been asked to leave."""
+    """Write both files. `reason` of a run that is `running`: why it has been asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
@@ -44,8 +42,10 @@ def write_status(folder: Path, status: str, batch: int, reason: str | None = Non
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """How the last launch stands. A process that is gone without a word, killed or aborted, does not run any more:
-    that launch has failed, or was preempted if it had been asked to leave. None if there is no status."""
+    """Return the last launch's status; None if there is none.
+
+    A launch whose process is gone has failed, or was preempted if it had been asked to leave.
+    """
     content = _read(folder)
     if content is None or content.get("status") != "running" or is_running(content):
         return content
@@ -56,8 +56,10 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def seconds_between_failures(folder: Path) -> float | None:
-    """Mean time of training that launches of this folder had between failures, start-up included; None of a run that
-    has not failed. A launch without a word for its end counts as a failure of no length."""
+    """Return the mean time between failures of this folder's launches, start-up included; None without failures.
+
+    A launch without a line for its end counts as a failure of no length.
+    """
     seconds, num_failures, begun = 0.0, 0, None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         for line in (folder / LAUNCHES).read_text().splitlines():
@@ -66,21 +68,16 @@ def seconds_between_failures(folder: Path) -> float | None:
                 num_failures += begun is not None
                 begun = event
             elif begun is not None and event["has_begun"]:
-                seconds += _seconds_from(begun, event)
+                is_one_boot = begun.get("boot") is not None and begun["boot"] == event.get("boot")
+                clock = "uptime" if is_one_boot else "time"
+                seconds += max(0.0, event[clock] - begun[clock])
                 num_failures += event["status"] == "failed"
                 begun = None
     return seconds / num_failures if num_failures and seconds > 0 else None
 
 
-def _seconds_from(begun: dict[str, Any], ended: dict[str, Any]) -> float:
-    """Between two lines of launches.jsonl; by the wall clock only where they have no clock in common."""
-    is_shared = begun.get("boot") is not None and begun["boot"] == ended.get("boot")
-    clock = "uptime" if is_shared else "time"
-    return max(0.0, ended[clock] - begun[clock])
-
-
 def start_guard(folder: Path) -> None:
-    """A process that outlives this one and writes down how it ended, if it has not done so itself."""
+    """Start a process that outlives this one, and writes its status if it has not done so itself."""
     command = [sys.executable, "-m", __name__, str(folder.resolve()), str(os.getpid())]
     root, silent = Path(__file__).resolve().parents[1], subprocess.DEVNULL
     with contextlib.suppress(OSError):  # a machine that has no room for it is no reason to fail
@@ -98,10 +95,10 @@ def guard(folder: Path, pid: int) -> None:
 
 
 def write_ended_early(folder: Path, status: str, reason: str) -> None:
-    """Of a launch that ended before it carried on: the batch stays what it was.
+    """Write the status of a launch that ended before it carried on; the batch stays.
 
-    A script that reads `preempted` would otherwise launch a run again for ever that is refused each time. The status
-    of another launch that still runs stays, and so does `done`, which a mistake in a later launch does not undo.
+    A script that reads `preempted` would launch a refused run again for ever. The status of another launch that still
+    runs stays, and so does `done`, which a mistake in a later launch does not undo.
     """
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
@@ -110,13 +107,13 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
 
 
 def is_running(content: dict[str, Any]) -> bool:
-    """Whether the process that wrote it lives; where that cannot be told from here, it is believed to."""
+    """Return whether the process that wrote it lives; true where that cannot be told from here."""
     process = content.get("process")
     return process is not None and lives(process) is not False
 
 
 def is_sound(content: Any) -> bool:
-    """As a launch writes it. A file that something else has written, or only in part, says nothing."""
+    """Return whether it is what a launch writes: a file that is not, or is cut off, counts as none."""
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
     kinds = {"host": str, "pid": int}

@@ -1,9 +1,10 @@
-"""One try of a launch: N ranks from beginning to end, and what to make of how they ended.
+"""One try of a launch: N ranks from beginning to end, and its exit code.
 
-A rank that fails leaves the others in collectives that nobody will join. They get a moment to say what they know, then
-they are killed, and the last save stands. A frozen rank counts as failed.
+A rank that fails leaves the others in collectives that can never complete. They get a moment to report, then they are
+killed, and the last save stands. A frozen rank counts as failed.
 """
 
+import math
 import os
 import select
 import signal
@@ -11,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -28,11 +29,11 @@ GRACE_SECONDS = {
     EXIT_INTERRUPTED: 5.0,
     EXIT_BUG: 1.0,
 }
-"""For the other ranks, once one has left with that code. The first of these codes that any rank has is the launch's: a
-mistake, which comes again with every try, then a wish to leave. A signal or any other code counts as EXIT_BUG.
+"""Time for the other ranks, once one has left with that code. The first of these codes that any rank has is the
+launch's: a mistake comes again with every try, then a wish to leave. A signal or any other code counts as EXIT_BUG.
 Preempted ranks save, and end themselves when that takes too long."""
 SILENCE_SECONDS = 10.0
-"""A rank is frozen that neither gives a sign of life nor uses its processor for so long."""
+"""Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
 
 
@@ -43,9 +44,9 @@ class Process:
     rank: int
     pid: int
     heard_at: float
-    """By the monotonic clock: its last sign of life."""
+    """Monotonic time of its last sign of life."""
     cpu_seconds: float = 0.0
-    """That it had used by then."""
+    """CPU time that it had used by then."""
     code: int | None = None
     """None: it runs."""
 
@@ -55,39 +56,39 @@ class Outcome:
     code: int
     """One of our exit codes, or EXIT_RETRY and EXIT_RETRY_LOST."""
     culprit: str = ""
-    """What went wrong first."""
+    """The first thing that went wrong."""
     rank: int | None = None
     """The rank that it went wrong on, if there is one."""
     was_killed: bool = False
     """It was asked to leave and could not, as a frozen rank cannot."""
 
 
+@dataclass
 class World:
     """The ranks of one try, as forks of the server on the other side of `channel`."""
 
-    def __init__(self, channel: socket.socket, server_has_ended: Callable[[], bool], num_ranks: int):
-        self.channel = channel
-        self.num_ranks = num_ranks
-        self.processes: dict[int, Process] = {}
-        """By process id, from their first sign of life."""
-        self.asked_by: int | None = None
-        """The signal that asks the ranks to leave."""
-        self.is_server_gone = False
-        self._server_has_ended = server_has_ended
-        self._first: tuple[str, int | None] = ("", None)
-        self._end_by = float("inf")
-        self._looked_at = time.monotonic()
+    channel: socket.socket
+    server_has_ended: Callable[[], bool]
+    num_ranks: int
+    processes: dict[int, Process] = field(default_factory=dict)
+    """By process id, from their first sign of life."""
+    asked_by: int | None = None
+    """The signal that asks the ranks to leave."""
+    is_server_gone: bool = False
+    _first: tuple[str, int | None] = ("", None)
+    _end_by: float = math.inf
+    _looked_at: float = field(default_factory=lambda: time.monotonic())
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
-        """Rank 0 speaks where the launcher does, rank R into `logs`/rankR.txt."""
+        """Start the ranks. Rank 0 prints where the launcher does, rank R into `logs`/rankR.txt."""
         for rank in range(self.num_ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             output = str(log_of(logs, rank)) if rank else None
-            with suppress(ConnectionError):  # `wait` finds that nobody is there
+            with suppress(ConnectionError):  # `wait` finds that the server is gone
                 send(self.channel, Start(rank, list(arguments), {**environment, **place}, output))
 
     def ask_to_leave(self, number: int) -> None:
-        """Also those that are still to come, once one has begun; before that, `wait` ends."""
+        """Send the signal to the ranks, later ones included; where none has begun, `wait` ends."""
         self.asked_by = number
         self.signal(number)
 
@@ -97,7 +98,7 @@ class World:
                 os.kill(process.pid, number)
 
     def wait(self) -> Outcome:
-        """Until every rank has ended."""
+        """Wait until every rank has ended."""
         while not self._has_ended():
             self._listen()
             self._look_for_frozen()
@@ -106,11 +107,10 @@ class World:
         if self.asked_by is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
-        code = verdict(codes)
-        could_not = code == EXIT_BUG or self.is_server_gone
-        if could_not and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
+        code = EXIT_BUG if self.is_server_gone else verdict(codes)
+        if code == EXIT_BUG and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
             return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
-        return Outcome(EXIT_BUG if self.is_server_gone else code, *self._first)
+        return Outcome(code, *self._first)
 
     def _has_ended(self) -> bool:
         if self.is_server_gone or not self.processes:
@@ -124,27 +124,23 @@ class World:
         ready, _, _ = select.select([self.channel], [], [], LOOK_SECONDS)
         now = time.monotonic()
         message = receive(self.channel) if ready else None
-        if message is None:
-            if ready or self._server_has_ended():
-                self.is_server_gone = True
-                self._blame("the process that starts the ranks has ended", None)
-        else:
-            if isinstance(message, Beat):
-                if message.pid not in self.processes:
-                    self.processes[message.pid] = Process(message.rank, message.pid, now)
-                    if self.asked_by is not None:
-                        with suppress(ProcessLookupError):
-                            os.kill(message.pid, self.asked_by)
-                process = self.processes[message.pid]
-                process.heard_at, process.cpu_seconds = now, cpu_seconds(message.pid)
-            elif isinstance(message, Left):
-                self._note_end(self.processes[message.pid], message.code, now)
-
-    def _note_end(self, process: Process, code: int, now: float) -> None:
-        process.code = code
-        if code != EXIT_DONE:
-            self._blame(describe_end(process.rank, code), process.rank)
-            self._end_by = min(self._end_by, now + GRACE_SECONDS[verdict([code])])
+        if isinstance(message, Beat):
+            if message.pid not in self.processes:
+                self.processes[message.pid] = Process(message.rank, message.pid, now)
+                if self.asked_by is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(message.pid, self.asked_by)
+            process = self.processes[message.pid]
+            process.heard_at, process.cpu_seconds = now, cpu_seconds(message.pid)
+        elif isinstance(message, Left):
+            process = self.processes[message.pid]
+            process.code = message.code
+            if message.code != EXIT_DONE:
+                self._blame(describe_end(process.rank, message.code), process.rank)
+                self._end_by = min(self._end_by, now + GRACE_SECONDS[verdict([message.code])])
+        elif ready or self.server_has_ended():
+            self.is_server_gone = True
+            self._blame("the process that starts the ranks has ended", None)
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
@@ -159,18 +155,17 @@ class World:
             used = cpu_seconds(process.pid)
             if used > process.cpu_seconds:  # since its last beat; or something long holds the interpreter's lock
                 process.cpu_seconds, process.heard_at = used, now
-                continue
-            if silence < SILENCE_SECONDS:
-                continue
-            if has_ended(process.pid):  # and nobody has told of it; with the server, its ranks end
+            elif silence >= SILENCE_SECONDS and has_ended(process.pid):  # and the server, with which all end, is mute
                 self.is_server_gone = True
                 self._blame("the process that starts the ranks is frozen: it does not tell of one that has ended", None)
                 return
-            self._blame(f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s", process.rank)
-            self._end_by = now
+            elif silence >= SILENCE_SECONDS:
+                frozen = f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s"
+                self._blame(frozen, process.rank)
+                self._end_by = now
 
     def _blame(self, what: str, rank: int | None) -> None:
-        """What comes first brings the rest about."""
+        """Note the first fault, which causes the others."""
         if not self._first[0]:
             self._first = (what, rank)
 
@@ -180,7 +175,7 @@ def log_of(logs: Path, rank: int) -> Path:
 
 
 def verdict(codes: Iterable[int]) -> int:
-    """The launch's exit code, of its ranks'; negative ones are signals."""
+    """Return the launch's exit code for its ranks' codes; negative ones are signals."""
     known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_BUG for code in codes}
     return next((code for code in GRACE_SECONDS if code in known), EXIT_DONE)
 

@@ -245,12 +245,6 @@ def test_a_log_folder_that_cannot_be_is_a_users_error(tmp_path):
         make_room_for_logs(Path("/proc/x"))
 
 
-def test_arguments_that_no_rank_can_be_handed_are_refused(tmp_path):
-    """Half of them would reach the server, and the launcher would wait for the ranks for ever."""
-    with pytest.raises(ConfigError, match="the arguments are 40,002 bytes long; ranks are handed 32,768 at most"):
-        Launcher(Program("tests.launch.program", "json"), 2, 0, tmp_path).run(["a=", "é" * 20_000])
-
-
 def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     slow = "tests.launch.imports_that_take_long"
