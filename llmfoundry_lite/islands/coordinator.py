@@ -1,11 +1,10 @@
-"""Who trains what with whom: the only judge of membership and of which batches count. No tensors, no clock, no sockets.
+"""The protocol of islands as a state machine: membership, and which batches count. No tensors, no clock, no sockets.
 
-Owns the protocol as a state machine: `hello`, `receive`, `lose` and `tick` take what has happened, and leave messages
-in `outbox` and connections to be closed in `dropped`. Leaves connections to `serve`, and shares to `division`.
+`hello`, `receive`, `lose` and `tick` take events, and leave messages in `outbox` and connections to close in `dropped`.
 
 A view is an epoch, a batch, the members' lanes, a scribe that saves, and a donor for those that join. A batch counts
-when every member of the view has said `prepared`: all are then told `commit`. If anything is wrong before that, there
-is a next epoch: rows are divided again, gradients are dropped, and the batch is repeated. Weights were never touched.
+when every member of the view has sent `prepared`: all then receive `commit`. If anything fails before that, there is a
+next epoch: rows are divided again, gradients are dropped, and the batch is repeated. Weights were never touched.
 """
 
 import math
@@ -17,35 +16,34 @@ from itertools import combinations
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.islands.checks import REPORT, check_fields, check_hello
 from llmfoundry_lite.islands.division import Pace, divide, latest_seconds
 from llmfoundry_lite.islands.member import View
-from llmfoundry_lite.islands.messages import BadMessageError, Message
+from llmfoundry_lite.islands.messages import REPORT, BadMessageError, Message, check_fields, check_hello
 
 SMOOTHING = 0.3
 """The weight of a new measurement of an island's rate."""
 WORTH_MOVING = 0.95
-"""Rows move when a batch then takes less than this share of what it takes now."""
+"""Rows move when a batch then takes less than this share of its time now."""
 BATCHES_BETWEEN_MOVES = 10
 STALL_SLACK_SECONDS = 1.0
 """Between two silences there is a new epoch, whose beats come a little later."""
 MOST_SILENCES = 2
-"""So long may a batch fail again and again without an island lost; then the smallest has to go."""
+"""Time in which a batch may fail without an island lost; then the smallest has to go."""
 SECONDS_TO_BE_WHOLE = 30.0
-"""Ranks of an island say hello together: one that is late by so much is frozen."""
+"""Ranks of an island say hello together: one that is later is frozen."""
 MOST_TRIED = 10
-"""Islands, the fastest, of which every choice is tried where all together cannot divide a batch."""
+"""The fastest islands, of which every choice is tried where all together cannot divide a batch."""
 MOST_PAST = 1000
-"""Launches that are remembered after they have gone."""
+"""Launches remembered after their end."""
 LONGEST_TICK_SECONDS = 1.0
-"""Between two ticks. After a longer one this process was stopped, and does not know who was silent meanwhile."""
+"""After a longer time between two ticks, this process was stopped, and nobody counts as silent meanwhile."""
 LEAST_SECONDS = 1e-6
-"""Of a batch: no rank computes rows in less."""
+"""Shortest credible time for a batch."""
 
 
 @dataclass(kw_only=True)
 class Island:
-    """A launch, from the first of its ranks that has come."""
+    """A launch, from its first rank's hello on."""
 
     name: str
     launch: str
@@ -55,7 +53,7 @@ class Island:
     connections: dict[int, int] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)
     phases: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Of each rank: what it does, and how many bytes it has exchanged so far."""
+    """Rank -> its phase, and the bytes that it has exchanged so far."""
     prepared: Message | None = None
     rate: float | None = None
     """Rows per second, smoothed."""
@@ -73,11 +71,11 @@ class Island:
 
     @property
     def batch(self) -> int:
-        """Of its checkpoint, as the first rank that has come says."""
+        """The batch of its checkpoint."""
         return next(iter(self.hellos.values()))["batch"]
 
     def describe(self) -> list[Message]:
-        """A message for each rank: all boxes together may be more than one message holds."""
+        """Return a message for each rank: all boxes together may exceed one message."""
         common = {"kind": "member", "name": self.name, "launch": self.launch, "size": self.size}
         common["machine"] = self.facts["machine"]
         return [
@@ -91,34 +89,34 @@ class Coordinator:
         self.silence_seconds = silence_seconds
         self.log = log
         self.islands: dict[str, Island] = {}
-        """All that are here, whole or not."""
+        """All islands that are here, whole or not."""
         self.speakers: dict[int, tuple[Island, int]] = {}
-        """By connection: an island that is here, and its rank."""
+        """Connection -> its island and rank."""
         self.members: list[str] = []
-        """Those of the view, in order of names."""
+        """The view's members, in order of names."""
         self.epoch = 0
         self.batch = 0
-        """How many batches count."""
+        """Number of batches that count."""
         self.num_rows = 0
-        """Of a batch: the members'."""
+        """Rows of a batch."""
         self.is_over = False
         """A member has finished the run; the others are about to."""
         self.scribe = ""
         self.lanes: dict[str, range] = {}
         self.joiners: list[str] = []
-        """Members that the view has brought in, to whom the scribe gives its state."""
+        """New members of the view, to which the scribe gives its state."""
         self.failing_since: float | None = None
-        """When an exchange of this batch failed first, since an island was lost."""
+        """Time of the first failed exchange of this batch since an island was lost."""
         self.moved_at = 0
         self.progress: tuple[Any, float] = (None, 0.0)
-        """What ranks have exchanged, and since when it has not changed."""
+        """The ranks' phases and bytes, and the time of their last change."""
         self.past: deque[tuple[str, str]] = deque(maxlen=MOST_PAST)
-        """Names and launches that are no more."""
+        """Names and launches that have ended."""
         self.newest_connection = -1
         self.last_of_the_past = -1
-        """The newest connection when the last member left: who has dialled until then may not have the newest save."""
+        """The newest connection when the last member left: ranks up to it may not have the newest save."""
         self.left_waiting: tuple[Any, ...] = ()
-        """Who is here, at the last look for whom a batch could be divided with."""
+        """Members and waiting islands at the last look for joiners that fit."""
         self.ticked_at = 0.0
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
@@ -126,11 +124,11 @@ class Coordinator:
     # --------------------------------------------------------------------------------------------- what happens
 
     def greet(self, connection: int) -> None:
-        """A rank has dialled, and builds its model. Connections are numbered in this order."""
+        """Note a rank that has dialled, and builds its model. Connections are numbered in this order."""
         self.newest_connection = max(self.newest_connection, connection)
 
     def hello(self, connection: int, message: Message, now: float) -> None:
-        """A rank has come. Raises BadMessageError."""
+        """Take in a rank. Raises BadMessageError."""
         check_hello(message)
         self.greet(connection)
         name, launch, rank, size = (message[key] for key in ("island", "launch", "rank", "size"))
@@ -144,10 +142,10 @@ class Coordinator:
             self._turn_away(connection, f"{name} may not have the newest checkpoint")
             self.past.append((name, launch))
             if present is not None and present.launch == launch:
-                self._evict(name, f"{name} may not have the newest checkpoint", now)
+                self._evict(name, f"{name} may not have the newest checkpoint")
             return
         if present is not None and present.launch != launch:
-            self._evict(name, f"{name} has been launched again", now)
+            self._evict(name, f"{name} has been launched again")
             present = None
         island = present or Island(name=name, launch=launch, size=size, came_at=now)
         if island.size != size or rank in island.connections:
@@ -165,7 +163,7 @@ class Coordinator:
                 self._begin_if_all_here()
 
     def receive(self, connection: int, message: Message, now: float) -> None:
-        """From a rank that has said hello. Raises BadMessageError."""
+        """Take a message of a rank that has said hello. Raises BadMessageError."""
         found = self.speakers.get(connection)
         if found is None:
             return  # evicted in the meantime
@@ -189,14 +187,14 @@ class Coordinator:
         else:
             raise BadMessageError(f"unknown kind {message['kind'][:40]!r}")
 
-    def lose(self, connection: int, now: float) -> None:
-        """A connection has ended."""
+    def lose(self, connection: int) -> None:
+        """Note the end of a connection."""
         found = self.speakers.get(connection)
         if found is not None:
-            self._evict(found[0].name, f"rank {found[1]} of {found[0].name} is gone", now)
+            self._evict(found[0].name, f"rank {found[1]} of {found[0].name} is gone")
 
     def tick(self, now: float) -> None:
-        """Called several times a second."""
+        """Look for silent ranks and dead links, several times a second."""
         slept = now - self.ticked_at
         if self.ticked_at and slept > LONGEST_TICK_SECONDS:
             for island in self.islands.values():
@@ -208,10 +206,10 @@ class Coordinator:
                 continue  # it has left with the one before
             silent = [rank for rank, heard in island.heard_at.items() if now - heard > self.silence_seconds]
             if silent:
-                self._evict(island.name, f"rank {silent[0]} of {island.name} is silent", now)
+                self._evict(island.name, f"rank {silent[0]} of {island.name} is silent")
             elif not island.is_whole and now - island.came_at > SECONDS_TO_BE_WHOLE:
                 count = island.size - len(island.connections)
-                self._evict(island.name, f"{count} of {island.size} ranks of {island.name} do not come", now)
+                self._evict(island.name, f"{count} of {island.size} ranks of {island.name} do not come")
         self._look_for_stall(now)
 
     # ------------------------------------------------------------------------------------------------ the verdict
@@ -245,21 +243,19 @@ class Coordinator:
             "rows": {name: report["samples"] for name, report in reports.items()},
             "drifted": self._drifted(reports),
         }
-        told = [one for one in present if one.name in self.members]
         self.batch += 1
         self.failing_since = None
         for one in present:
             one.prepared = None
-        for one in present:
             one.has_state = True
             one.is_leaving = reports[one.name]["leaving"]
         message["next"], too_many = self._next_view(message["drifted"])
-        for one in told:
+        for one in present:
             self._tell(one, message, speaker_only=True)
         self._let_go(too_many)
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
-        """Islands whose weights, before this batch, were not the scribe's."""
+        """Return islands whose weights, before this batch, differed from the scribe's."""
         digests = {name: report["weights"] for name, report in reports.items() if report["weights"]}
         expected = digests.get(self.scribe)
         drifted = [name for name, digest in digests.items() if expected and digest != expected]
@@ -268,10 +264,9 @@ class Coordinator:
         return drifted
 
     def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
-        """At the end of a batch: those that leave are left out, those that wait come in, rows move. Those that have
-        drifted get the scribe's state, as if they joined.
+        """Return the view after a batch, if it is a new one, and members with which a batch can no longer be divided.
 
-        Returns the view, if it is a new one, and members with whom a batch can no longer be divided.
+        Islands that leave go, waiting ones come in, rows move. Drifted ones get the scribe's state, as if they joined.
         """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
@@ -296,17 +291,17 @@ class Coordinator:
         return self._view(staying, []), []
 
     def _fail(self, reason: str, now: float) -> None:
-        """All are alive, and the batch failed. Nobody can tell whose link is dead: the smallest island goes at last."""
+        """Repeat a batch that failed with all alive. Nobody can tell whose link is dead: the smallest goes at last."""
         self.failing_since = now if self.failing_since is None else self.failing_since
         if now - self.failing_since < MOST_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS:
             self._repeat(reason)
             return
         others = [name for name in self.members if name != self.scribe]
         smallest = min(others or self.members, key=lambda name: len(self.lanes[name]))
-        self._evict(smallest, f"links of {smallest} are dead", now)
+        self._evict(smallest, f"links of {smallest} are dead")
 
     def _repeat(self, reason: str) -> None:
-        """The next epoch, of the same batch, with as many of the members as can divide it."""
+        """Begin the next epoch, of the same batch, with the members that can divide it."""
         self.log(f"batch {self.batch + 1} is repeated: {reason}")
         fitting = self._best_of(self.members)
         self._let_go([name for name in self.members if name not in fitting])
@@ -315,7 +310,7 @@ class Coordinator:
             self._tell(self.islands[name], view)
 
     def _view(self, members: list[str], joiners: list[str]) -> Message:
-        """A new epoch; describes members to each other that have not met."""
+        """Begin a new epoch; describes members to each other that have not met."""
         strangers = [name for name in joiners if name not in self.members]
         self.members, self.joiners = sorted([*members, *joiners]), joiners
         for name in strangers:
@@ -344,7 +339,7 @@ class Coordinator:
     # ----------------------------------------------------------------------------------------------- who is here
 
     def _begin_if_all_here(self) -> None:
-        """The first view: of as many as were announced. The furthest give their state to those behind."""
+        """Begin when as many are here as were announced. Islands that are behind get the furthest one's state."""
         whole = sorted(name for name, one in self.islands.items() if one.is_whole)
         if not whole or len(whole) < self.num_founders:
             return
@@ -367,7 +362,7 @@ class Coordinator:
             self._tell(self.islands[name], view)
 
     def _refusal(self, island: Island) -> str:
-        """Why this island cannot take part, if it cannot."""
+        """Return why this island cannot take part; empty if it can."""
         common = ("fingerprints", "rows", "microbatch", "batch")
         if any(hello[key] != island.facts[key] for hello in island.hellos.values() for key in common):
             return f"{island.name}: its ranks differ in their configuration"
@@ -393,8 +388,7 @@ class Coordinator:
         return ""
 
     def _that_fit(self, members: list[str], waiting: list[str]) -> list[str]:
-        """Those with whom the batch can be divided. The others are told why not, and wait until other islands are
-        here: each of them could train the run alone."""
+        """Return waiting islands with which the batch can be divided. The others hear why not, and go on waiting."""
         here = (tuple(members), tuple((name, self.islands[name].launch) for name in waiting))
         if here == self.left_waiting:
             return []
@@ -415,7 +409,7 @@ class Coordinator:
         return fitting
 
     def _best_of(self, members: list[str]) -> list[str]:
-        """As many as can divide a batch together: the fastest choice. One of them has the run's weights, if any has."""
+        """Return the fastest choice that can divide a batch, with an island that has the run's weights if any has."""
         if self._can_divide(members):
             return list(members)
         rates = {name: pace.rate for name, pace in self._paces(members).items()}
@@ -435,15 +429,12 @@ class Coordinator:
         return ""
 
     def _paces(self, names: Sequence[str]) -> dict[str, Pace]:
-        """By measured rates where all have one; else by the weights that the islands were given."""
+        """Return paces by measured rates where all have one, else by `islands.weight`."""
         islands = [self.islands[name] for name in names]
         are_measured = all(one.rate is not None for one in islands)
-        return {
-            one.name: Pace(
-                one.size, one.facts["microbatch"], float(one.rate if are_measured and one.rate else one.facts["weight"])
-            )
-            for one in islands
-        }
+        rates = [float(one.rate if are_measured and one.rate else one.facts["weight"]) for one in islands]
+        paces = zip(islands, rates, strict=True)
+        return {one.name: Pace(one.size, one.facts["microbatch"], rate) for one, rate in paces}
 
     def _measure(self, present: list[Island]) -> None:
         for one in present:
@@ -454,13 +445,12 @@ class Coordinator:
                 one.rate = rate if one.rate is None else (1 - SMOOTHING) * one.rate + SMOOTHING * rate
 
     def _look_for_stall(self, now: float) -> None:
-        """All members exchange, and no byte has moved for so long: a link is dead whose two ends are alive."""
-        phases = [phase for name in self.members for phase in self.islands[name].phases.values()]
+        """Fail the batch when all members exchange and no byte moves: a link is dead whose two ends are alive."""
+        reports = [report for name in self.members for report in self.islands[name].phases.values()]
         size = sum(self.islands[name].size for name in self.members)
-        exchanging = len(phases) == size and all(phase != "compute" for phase, _ in phases)
-        seen = (
-            (self.epoch, self.batch, tuple(phases)) if exchanging and any(p == "exchange" for p, _ in phases) else None
-        )
+        phases = {phase for phase, _ in reports}
+        is_exchanging = len(reports) == size and "exchange" in phases and "compute" not in phases
+        seen = (self.epoch, self.batch, tuple(reports)) if is_exchanging else None
         if seen is None or seen != self.progress[0]:
             self.progress = (seen, now)
             return
@@ -485,13 +475,13 @@ class Coordinator:
         self.log(f"refused: {reason}")
 
     def _turn_away(self, connection: int, reason: str) -> None:
-        """One rank, of which nothing is kept."""
+        """Close one rank's connection, of which nothing is kept."""
         self.outbox.append((connection, {"kind": "evicted", "reason": reason}))
         self.dropped.append(connection)
         self.log(f"turned away: {reason}")
 
     def _let_go(self, names: list[str], reason: str = "") -> None:
-        """Islands that have to leave, and may come back; what the others do now is left to the caller."""
+        """Send islands away, which may come back; what the others do now is left to the caller."""
         why = reason or self._why_not(sorted({*self.members, *names})) + "; the other islands carry on"
         for name in names:
             self._tell(self.islands[name], {"kind": "evicted", "reason": why})
@@ -506,9 +496,8 @@ class Coordinator:
             del self.speakers[connection]
             self.dropped.append(connection)
 
-    def _evict(self, name: str, reason: str, now: float) -> None:
-        island = self.islands[name]
-        self._tell(island, {"kind": "evicted", "reason": reason})
+    def _evict(self, name: str, reason: str) -> None:
+        self._tell(self.islands[name], {"kind": "evicted", "reason": reason})
         self._lose(name, reason)
 
     def _lose(self, name: str, reason: str) -> None:
@@ -524,7 +513,7 @@ class Coordinator:
             self._repeat(f"without {name}")
 
     def _begin_anew(self) -> None:
-        """No member is left. Those that wait begin, or leave where they may not have the newest checkpoint."""
+        """Begin again without a member. Waiting islands that may not have the newest checkpoint leave."""
         reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
         self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
         self.scribe, self.lanes, self.left_waiting = "", {}, ()
@@ -536,7 +525,7 @@ class Coordinator:
 
 
 def _out_of_reach(island: Island, other: Island) -> str:
-    """Why ranks of the other one cannot dial this one's, where that is known."""
+    """Return why ranks of the other island cannot dial this one's, where that is known."""
     hosts = {hello.get("host") for hello in other.hellos.values()}
     for hello in island.hellos.values():
         address = hello["address"][0]
@@ -549,5 +538,5 @@ def _out_of_reach(island: Island, other: Island) -> str:
 
 
 def _tensors_of(hello: Message) -> dict[str, int]:
-    """Parameters, and how many dimensions each has."""
+    """Return parameter -> number of dimensions."""
     return {name: len(offset) for name, (offset, _) in hello["boxes"].items()}

@@ -8,23 +8,23 @@ from llmfoundry_lite.errors import ConfigError
 
 
 class Pace(NamedTuple):
-    """What of an island decides its share."""
+    """The numbers of an island that decide its share."""
 
     num_ranks: int
-    """Its share is a multiple of it: ranks of one process group need equally many rows, or they wait for ever."""
+    """The share is a multiple of it: ranks of one process group need equally many rows."""
     microbatch: int
     """Rows of a rank in one forward pass."""
     rate: float
     """Rows per second, or any number in proportion to it."""
 
     def seconds(self, rows: int) -> float:
-        """A microbatch that is not full takes as long as a full one."""
+        """Return the time for `rows`; a microbatch that is not full takes as long as a full one."""
         microbatches = math.ceil(rows / (self.num_ranks * self.microbatch))
         return microbatches * self.num_ranks * self.microbatch / self.rate
 
 
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
-    """Lanes of each island, in order of names: the division after which the last island is ready earliest.
+    """Return each island's lanes, in order of names: the division after which the last island is ready earliest.
 
     Every island has rows. Raises ConfigError when no multiples of the islands' ranks add up to `num_rows`.
     """
@@ -59,7 +59,7 @@ def latest_seconds(lanes: Mapping[str, range], paces: Mapping[str, Pace]) -> flo
 
 
 def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> list[int]:
-    """Multiples of the ranks around the share that the rate gives; all of them where there are few."""
+    """Return multiples of the ranks around the share that the rate gives; all of them where there are few."""
     step = pace.num_ranks
     count = num_rows // step
     if count <= 256:

@@ -1,12 +1,9 @@
 """Tensors between islands: over plain sockets, between ranks that hold parts of the same tensors.
 
 There is no process group across islands, so that releases of torch, vendors and shardings may differ. A rank knows the
-boxes of all ranks of all islands. It sends what its own have in common with a peer's, in fp32 from host memory, and
-receives the same box of the peer's tensor. Ranks of an island that hold copies divide them first, so that every number
-travels between two islands once each way.
-
-Closing a rank's connections is how an exchange ends early. Leaves who takes part to `member`, and the weights and the
-verdict to training.
+boxes of all ranks of all islands. It sends the overlap of its boxes with a peer's, in fp32 from host memory, and
+receives the same box of the peer's tensor. Ranks of an island that hold copies divide them first: each number travels
+between two islands once each way. Closing a rank's connections ends an exchange early.
 """
 
 import socket
@@ -21,16 +18,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from llmfoundry_lite.islands.messages import BadMessageError, dial, pack, receive, receive_exactly, welcome
+from llmfoundry_lite.islands.messages import (
+    BadMessageError,
+    check_fields,
+    dial,
+    pack,
+    receive,
+    receive_exactly,
+    welcome,
+)
 
-CONNECT_SECONDS = 5.0
 CHUNK_BYTES = 1 << 18
-"""Between two counts of what has been sent: at 1 Mbit/s, 2 s."""
+"""Bytes between two counts of what has been sent: at 1 Mbit/s, 2 s."""
 HEADING = struct.Struct("!4sQQd")
 """Before tensors: a mark, the label, the number of bytes, the weight."""
 MAGIC = b"isle"
 MOST_STRANGERS = 64
 """Connections that have not proved the token yet."""
+MOST_ARRIVED = 4096
 
 
 class Box(NamedTuple):
@@ -40,16 +45,14 @@ class Box(NamedTuple):
     lengths: tuple[int, ...]
 
     def common(self, other: "Box") -> "Box | None":
-        begins = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        ends = [
-            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.lengths, other.offset, other.lengths, strict=True)
-        ]
-        lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Box(begins, lengths) if all(length > 0 for length in lengths) else None
+        """Return the overlap, if there is one."""
+        begins = np.maximum(self.offset, other.offset)
+        lengths = np.minimum(np.add(self.offset, self.lengths), np.add(other.offset, other.lengths)) - begins
+        return Box(tuple(begins.tolist()), tuple(lengths.tolist())) if (lengths > 0).all() else None
 
     def within(self, other: "Box") -> tuple[slice, ...]:
-        """Where this box lies in a tensor that is that of `other`."""
-        begins = [mine - theirs for mine, theirs in zip(self.offset, other.offset, strict=True)]
+        """Return the slices of this box in the tensor of `other`."""
+        begins = np.subtract(self.offset, other.offset).tolist()
         return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.lengths, strict=True))
 
     @property
@@ -67,7 +70,7 @@ class Peer(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Of another island, in order."""
+    """The ranks of another island, in order."""
 
     addresses: Sequence[tuple[str, int]]
     pieces: Sequence[Boxes]
@@ -75,13 +78,13 @@ class Ranks(NamedTuple):
 
 class Swapped(NamedTuple):
     weights: dict[str, float]
-    """Of the other islands' gradients."""
+    """Weights of the other islands' gradients."""
     tensors: dict[str, Tensors]
     """Island -> name -> that island's numbers for this rank's piece, fp32 in host memory."""
 
 
 def share_out(boxes_of_ranks: Sequence[Boxes]) -> list[Boxes]:
-    """The part of each rank's boxes that it exchanges: ranks with the same box take rows of it in turn."""
+    """Return the part of each rank's boxes that it exchanges: ranks with the same box divide its rows."""
     pieces: list[Boxes] = [{} for _ in boxes_of_ranks]
     for name in boxes_of_ranks[0]:
         holders: dict[Box, list[int]] = {}
@@ -103,10 +106,9 @@ class Exchange:
         self.rank = rank
         self.token = token
         self.num_bytes = 0
-        """Sent and received, so far."""
+        """Sent and received so far."""
         self.on_transfer: Callable[[bool], None] = lambda is_transferring: None
-        """Called before sockets may wait for other islands, and after. Tensors are gathered outside, for as long as
-        that takes this host."""
+        """Called with True before sockets may wait for other islands, and with False after."""
         family, *_, where = min(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM))  # IPv4, of a name with both
         self._listener = socket.create_server(where[:2], family=family, backlog=256)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -123,10 +125,9 @@ class Exchange:
     # ------------------------------------------------------------------------------------------------ connections
 
     def meet(self, epoch: int, pieces: Boxes, others: Mapping[str, Ranks]) -> None:
-        """Dial those ranks of `others` whose pieces meet this rank's, if they come earlier by name of island; the
-        rest dial us.
+        """Dial the ranks of islands earlier by name whose pieces overlap this rank's; the others dial us.
 
-        An error is kept for the first transfer, which raises it.
+        The first transfer raises the error, if there is one.
         """
         self.part()
         with self._news:
@@ -143,19 +144,18 @@ class Exchange:
         for peer in self._cuts:
             if peer.island < self.island and self._broken is None:
                 try:
-                    self._dial(peer, others[peer.island].addresses[peer.rank])
+                    self._connections[peer] = self._dial(others[peer.island].addresses[peer.rank])
                 except OSError as error:
                     self._broken = error
 
-    def _dial(self, peer: Peer, address: tuple[str, int]) -> None:
-        connection = dial(address, self.token, CONNECT_SECONDS)
+    def _dial(self, address: tuple[str, int]) -> socket.socket:
+        connection = dial(address, self.token)
         connection.settimeout(None)
         connection.sendall(pack({"kind": "peer", "epoch": self._epoch, "island": self.island, "rank": self.rank}))
-        with self._news:
-            self._connections[peer] = connection
+        return connection
 
     def _connection_to(self, peer: Peer) -> socket.socket:
-        """Waits for a rank that has to dial us, until the epoch is over."""
+        """Return the connection; waits for a rank that has to dial us, until the epoch is over."""
         with self._news:
             key = (self._epoch, peer.island, peer.rank)
             self._news.wait_for(lambda: peer in self._connections or key in self._arrived or self._is_over)
@@ -170,7 +170,7 @@ class Exchange:
         return self._newest_epoch > self._epoch
 
     def abort(self, epoch: float) -> None:
-        """From any thread: whatever belongs to an earlier epoch ends now; infinity ends everything."""
+        """End transfers of earlier epochs, from any thread; infinity ends all."""
         with self._news:
             self._newest_epoch = max(self._newest_epoch, epoch)
             if self._is_over:
@@ -204,19 +204,19 @@ class Exchange:
             threading.Thread(target=self._admit, args=(connection,), name="islands-admit", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
-        """Strangers, and what is malformed, are closed and forgotten."""
+        """Welcome a peer; closes strangers, and connections that say something malformed."""
         try:
             welcome(connection, self.token)
             hello = receive(connection, 4096)
-            epoch, island, rank = hello.get("epoch"), hello.get("island"), hello.get("rank")
-            if hello["kind"] != "peer" or not (type(epoch) is int and type(island) is str and type(rank) is int):
+            check_fields(hello, {"epoch": int, "island": str, "rank": int})
+            if hello["kind"] != "peer":
                 raise BadMessageError("no peer")
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._news:
-                if epoch < self._epoch or len(self._arrived) >= 4096:
+                if hello["epoch"] < self._epoch or len(self._arrived) >= MOST_ARRIVED:
                     raise BadMessageError("of an earlier epoch")
-                self._arrived[epoch, island, rank] = connection
+                self._arrived[hello["epoch"], hello["island"], hello["rank"]] = connection
                 self._news.notify_all()
         except OSError:
             connection.close()
@@ -226,34 +226,32 @@ class Exchange:
     # ---------------------------------------------------------------------------------------------------- tensors
 
     def swap(self, tensors: Tensors, pieces: Boxes, label: int, weight: float) -> Swapped:
-        """Both ways, with all other islands. `tensors` are the pieces; `label` must be the same on both ends, and
-        `weight` is told. Raises OSError."""
+        """Exchange the pieces both ways with all other islands. `label` must be equal on both ends. Raises OSError."""
         sending = {peer: _gather(tensors, pieces, cuts) for peer, cuts in self._cuts.items()}
-        sizes = {peer: _size(cuts) for peer, cuts in self._cuts.items()}
         swapped = Swapped({}, {})
-        for peer, (their_weight, flat) in self._transfer(sending, sizes, label, weight).items():
+        for peer, (their_weight, flat) in self._transfer(sending, list(self._cuts), label, weight).items():
             theirs = swapped.tensors.setdefault(peer.island, {})
             _scatter(flat, theirs, pieces, self._cuts[peer])
             swapped.weights[peer.island] = their_weight
         return swapped
 
     def give(self, tensors: Tensors, pieces: Boxes, islands: Sequence[str], label: int) -> None:
-        """One way, to these islands. Raises OSError."""
-        peers = {peer: cuts for peer, cuts in self._cuts.items() if peer.island in islands}
-        self._transfer({peer: _gather(tensors, pieces, cuts) for peer, cuts in peers.items()}, {}, label, 0.0)
+        """Send the pieces to these islands. Raises OSError."""
+        cuts = {peer: cuts for peer, cuts in self._cuts.items() if peer.island in islands}
+        self._transfer({peer: _gather(tensors, pieces, cuts[peer]) for peer in cuts}, [], label, 0.0)
 
     def take(self, pieces: Boxes, island: str, label: int) -> Tensors:
-        """The other end of `give`; empty pieces are left out. Raises OSError."""
-        peers = {peer: cuts for peer, cuts in self._cuts.items() if peer.island == island}
+        """Receive what `give` sends, without empty pieces. Raises OSError."""
         tensors: Tensors = {}
-        for peer, (_, flat) in self._transfer({}, {p: _size(cuts) for p, cuts in peers.items()}, label, 0.0).items():
-            _scatter(flat, tensors, pieces, peers[peer])
+        peers = [peer for peer in self._cuts if peer.island == island]
+        for peer, (_, flat) in self._transfer({}, peers, label, 0.0).items():
+            _scatter(flat, tensors, pieces, self._cuts[peer])
         return tensors
 
     def _transfer(
-        self, sending: Mapping[Peer, torch.Tensor], receiving: Mapping[Peer, int], label: int, weight: float
+        self, sending: Mapping[Peer, torch.Tensor], receiving: Sequence[Peer], label: int, weight: float
     ) -> dict[Peer, tuple[float, torch.Tensor]]:
-        """Everything at once, both ways. Raises the first OSError when all threads have ended."""
+        """Send and receive in parallel. Raises the first OSError when all threads have ended."""
         arrived: dict[Peer, tuple[float, torch.Tensor]] = {}
         errors: list[OSError] = []
         if self._broken is not None:
@@ -265,7 +263,8 @@ class Exchange:
                 if is_sender:
                     self._send(self._connection_to(peer), sending[peer], label, weight)
                 else:
-                    arrived[peer] = self._receive(self._connection_to(peer), receiving[peer], label)
+                    size = sum(cut.size for cut in self._cuts[peer].values())
+                    arrived[peer] = self._receive(self._connection_to(peer), size, label)
             except OSError as error:
                 errors.append(error)
                 self.abort(self._epoch + 1)  # the others wait for nothing now
@@ -304,18 +303,14 @@ class Exchange:
         return weight, torch.from_numpy(flat)
 
 
-def _size(cuts: Mapping[str, Box]) -> int:
-    return sum(cut.size for cut in cuts.values())
-
-
 def _gather(tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> torch.Tensor:
-    """What a peer gets: its cuts of the pieces, one after another."""
+    """Return a peer's cuts of the pieces, one after another."""
     parts = [tensors[name][cut.within(pieces[name])].reshape(-1).float() for name, cut in cuts.items()]
     return torch.cat(parts).cpu()
 
 
 def _scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> None:
-    """Cuts of a peer -> their places in this rank's pieces, which are allocated by the first of them."""
+    """Write a peer's cuts into this rank's pieces, which the first of them allocates."""
     sizes = [cut.size for cut in cuts.values()]
     for (name, cut), values in zip(cuts.items(), flat.split(sizes), strict=True):
         if name not in tensors:
@@ -326,25 +321,22 @@ def _scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[
 def sum_weighted(
     mine: torch.Tensor, own: str, theirs: Mapping[str, torch.Tensor], weights: Mapping[str, float]
 ) -> torch.Tensor:
-    """The weighted sum over islands, in order of their names: the same bits on all of them.
+    """Return the weighted sum over islands, in order of their names: the same bits on all of them.
 
-    Products and sums are rounded each on its own, as IEEE 754 has them: a fused multiply-add rounds once, and not every
-    processor has it. In fp32, in host memory.
+    Products and sums are rounded apart, in fp32 in host memory: not every processor has a fused multiply-add.
     """
-    total = None
-    for name in sorted({own, *theirs}):
-        values = mine.float().cpu() if name == own else theirs[name]
-        weighted = values * torch.tensor(weights[name], dtype=torch.float32)
-        total = weighted if total is None else total + weighted
-    assert total is not None
+    values = {**theirs, own: mine.float().cpu()}
+    weighted = [values[name] * torch.tensor(weights[name], dtype=torch.float32) for name in sorted(values)]
+    total = weighted[0]
+    for part in weighted[1:]:
+        total = total + part
     return total
 
 
 def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxes, boxes: Boxes) -> None:
-    """Give each other, within the island, the rows that copies have divided among them; in place.
+    """Exchange, within the island, the rows that copies have divided among them; in place, on all ranks together.
 
-    `tensors` are as the model has them, `locals_` this rank's parts of them, of which the `pieces` are as they should
-    be. Every rank must call this together.
+    `tensors` are the model's, `locals_` this rank's parts of them, of which only the `pieces` are right so far.
     """
     groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     for name, tensor in tensors.items():
@@ -357,7 +349,7 @@ def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxe
             kept = whole[inside].clone()
             whole.zero_()
             whole[inside] = kept
-        # Offloaded parameters lie on the host, and a group exchanges what lies on its devices.
+        # Offloaded parameters lie on the host, and a group exchanges only what lies on its devices.
         device = cast(DTensor, tensors[names[0]]).device_mesh.device_type
         flat = torch.cat([locals_[name].reshape(-1) for name in names]).to(device)
         dist.all_reduce(flat, group=group)  # of one number and zeros: exact
@@ -366,7 +358,7 @@ def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxe
 
 
 def _group_of_copies(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold what this rank holds of it; None if no other does."""
+    """Return the ranks that hold the same part of it; None if no other does."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -376,8 +368,9 @@ def _group_of_copies(tensor: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 def digest_of_parts(parts: Tensors, pieces: Boxes, boxes: Boxes, shapes: Mapping[str, Sequence[int]]) -> int:
-    """A number whose sum over an island's ranks, modulo 2**64, is the same for the same tensors however they are
-    divided, and another for others: each fp32's bits times an odd number that its place decides.
+    """Return a number whose sum over ranks, modulo 2**64, depends on the tensors and not on their division.
+
+    It is the sum of each fp32's bits times an odd number that depends on its place.
     """
     total = 0
     for number, name in enumerate(sorted(pieces)):

@@ -1,8 +1,8 @@
-"""One rank's connection to the coordinator: says hello, beats, and hears verdicts. No torch.
+"""One rank's connection to the coordinator: hello, beats and verdicts. No torch.
 
-A thread beats, another reads, from the first moment on. A coordinator that is silent counts as gone: a frozen process
-or a dead link sends no reset. What concerns the whole island is heard by rank 0, which tells the others in their own
-process group. A newer view, or an eviction, reaches every rank directly, so that nobody waits for a peer that is gone.
+One thread beats, another reads. A coordinator that is silent counts as gone: a frozen process or a dead link sends no
+reset. Rank 0 hears what concerns the whole island, and broadcasts it. A newer view and an eviction reach every rank
+directly, so that none waits for a peer that is gone.
 """
 
 import os
@@ -30,18 +30,18 @@ from llmfoundry_lite.islands.messages import (
 
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.1
-"""Between two looks whether a coordinator has started."""
+"""Between two looks for a coordinator that starts."""
 SILENCE_SECONDS = 4.0
-"""After which the coordinator counts as gone; it beats four times a second."""
+"""Silence after which the coordinator counts as gone; it beats four times a second."""
 CHUNK_BYTES = 1 << 16
 SECONDS_TO_START = 60.0
-"""For a coordinator, on a busy machine."""
+"""Time for a coordinator to start, on a busy machine."""
 SECONDS_TO_LEAVE = 3.0
-"""For the main thread of an evicted rank, which may sit in a collective that nobody else joins."""
+"""Time for an evicted rank's main thread, which may hang in a collective that no other rank joins."""
 
 
 class Lost(NamedTuple):
-    """Why there is nothing more to hear."""
+    """The end of the connection."""
 
     reason: str
     kind: str
@@ -49,11 +49,11 @@ class Lost(NamedTuple):
 
 
 class View(NamedTuple):
-    """Who trains which rows of a batch."""
+    """The members of an epoch and their rows of a batch."""
 
     epoch: int
     batch: int
-    """How many batches are done."""
+    """Number of batches that are done."""
     members: dict[str, str]
     """Name -> launch, in order of names."""
     lanes: dict[str, range]
@@ -81,22 +81,16 @@ def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) 
     command += ["--listen", where, "--islands", str(num_islands)]
     detached = ["sh", "-c", '"$@" &', "sh", *command]  # no child of this rank: launchers kill those of one that hangs
     started_at = None
-    while not _answers(address):
+    while not answers(address):
         if started_at is None:
             started_at = time.monotonic()
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.open("wb") as file:
-                subprocess.run(
-                    detached,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                    check=True,
-                )
+                silent = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                subprocess.run(detached, start_new_session=True, check=True, **silent)
         last = (output.read_text(errors="replace").splitlines() or ["no output"])[-1]
         has_failed = last.startswith("error: ") or time.monotonic() - started_at > SECONDS_TO_START
-        if has_failed and not _answers(address):  # else another island's was faster
+        if has_failed and not answers(address):  # else another island's was faster
             raise ConfigError(
                 f"islands.begin_with: no coordinator starts at {where}: {last}; start it there with "
                 "`llmfoundry-lite islands coordinate`, or give islands.coordinator an address of this host"
@@ -105,7 +99,7 @@ def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) 
 
 
 def reach(address: tuple[str, int], token: bytes, on_waiting: Callable[[str], None]) -> socket.socket:
-    """Dial the coordinator, which may be about to be started, or started again. Raises ConfigError."""
+    """Dial the coordinator, and wait while it starts. Raises ConfigError."""
     where, give_up_at = format_address(address), time.monotonic() + SECONDS_TO_START
     is_told = False
     while True:
@@ -125,16 +119,16 @@ def reach(address: tuple[str, int], token: bytes, on_waiting: Callable[[str], No
             time.sleep(LOOK_SECONDS)
 
 
-def _answers(address: tuple[str, int]) -> bool:
+def answers(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=HANDSHAKE_SECONDS).close()
-    except (OSError, UnicodeError):  # the latter: no name of a host
+    except (OSError, UnicodeError):  # the latter: not a host name
         return False
     return True
 
 
 class Member:
-    """`on_newer_view(epoch)` and `on_lost()` are called in the thread that reads."""
+    """A rank's side of the connection. The reading thread calls the `on_…` functions."""
 
     def __init__(
         self,
@@ -147,16 +141,15 @@ class Member:
         self.on_newer_view: Callable[[int], None] = lambda epoch: None
         self.on_lost: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[str], None] = lambda reason: None
-        """Called just before the process is ended because its main thread hangs."""
+        """Called with the reason before the process is ended because its main thread hangs."""
         self.on_waiting = on_waiting
-        """Called with the reason why this island does not come in yet: the coordinator's, on rank 0; or that none
-        answers."""
+        """Called with the reason why this island waits: the coordinator's, on rank 0, or that none answers."""
         self.lost: Lost | None = None
         self.phase = "compute"
         self.count_bytes: Callable[[], int] = lambda: 0
         self._inbox: queue.Queue[Message | Lost] = queue.Queue()
         self._described: dict[tuple[str, str], dict[int, Message]] = {}
-        """By name and launch of an island, in the order in which they have come: what is known of each rank."""
+        """(name, launch) of an island -> rank -> its description, in order of arrival."""
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._is_closed = self._has_heard = False
@@ -169,7 +162,7 @@ class Member:
         self.say({"kind": "hello", **hello})
 
     def say(self, message: Message) -> None:
-        """Nothing happens when the coordinator is gone: the next `hear` tells."""
+        """Send a message. Does nothing when the coordinator is gone: the next `hear` returns Lost."""
         with suppress(OSError), self._sending:
             try:
                 raw = pack(message)
@@ -179,17 +172,19 @@ class Member:
                 self._hang_up()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to hear, on any rank, within that time."""
+        """Return whether a message has come, on any rank, within that time."""
         with self._news:
             return self._news.wait_for(lambda: self._has_heard, seconds)
 
     def hear(self) -> Message | Lost:
-        """The next verdict, on rank 0."""
+        """Return the next verdict, on rank 0."""
         return self._inbox.get()
 
     def describe(self, name: str, launch: str, timeout: float = 30.0) -> list[Message]:
-        """Addresses and boxes of an island's ranks, on rank 0. The coordinator sends them before the first view of it.
-        Its launches before that one are forgotten. Raises ConnectionError."""
+        """Return the addresses and boxes of an island's ranks, on rank 0; forgets its earlier launches.
+
+        The coordinator sends them before the first view with the island. Raises ConnectionError.
+        """
 
         def is_whole() -> bool:
             known = self._described.get((name, launch), {})
@@ -204,7 +199,7 @@ class Member:
             return [message for _, message in sorted(self._described[name, launch].items())]
 
     def close(self, *, has_finished: bool = False) -> None:
-        """`has_finished`: the run has come to its end, and with it all islands."""
+        """Leave. `has_finished`: the run is over, for all islands."""
         self._is_closed = True
         self.say({"kind": "leave", "finished": has_finished})
         self._hang_up()
@@ -219,23 +214,21 @@ class Member:
         try:
             while True:
                 message = receive(self._connection)
-                if message["kind"] == "beat":
-                    continue
-                if message["kind"] == "waits":
-                    self.on_waiting(str(message["reason"]))
-                    continue
-                if message["kind"] in ("evicted", "refused"):
-                    lost = Lost(str(message["reason"]), message["kind"])
+                kind = message["kind"]
+                if kind in ("evicted", "refused"):
+                    lost = Lost(str(message["reason"]), kind)
                     break
-                if message["kind"] == "member":
+                if kind == "waits":
+                    self.on_waiting(str(message["reason"]))
+                elif kind == "member":
                     with self._news:
                         known = self._described.setdefault((message["name"], message["launch"]), {})
                         known[message["rank"]] = message
                         self._news.notify_all()
-                    continue
-                if message["kind"] == "view":
-                    self.on_newer_view(message["epoch"])
-                self._put(message)
+                elif kind != "beat":
+                    if kind == "view":
+                        self.on_newer_view(message["epoch"])
+                    self._put(message)
         except TimeoutError:
             lost = Lost("the coordinator is silent", "gone")
         except OSError:

@@ -1,45 +1,45 @@
-"""What travels between islands: JSON behind its length, on connections whose two ends have proved a shared token.
-
-Owns framing, limits and the handshake. Leaves what messages say to `coordinator` and `member`, and tensors to
-`exchange`. No torch.
+"""Messages between islands: JSON behind its length, on connections whose two ends have proved a shared token.
 
 The token itself is never sent. Each end sends a random challenge and answers the other's with HMAC-SHA256 over its
 role and both challenges (a mutual version of RFC 2195). Nothing that follows is encrypted or signed: on a network that
-is not yours, run it through WireGuard or ssh.
+is not yours, run it through WireGuard or ssh. No torch.
 """
 
 import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
 PROTOCOL = "islands/2"
-"""What messages say; another number for others."""
+"""The version of messages."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
 SHORTEST_TOKEN = 16
 HEADER = struct.Struct("!I")
 MAX_STRANGER_BYTES = 256
-"""Of a message before its sender has proved the token."""
+"""Limit for a message before its sender has proved the token."""
 MAX_BYTES = 1 << 26
-"""Of any message: the boxes of a rank are some 60 bytes for each tensor."""
+"""Limit for any message: the boxes of a rank are some 60 bytes for each tensor."""
 HANDSHAKE_SECONDS = 5.0
 
 Message = dict[str, Any]
 
 
 class BadMessageError(ConnectionError):
-    """Not a message of ours: the connection is closed, and nothing else happens."""
+    """A malformed message; its connection is closed, and nothing else happens."""
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Without white space at its ends, which a file or a secret store adds. Raises ConfigError."""
+    """Return the token without white space at its ends, which a file or a secret store adds. Raises ConfigError."""
     token = environ.get(TOKEN, "").strip()
     if len(token) < SHORTEST_TOKEN:
         given = f"{len(token)} characters given" if token else "not set"
@@ -51,7 +51,7 @@ def find_token(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def parse_address(text: str, key: str) -> tuple[str, int]:
-    """`host:port`. Raises ConfigError."""
+    """Parse `host:port`. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{key}: {text!r} given, expected host:port, such as 127.0.0.1:7070")
@@ -59,7 +59,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
 
 
 def format_address(address: tuple[str, int]) -> str:
-    """`host:port`, as `parse_address` reads it."""
+    """Return `host:port`, as `parse_address` reads it."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -95,7 +95,7 @@ def unpack(raw: bytes) -> Message:
 
 
 def receive_exactly(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises OSError when the other end is gone, or silent for the connection's timeout."""
+    """Fill `target`. Raises OSError when the other end is gone or silent."""
     done = 0
     while done < len(target):
         count = connection.recv_into(target[done:])
@@ -105,7 +105,7 @@ def receive_exactly(connection: socket.socket, target: memoryview) -> None:
 
 
 def receive(connection: socket.socket, limit: int = MAX_BYTES) -> Message:
-    """The next message. Raises OSError, of which BadMessageError is one."""
+    """Return the next message. Raises OSError, of which BadMessageError is one."""
     header = bytearray(HEADER.size)
     receive_exactly(connection, memoryview(header))
     raw = bytearray(size_of(bytes(header), limit))
@@ -121,8 +121,7 @@ def challenge() -> str:
 
 
 def prove(token: bytes, role: str, first: str, second: str) -> str:
-    """`role`: client or server, so that neither can be made to answer its own question. Who speaks another protocol
-    proves nothing either."""
+    """Return the answer of a `role`, client or server: neither can be made to answer its own challenge."""
     return hmac.new(token, f"{PROTOCOL}/{role}/{first}/{second}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -142,7 +141,7 @@ def text_of(message: Message, key: str) -> str:
 
 
 def greet(connection: socket.socket, token: bytes) -> None:
-    """The end that has dialled. Raises OSError."""
+    """Prove the token as the end that has dialled. Raises OSError."""
     connection.settimeout(HANDSHAKE_SECONDS)
     mine = challenge()
     theirs = text_of(receive(connection, MAX_STRANGER_BYTES), "challenge")
@@ -152,7 +151,7 @@ def greet(connection: socket.socket, token: bytes) -> None:
 
 
 def welcome(connection: socket.socket, token: bytes) -> None:
-    """The end that listens. Raises OSError."""
+    """Prove the token as the end that listens. Raises OSError."""
     connection.settimeout(HANDSHAKE_SECONDS)
     mine = challenge()
     connection.sendall(pack({"kind": "challenge", "challenge": mine}, MAX_STRANGER_BYTES))
@@ -162,9 +161,9 @@ def welcome(connection: socket.socket, token: bytes) -> None:
     connection.sendall(pack({"kind": "proof", "proof": prove(token, "server", mine, theirs)}, MAX_STRANGER_BYTES))
 
 
-def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE_SECONDS) -> socket.socket:
-    """Raises OSError, also when the other end does not know the token."""
-    connection = socket.create_connection(address, timeout=timeout)
+def dial(address: tuple[str, int], token: bytes) -> socket.socket:
+    """Connect, and prove the token on both ends. Raises OSError."""
+    connection = socket.create_connection(address, timeout=HANDSHAKE_SECONDS)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greet(connection, token)
@@ -175,3 +174,77 @@ def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE_SECO
         connection.close()
         raise
     return connection
+
+
+# ------------------------------------------------------------------------------------------------- fields and ranges
+
+LARGEST = 1 << 70
+"""Above any number of a sound message, digests included."""
+WEIGHTS = (1e-6, 1e6)
+"""The range of `islands.weight`, as `config.check` has it."""
+
+Fields = Mapping[str, type | tuple[type, ...]]
+
+FACTS: Fields = {
+    **dict.fromkeys(("island", "launch"), str),
+    "address": list,
+    **dict.fromkeys(("boxes", "fingerprints", "machine"), dict),
+    **dict.fromkeys(("rank", "size", "batch", "rows", "microbatch"), int),
+    "weight": (int, float),
+}
+"""Fields of a rank's hello."""
+REPORT: Fields = {
+    **dict.fromkeys(("epoch", "batch", "bad", "weight", "samples", "tokens", "losses", "digest"), int),
+    **dict.fromkeys(("ok", "leaving"), bool),
+    **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
+    "weights": str,
+}
+"""Fields of an island's report when it has, or has not, a batch's whole gradient."""
+
+
+def check_fields(message: Message, fields: Fields) -> None:
+    """Raises BadMessageError."""
+    for key, kind in fields.items():
+        value = message.get(key)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise BadMessageError(f"{message['kind']}: {key} is {str(value)[:40]!r}")
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise BadMessageError(f"{message['kind']}: {key} has {value.bit_length()} bits")
+
+
+def check_hello(message: Message) -> None:
+    """Raises BadMessageError: one rank's hello reaches all islands, and must not stop them."""
+    check_fields(message, FACTS)
+    rank, size, address = message["rank"], message["size"], message["address"]
+    is_sound = {
+        "island": re.fullmatch(r"\w[\w.\-]{0,63}", message["island"]),
+        "launch": re.fullmatch(r"\w{1,64}", message["launch"]),
+        "rank": 0 <= rank < size,
+        "rows": message["rows"] >= 1,
+        "microbatch": message["microbatch"] >= 1,
+        "batch": message["batch"] >= 0,
+        "weight": WEIGHTS[0] <= message["weight"] <= WEIGHTS[1],
+        "address": len(address) == 2 and _is_host(address[0]) and _is_count(address[1]) and address[1] < 1 << 16,
+        "boxes": all(_is_box(box) for box in message["boxes"].values()),
+    }
+    for key, holds in is_sound.items():
+        if not holds:
+            raise BadMessageError(f"hello of rank {rank} of {size}: {key} is {str(message[key])[:40]!r}")
+
+
+def _is_host(value: Any) -> bool:
+    """Return whether it is a numeric address: others may have another name server."""
+    with suppress(ValueError):
+        return isinstance(value, str) and bool(ip_address(value))
+    return False
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def _is_box(value: Any) -> bool:
+    """Return whether it is the offset and the lengths of a part of a tensor."""
+    if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, (list, tuple)) for v in value)):
+        return False
+    return len(value[0]) == len(value[1]) and all(_is_count(number) for part in value for number in part)

@@ -2,9 +2,9 @@
 
     LLMFOUNDRY_LITE_ISLANDS_TOKEN=… llmfoundry-lite islands coordinate --listen 10.0.0.1:7070 --islands 2
 
-One thread, by asyncio. A connection that says anything malformed, too long or foreign is closed, and nothing else
-happens. Those that know the token hear that the coordinator lives, as it hears that they do. After an error of its own
-the coordinator ends: all islands then save and leave, where they might wait for ever.
+One thread, by asyncio. A connection that sends anything malformed, too long or foreign is closed, and nothing else
+happens. Ranks and the coordinator beat for each other. After an error of its own the coordinator ends: all islands then
+save and leave, where they might wait for ever.
 """
 
 import asyncio
@@ -33,20 +33,18 @@ from llmfoundry_lite.islands.messages import (
 
 TICK_SECONDS = 0.25
 ALONE_SECONDS = 10.0
-"""For an island that has ended by mistake and is launched again at once."""
+"""Time for an island to be launched again before the coordinator ends."""
 SECONDS_TO_SPEAK = 30.0
-"""Between two signs of life of a rank that builds its model."""
+"""Longest time between two beats of a rank that builds its model."""
 LONGEST_BACKLOG = 1 << 28
-"""Bytes that wait for a rank that does not read."""
-
-
+"""Bytes that may wait for a rank that does not read."""
 BEAT = pack({"kind": "beat"})
 
 
 def serve(
     address: tuple[str, int], token: bytes, num_founders: int, silence_seconds: float, *, until_alone: bool = False
 ) -> None:
-    """Until SIGTERM or Ctrl-C, or nobody is left. Raises ConfigError when nobody can listen there."""
+    """Coordinate until SIGTERM or Ctrl-C, or until nobody is left. Raises ConfigError for an unusable address."""
     coordinator = Coordinator(num_founders, silence_seconds, say)
     try:
         asyncio.run(Server(token, coordinator, until_alone=until_alone).run(address))
@@ -65,17 +63,17 @@ class Server:
     ):
         self.token = token
         self.handles_signals = handles_signals
-        """In the main thread, as a process's own."""
+        """False outside of the main thread."""
         self.coordinator = coordinator
         self.until_alone = until_alone
         self.attended: set[int] = set()
-        """Connections, of those that have not said hello yet too: their ranks are building the model."""
+        """Connections, including ranks that are building the model before their hello."""
         self.alone_since = time.monotonic()
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.numbers = itertools.count()
         self.stopped = asyncio.Event()
         self.failure: Exception | None = None
-        """An error of ours."""
+        """The coordinator's own error."""
 
     async def run(self, address: tuple[str, int]) -> None:
         server = await asyncio.start_server(self.attend, *address)
@@ -101,7 +99,7 @@ class Server:
             raise RuntimeError("the coordinator ends; all islands save and leave") from self.failure
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until its end."""
+        """Serve one connection until its end."""
         number = next(self.numbers)
         self.attended.add(number)
         try:
@@ -136,26 +134,23 @@ class Server:
             self.alone_since = time.monotonic()
             self.writers.pop(number, None)
             self.end(writer)
-            self.say_that_it_is_gone(number)
-
-    def say_that_it_is_gone(self, number: int) -> None:
-        try:
-            self.coordinator.lose(number, time.monotonic())
-            self.deliver()
-        except Exception as error:
-            self.fail(error)
+            try:
+                self.coordinator.lose(number)
+                self.deliver()
+            except Exception as error:
+                self.fail(error)
 
     def fail(self, error: Exception) -> None:
         self.failure = self.failure or error
         self.stopped.set()
 
     def end(self, writer: asyncio.StreamWriter) -> None:
-        """Close it, whether or not the other end still reads what is under way."""
+        """Close it in time, even if the other end no longer reads."""
         writer.close()
         asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, writer.transport.abort)
 
     def beat(self) -> None:
-        """To all that know the token. Who does not read does not get one more."""
+        """Send a beat to all that know the token and read."""
         for writer in self.writers.values():
             if writer.transport.get_write_buffer_size() == 0:
                 writer.write(BEAT)
@@ -169,11 +164,11 @@ class Server:
         writer.write(pack({"kind": "proof", "proof": prove(self.token, "server", mine, theirs)}))
 
     async def introduce(self, hello: Message) -> Message:
-        """What a rank says of itself -> what the others hear of it."""
+        """Return the hello that other islands receive; benchmarks put proxies into it."""
         return hello
 
     def deliver(self) -> None:
-        """What the coordinator has to say; never waits for a reader."""
+        """Send the coordinator's messages; never waits for a reader."""
         outbox, self.coordinator.outbox = self.coordinator.outbox, []
         dropped, self.coordinator.dropped = self.coordinator.dropped, []
         packed: tuple[Message | None, bytes] = (None, b"")
@@ -184,7 +179,7 @@ class Server:
             if writer.transport.get_write_buffer_size() > LONGEST_BACKLOG:
                 writer.transport.abort()
                 continue
-            if packed[0] is not message:  # once for all ranks that hear it: nobody hears a beat meanwhile
+            if packed[0] is not message:  # once for all its receivers: no beat is sent meanwhile
                 packed = (message, pack(message))
             writer.write(packed[1])
         for number in dropped:
@@ -194,12 +189,12 @@ class Server:
 
 
 def host_of(writer: asyncio.StreamWriter) -> str:
-    """Of the other end: the address that it dials from; empty for this host."""
+    """Return the address that the other end dials from; empty for this host."""
     there, here = ((writer.get_extra_info(name) or ("",))[0] for name in ("peername", "sockname"))
     return "" if there == here else there
 
 
 async def receive(reader: asyncio.StreamReader, limit: int = MAX_BYTES) -> Message:
-    """The next message. Raises BadMessageError, or EOFError at the connection's end."""
+    """Return the next message. Raises BadMessageError, or EOFError at the connection's end."""
     size = size_of(await reader.readexactly(HEADER.size), limit)
     return unpack(await reader.readexactly(size))

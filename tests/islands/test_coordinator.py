@@ -69,7 +69,7 @@ class Play:
             self.prepare(name, seconds=seconds.get(name, 1.0))
 
     def lose(self, name, rank=0):
-        self.coordinator.lose(self.number(name, rank), self.now)
+        self.coordinator.lose(self.number(name, rank))
         self.listen()
 
     def beat(self, name, rank=0, phase="compute", num_bytes=0):

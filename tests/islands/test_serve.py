@@ -210,7 +210,7 @@ def test_a_stranger_without_the_token_is_greeted_by_nobody(capsys):
 def test_the_coordinator_hears_of_every_connection_that_ends(monkeypatch):
     monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.01)
     server, lost = unstarted(), []
-    server.coordinator.lose = lambda number, now: lost.append(number)  # type: ignore[method-assign]
+    server.coordinator.lose = lambda number: lost.append(number)  # type: ignore[method-assign]
     attend(server)
     assert lost == [0] and not server.attended
 
