@@ -28,7 +28,7 @@ WINDOWS = (4_096, 65_536, 262_144)
 PEERS = (("py1e", 1), ("py1e", 64), ("py1br", 1), ("py1br", 64))
 """StreamingDataset's default and the one it had before, with one canonical node (its default) and with many."""
 
-WANTED_SECONDS, WANTED_MB = 5, 300
+WANTED_SECONDS, WANTED_MB = 20, 400
 SCALE_BATCH, SCALE_TOKENS = 64, 8
 
 
@@ -178,15 +178,15 @@ def write_index(folder: Path, num_shards: int) -> None:
 
 
 def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
-    from llmfoundry_lite.data.dataset import build_text_dataset
+    from llmfoundry_lite.config.schema import TextDatasetConfig
+    from llmfoundry_lite.data.dataset import TextDataset
     from llmfoundry_lite.data.loader import build_text_loader
 
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a launched process
     load_average, before = os.getloadavg()[0], _own_bytes([os.getpid()])
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    dataset = build_text_dataset(
-        local=str(folder), max_seq_len=SCALE_TOKENS, global_batch_size=SCALE_BATCH, shuffle=True
-    )
+    config = TextDatasetConfig(local=str(folder), shuffle=True)
+    dataset = TextDataset(config, max_seq_len=SCALE_TOKENS, global_batch_size=SCALE_BATCH)
     opened = time.perf_counter()
     batches = iter(build_text_loader(dataset, num_workers=num_workers))
     next(batches)

@@ -23,7 +23,8 @@ from llmfoundry_lite.evaluation import paired
 from llmfoundry_lite.evaluation.boundaries import OBRIEN_FLEMING, SPENDING, boundaries
 from llmfoundry_lite.evaluation.compare import Paired, compare
 from llmfoundry_lite.evaluation.paired import Counts, Floats
-from llmfoundry_lite.evaluation.reading import ACCURACIES, load_results
+from llmfoundry_lite.evaluation.records import ACCURACIES
+from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.sequential import LOOKS, Rule, plan_task
 from llmfoundry_lite.report.tables import Table
 

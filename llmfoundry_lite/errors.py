@@ -9,6 +9,7 @@ token, a lost link. `is_transient` tells them apart by what an error was raised 
 """
 
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 EXIT_DONE = 0
@@ -29,6 +30,12 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
     )
+
+
+def either(options: Sequence[object]) -> str:
+    """Write `a, b or c`."""
+    *others, last = map(str, options)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 BRIEF_ERRNOS = (

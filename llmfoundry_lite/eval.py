@@ -13,8 +13,8 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 import os
 from collections.abc import Sequence
 
+from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
-from llmfoundry_lite.config.schema import EvalConfig
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 

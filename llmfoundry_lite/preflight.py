@@ -23,7 +23,8 @@ from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
-from llmfoundry_lite.config.schema import Duration, LoaderConfig, TextDatasetConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.schema import LoaderConfig, TextDatasetConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
@@ -128,7 +129,7 @@ def record_refusal(arguments: Sequence[str], error: UserError) -> None:
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
-    """None where only StreamingDataset can tell: streams have weights, and epoch_size takes or repeats samples."""
+    """None where only the opened data set can tell: streams have weights, and epoch_size takes or repeats samples."""
     dataset: TextDatasetConfig = config.train_loader.dataset
     return None if dataset.streams or dataset.epoch_size is not None else found.num_samples.get("train")
 

@@ -258,7 +258,7 @@ def spread(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 def build_ours(option: str) -> tuple[nn.Module, Tensors]:
     """Weights that leave nothing at a special value: norms and biases are off one and zero."""
     from llmfoundry_lite.config.build import build_block
-    from llmfoundry_lite.config.schema import ModelConfig
+    from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.models.mpt import MPT
 
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def call_ours(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Ten
 
 def init_ours(scheme: str) -> dict[str, list[float]]:
     from llmfoundry_lite.config.build import build_block
-    from llmfoundry_lite.config.schema import ModelConfig
+    from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.models.initialise import initialise_weights
     from llmfoundry_lite.models.mpt import MPT
 

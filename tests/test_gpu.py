@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.switch import switch
-from llmfoundry_lite.config.schema import AttentionConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.models.attention import build_mask, document_numbers
 from llmfoundry_lite.models.generate import generate
 from tests.helpers.launch import train

@@ -27,7 +27,8 @@ from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.shards import Shard
 from llmfoundry_lite.checkpoint.state import local_part, read_state
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange

@@ -40,7 +40,7 @@ from llmfoundry_lite.bench.frame import (
     write_report,
 )
 from llmfoundry_lite.bench.steps import check_shapes, model_of
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
@@ -48,9 +48,8 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.rows import read_rows
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, render_example
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.products import multiply

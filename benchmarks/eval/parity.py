@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.eval.eval import peer_of
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.rows import read_rows
+from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.report.tables import Table
 
 TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40

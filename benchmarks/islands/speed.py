@@ -23,7 +23,7 @@ from benchmarks.recover import Log
 from benchmarks.switch.legs import Cluster, Workshop, probe
 from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, table_of_clusters
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.cost import join_clusters
 from llmfoundry_lite.report.tables import Table

@@ -25,7 +25,8 @@ from torch import nn
 
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import build_mask

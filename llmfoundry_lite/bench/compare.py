@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bench.frame import SCHEMA, describe_conditions, measured_table, open_console, show, write_report
-from llmfoundry_lite.config.check_values import either
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, either
 from llmfoundry_lite.report.tables import Table
 
 CONDITIONS = {

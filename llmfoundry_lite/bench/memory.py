@@ -20,7 +20,6 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, ConfigError
-from llmfoundry_lite.evaluation.tables import markdown_table
 from llmfoundry_lite.files import check_answer_replaceable, write_atomically
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
@@ -29,6 +28,7 @@ from llmfoundry_lite.rehearse.device import find_device
 from llmfoundry_lite.rehearse.rehearse import rank_of_fullest
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, find_sizes, short_batch, sized_batch
 from llmfoundry_lite.rehearse.stage import Stage, run_for_real
+from llmfoundry_lite.report.tables import markdown_table
 
 PER_NODE, LARGE = 8, 1024
 COMMON = "h100-8"

@@ -3,7 +3,7 @@
 llmfoundry-lite bench profile mpt-125m variables.data=data/c4 --out results
 llmfoundry-lite bench profile runs/mpt-1b/traces/rank0.ba6.json
 
-Owns the table. Leaves the tracing to `training/profiler.py`. At each moment of a step one thing alone is counted:
+Owns the table. Leaves the tracing to `training/monitor.py`. At each moment of a step one thing alone is counted:
 
     computing      what the device computes; on a CPU, the operation of the main thread
     exposed        nothing is computed, and a collective is under way

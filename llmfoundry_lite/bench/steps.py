@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token

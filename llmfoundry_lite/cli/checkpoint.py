@@ -237,7 +237,7 @@ def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
 
 def model_config(config: dict[str, Any]) -> Any:
     from llmfoundry_lite.config.build import build_block
-    from llmfoundry_lite.config.schema import ModelConfig
+    from llmfoundry_lite.config.model_schema import ModelConfig
 
     return build_block(ModelConfig, config["model"], "model")
 

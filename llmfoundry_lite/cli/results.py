@@ -92,8 +92,8 @@ def compare_results(
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
-    from llmfoundry_lite.evaluation.published import print_published, published_markdown
-    from llmfoundry_lite.evaluation.reading import load_results
+    from llmfoundry_lite.evaluation.published import published_table
+    from llmfoundry_lite.evaluation.results import load_results
     from llmfoundry_lite.evaluation.sequential import Rule
     from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
 
@@ -106,19 +106,20 @@ def compare_results(
     loaded = load_results(results)
     rule = Rule(spending=spending.value, margin=margin) if sequential else None
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, sequential=rule)
-    console = Console()
-    if published:
-        print_published(loaded, console)
+    console, beside = Console(), published_table(loaded) if published else None
+    if beside is not None:
+        beside.print(console)
+        console.print()
     if pairs:
         print_comparison(pairs, console)
-    if out is not None:
-        for path in write_comparison(loaded, pairs, out, published_markdown(loaded) if published else ""):
-            print(printable(str(path)))
-        if pairs:
-            from llmfoundry_lite.report.evaluation_figures import plot_differences
+    if out is None:
+        return
+    written = write_comparison(loaded, pairs, out, beside.markdown() if beside else "")
+    if pairs:
+        from llmfoundry_lite.report.evaluation_figures import plot_differences
 
-            others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
-            plot_differences(
-                panels(pairs), out / "compare.png", title=f"{others} against {loaded[0].name}, 95 % intervals"
-            )
-            print(printable(str(out / "compare.png")))
+        others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
+        written.append(out / "compare.png")
+        plot_differences(panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, 95 % intervals")
+    for path in written:
+        print(printable(str(path)))

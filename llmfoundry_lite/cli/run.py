@@ -30,7 +30,7 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
 
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
-    from llmfoundry_lite.config.schema import parse_seconds
+    from llmfoundry_lite.config.spans import parse_seconds
     from llmfoundry_lite.launch.launcher import Launcher, Program
     from llmfoundry_lite.launch.status import read_status
     from llmfoundry_lite.training.lean_imports import HEAVY
@@ -97,8 +97,8 @@ def generate(
     import torch
 
     from llmfoundry_lite.devices import device_type
+    from llmfoundry_lite.evaluation.generation import model_of, write_text
     from llmfoundry_lite.evaluation.models import load_subject
-    from llmfoundry_lite.evaluation.samples import model_of, write_text
 
     device = torch.device(device_type())
     subject = load_subject(where, tokenizer=tokenizer, device=device)

@@ -1,43 +1,43 @@
-"""Plain dictionaries -> the dataclasses of `schema`, strictly: every key known, every value of its type.
+"""Plain dictionaries -> the dataclasses of a schema, strictly: every key known, every value of its type and range.
 
-Our own rather than OmegaConf's structured merge, so that an error can name the file, the key, what was given, what
-was expected and the nearest valid key.
+An error names the file, the key, what was given, what was expected and the nearest valid key.
 """
 
 import contextlib
 import dataclasses
 import difflib
 import itertools
+import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmfoundry_lite.config.changes import schema_keys
-from llmfoundry_lite.config.check_values import DURATIONS
+from llmfoundry_lite.config.fields import Key, Setting, is_number, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, source_of
-from llmfoundry_lite.config.schema import describe_span
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import ConfigError, either
 
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
-    """Fill the dataclass `cls` from a mapping that stands at `path`; `layers` say where. Raises ConfigError."""
+    """Fill the dataclass `cls` from a mapping that stands at `path`; `layers` name the files. Raises ConfigError."""
     refuse_unknown_keys(cls, values, path, layers)
     return _fill(cls, values, path, layers)
 
 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
-    """Raises ConfigError that names every key, at any depth, that `cls` does not have."""
+    """Raise ConfigError that names every key, at any depth, that `cls` does not have."""
     unknown = list(_find_unknown_keys(cls, values, path))
     if len(unknown) == 1:
-        (key, hint) = unknown[0]
+        key, hint = unknown[0]
         raise ConfigError(f"{source_of(key, layers)}: {key}: unknown key; {hint}")
     if unknown:
         raise ConfigError(name_all(unknown, layers, "unknown keys"))
 
 
 def name_all(found: Sequence[tuple[str, str]], layers: Sequence[Layer], what: str) -> str:
-    """`run.yaml: 2 unknown keys: a (…), b (…)`, for (key, what to do instead) of each, file by file."""
+    """Write `run.yaml: 2 unknown keys: a (…), b (…)`, for (key, what to do instead) of each, file by file."""
     by_source: dict[str, list[str]] = {}
     for key, hint in found:
         by_source.setdefault(source_of(key, layers), []).append(f"{key} ({hint})")
@@ -45,116 +45,162 @@ def name_all(found: Sequence[tuple[str, str]], layers: Sequence[Layer], what: st
     return f"{len(found)} {what}: {'; '.join(parts)}"
 
 
-def _find_unknown_keys(cls: type, values: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(key, what was probably meant). A block of a wrong type is for `_fill` to refuse."""
-    if not isinstance(values, dict):
-        return
-    hints = typing.get_type_hints(cls)
-    for key, value in values.items():
-        full = f"{path}.{key}" if path else str(key)
-        if key not in hints:
-            yield full, _suggest(str(key), path, hints)
-            continue
-        for option in (hints[key], *typing.get_args(hints[key])):
-            if dataclasses.is_dataclass(option):
-                for path_inside, block in _blocks(hints[key], value, full):
-                    yield from _find_unknown_keys(typing.cast(type, option), block, path_inside)
+def refuse_other_kinds(values: Any, layers: Sequence[Layer], cls: type = TrainConfig, path: str = "") -> None:
+    """Raise ConfigError for a block of a kind that we do not have, before its keys are found unknown one by one."""
+    for name, key in keys_of(cls).items() if isinstance(values, dict) else ():
+        place = f"{path}.{name}" if path else name
+        if key.setting.instead and values.get(name) is not None:
+            _check_choice(place, values[name], key.setting, layers)
+        for inside, block in key.blocks(place, values.get(name)):
+            refuse_other_kinds(block, layers, typing.cast(type, key.block), inside)
 
 
-def _blocks(hint: Any, value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, block) of each of a block of blocks, of a list of them, or of the one that `value` is."""
-    if typing.get_origin(hint) is dict and isinstance(value, dict):
-        yield from ((f"{path}.{name}", block) for name, block in value.items())
-    elif typing.get_origin(hint) is list and isinstance(value, list):
-        yield from ((f"{path}[{number}]", block) for number, block in enumerate(value))
-    else:
-        yield path, value
+# ------------------------------------------------------------------------------------------------- types
 
 
 def _fill(cls: type, values: Any, path: str, layers: Sequence[Layer]) -> Any:
     if not isinstance(values, dict):
-        raise _wrong_type(path, values, "a block of `key: value` lines", layers)
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+        raise _wrong(path, values, "a block of `key: value` lines", layers)
     arguments = {}
-    for name, field in fields.items():
-        key = f"{path}.{name}" if path else name
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if name not in values or (values[name] is None and not _allows_none(hints[name])):
-            if required:
-                raise ConfigError(f"{source_of(path, layers)}: {key}: missing; expected {_expected(key, hints[name])}")
-            if name in values and field.default is not dataclasses.MISSING:
-                raise ConfigError(
-                    f"{source_of(key, layers)}: {key}: nothing given, expected {_expected(key, hints[name])}; "
-                    f"remove the line for the default, {field.default}"
-                )
-            continue
-        arguments[name] = _convert(hints[name], values[name], key, layers)
+    for name, key in keys_of(cls).items():
+        place = f"{path}.{name}" if path else name
+        expected = key.setting.expected or _describe(key.hint)
+        if name in values and (values[name] is not None or key.allows_none):
+            arguments[name] = _convert(key.hint, values[name], place, expected, layers)
+            _check(place, arguments[name], key.setting, layers)
+        elif key.default is dataclasses.MISSING:
+            raise ConfigError(f"{source_of(path, layers)}: {place}: missing; expected {expected}")
+        elif name in values and not isinstance(key.default, dict | list):
+            raise ConfigError(
+                f"{source_of(place, layers)}: {place}: nothing given, expected {expected}; "
+                f"remove the line for the default, {key.default}"
+            )
     return cls(**arguments)
 
 
-def _convert(hint: Any, value: Any, key: str, layers: Sequence[Layer]) -> Any:
+def _convert(hint: Any, value: Any, place: str, expected: str, layers: Sequence[Layer]) -> Any:
     origin, parameters = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
+    if hint is Any or (value is None and type(None) in parameters):
         return value
     if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in parameters:
-            return None
         options = [option for option in parameters if option is not type(None)]
         exact = [option for option in options if isinstance(option, type) and type(value) is option]
         for option in exact + options:
             try:
-                return _convert(option, value, key, layers)
+                return _convert(option, value, place, _describe(option), layers)
             except ConfigError:
                 if len(options) == 1:
                     raise
-        raise _wrong_type(key, value, _expected(key, hint), layers)
-    if dataclasses.is_dataclass(hint):
-        return _fill(typing.cast(type, hint), value, key, layers)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _wrong_type(key, value, "a block of `key: value` lines", layers)
-        return {k: _convert(parameters[1], v, f"{key}.{k}", layers) for k, v in value.items()}
-    if origin in (list, tuple):
-        if not isinstance(value, list) or (origin is tuple and len(value) != len(parameters)):
-            raise _wrong_type(key, value, _describe(hint), layers)
-        return origin(_convert(parameters[0], item, f"{key}[{i}]", layers) for i, item in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    elif dataclasses.is_dataclass(hint):
+        return _fill(typing.cast(type, hint), value, place, layers)
+    elif origin is dict and isinstance(value, dict):
+        inner = parameters[1]
+        return {k: _convert(inner, v, f"{place}.{k}", _describe(inner), layers) for k, v in value.items()}
+    elif origin in (list, tuple) and isinstance(value, list) and (origin is list or len(value) == len(parameters)):
+        inner = parameters[0]
+        return origin(_convert(inner, v, f"{place}[{i}]", _describe(inner), layers) for i, v in enumerate(value))
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             return float(value)
-    if hint is int and isinstance(value, float) and value.is_integer():
+    elif hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+    elif hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if type(value) is hint:
+    elif type(value) is hint:
         return value
-    raise _wrong_type(key, value, _describe(hint), layers)
-
-
-def _expected(key: str, hint: Any) -> str:
-    return describe_span(DURATIONS[key]) if key in DURATIONS else _describe(hint)
+    raise _wrong(place, value, expected, layers)
 
 
 def _describe(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]
+    options = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        options = [option for option in typing.get_args(hint) if not (option is int and float in typing.get_args(hint))]
-        return " or ".join(_describe(option) for option in options)
+        return " or ".join(_describe(option) for option in options if not (option is int and float in options))
     if typing.get_origin(hint) is tuple:
-        return f"a list of {len(typing.get_args(hint))} numbers"
-    if typing.get_origin(hint) is list:
-        return "a list"
-    return "a block of `key: value` lines"
+        return f"a list of {len(options)} numbers"
+    return "a list" if typing.get_origin(hint) is list else "a block of `key: value` lines"
 
 
-def _allows_none(hint: Any) -> bool:
-    return hint is Any or type(None) in typing.get_args(hint)
+def _wrong(place: str, value: Any, expected: Any, layers: Sequence[Layer]) -> ConfigError:
+    return ConfigError(f"{source_of(place, layers)}: {place}: {value!r} given, expected {expected}")
 
 
-def _wrong_type(key: str, value: Any, expected: str, layers: Sequence[Layer]) -> ConfigError:
-    return ConfigError(f"{source_of(key, layers)}: {key}: {value!r} given, expected {expected}")
+# ------------------------------------------------------------------------------------------------ values
+
+
+def _check(place: str, value: Any, setting: Setting, layers: Sequence[Layer]) -> None:
+    """Check a key by its metadata, and its numbers. Raises ConfigError."""
+    if value is None:
+        return
+    for index, number in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
+        if is_number(number):
+            _check_number(place if index is None else f"{place}[{index}]", number, layers)
+    if setting.choices:
+        _check_choice(place, value, setting, layers)
+    for item in value if isinstance(value, tuple) else [value]:
+        for check in setting.checks:
+            try:
+                check(item)
+            except ValueError as error:
+                raise _wrong(place, item, error, layers) from None
+
+
+def _check_number(place: str, number: float, layers: Sequence[Layer]) -> None:
+    if isinstance(number, int) and abs(number) >= 2**63:
+        raise _wrong(place, number, "a whole number of 64 bits", layers)
+    if not math.isfinite(number):
+        raise _wrong(place, number, "a finite number", layers)
+
+
+SYNONYMS = {
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "amp": "amp_fp16",
+    "float32": "fp32",
+    "adam": "adamw",
+    "decoupled_lion": "decoupled_lionw",
+    "mpt": "mpt_causal_lm",
+    "triton": "flash",
+    **{f"zero{dash}1": "ZERO_1" for dash in ("", "-")},
+    **{f"zero{dash}2": "SHARD_GRAD_OP" for dash in ("", "-", "_")},
+    **{f"zero{dash}3": "FULL_SHARD" for dash in ("", "-", "_")},
+    "wsd": "warmup_stable_decay",
+}
+"""Other libraries' words for our values."""
+
+
+def _check_choice(place: str, value: Any, setting: Setting, layers: Sequence[Layer]) -> None:
+    choices, instead = setting.choices, setting.instead
+    if value in choices:
+        return
+    if "python:" in choices and str(value).startswith("python:"):
+        check_import_path(place, value, layers)
+        return
+    hint = instead or f"expected {either(choices)}"
+    if nearest := _nearest_choice(str(value), choices, cutoff=0.85 if instead else 0.75):
+        hint = f"did you mean {nearest}?" + ("" if instead else f" ({hint})")
+    hint = hint.replace("python:", "python:package.module:Thing")
+    raise ConfigError(f"{source_of(place, layers)}: {place}: {value!r} is not known; {hint}")
+
+
+def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
+    if SYNONYMS.get(value.lower()) in choices:
+        return SYNONYMS[value.lower()]
+    begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def check_import_path(place: str, value: str, layers: Sequence[Layer]) -> None:
+    if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
+        raise _wrong(place, value, "an import path, python:package.module:Thing", layers)
+
+
+# ------------------------------------------------------------------------------------------ unknown keys
 
 
 NICKNAMES = {
@@ -165,24 +211,36 @@ NICKNAMES = {
 """Other libraries' words, too far from ours for spelling to find."""
 
 
-def _suggest(key: str, path: str, fields: Mapping[str, Any]) -> str:
-    full = f"{path}.{key}" if path else key
-    word = NICKNAMES.get(key, key)
+def _find_unknown_keys(cls: type, values: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, what was probably meant). A block of a wrong type is for `_fill` to refuse."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        place = f"{path}.{name}" if path else str(name)
+        key = keys_of(cls).get(name)
+        if key is None:
+            yield place, _suggest(str(name), path, keys_of(cls))
+            continue
+        for inside, block in key.blocks(place, value):
+            yield from _find_unknown_keys(typing.cast(type, key.block), block, inside)
+
+
+def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
+    full = f"{path}.{name}" if path else name
+    word = NICKNAMES.get(name, name)
     everywhere = [other for other in _every_key() if other != full]  # a training's word in an evaluation
     elsewhere = [other for other in everywhere if _last(other) == word]
-    near = difflib.get_close_matches(word, fields, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, keys, n=1, cutoff=0.6)
     far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)
     if near and (near[0] == word or not elsewhere):
         return f"did you mean {path + '.' if path else ''}{near[0]}?"
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
-        return f"valid keys here: {', '.join(fields)}; metrics.jsonl is always written"
+        return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
     if elsewhere:
         return f"did you mean {max(elsewhere, key=lambda other: (_num_shared_parts(other, full), -other.count('.')))}?"
     if far:
         return f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
-    return f"valid keys here: {', '.join(fields) or 'none'}"
+    return f"valid keys here: {', '.join(keys) or 'none'}"
 
 
 def _last(key: str) -> str:
@@ -195,9 +253,9 @@ def _num_shared_parts(key: str, other: str) -> int:
 
 
 def _every_key() -> list[str]:
-    """Of a training YAML, blocks before what is in them."""
+    """Return the keys of a training YAML, blocks before what is in them."""
     found: dict[str, None] = {}
-    for key in schema_keys():
+    for key in schema_keys(TrainConfig):
         parts = key.replace(".*", "").split(".")
         found |= dict.fromkeys(".".join(parts[:length]) for length in range(1, len(parts) + 1))
     return list(found)

@@ -1,31 +1,31 @@
-"""Whether a run can be divided as tp_config, cp_config and pp_config ask, and its batch among so many devices.
+"""Whether tp_config, cp_config and pp_config can divide a run, and its batch among so many devices.
 
-Leaves the arithmetic of a division to `layout.py`, and that of stages to `stages.py`.
+`layout.py` has the arithmetic of a division, `stages.py` that of stages.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
-from llmfoundry_lite.config.check_values import Refuse, either
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, divisors, name_data_ranks
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, either
 
 
-def check_layout(config: TrainConfig, refuse: Refuse) -> None:
-    """What holds on any number of devices; `check_batch` knows how many there are."""
+def check_layout(config: TrainConfig) -> None:
+    """Check what holds on any number of devices; `check_batch` knows how many there are. Raises ConfigError."""
     if config.tensor_parallel_degree > 1:
-        _check_tensor_parallel(config, refuse)
+        _check_tensor_parallel(config)
     if config.context.context_parallel_degree > 1:
-        _check_context_parallel(config, refuse)
+        _check_context_parallel(config)
     if config.pp_config is not None:
-        _check_pipeline(config, refuse)
+        _check_pipeline(config.pp_config, config.model.n_layers)
+    if config.pipeline.pipeline_parallel_degree > 1:
+        _check_beside_pipeline(config, config.pipeline, config.sharding)
 
 
 def find_undivided(config: TrainConfig) -> dict[str, str]:
-    """Block -> what it says about a division that a degree of 1 does not make.
+    """Return block -> what it says about a division that a degree of 1 does not make.
 
     Allowed, for the same YAML may run on a smaller cluster with nothing but its degree set to 1.
     """
@@ -41,15 +41,18 @@ def find_undivided(config: TrainConfig) -> dict[str, str]:
     return found
 
 
+# ------------------------------------------------------------------------------------------------- batch
+
+
 def check_batch(config: TrainConfig, layout: Layout) -> None:
     """Check that the devices can share a batch. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
     num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
     if batch % num_ranks:
-        divisors = [str(n) for n in range(1, min(batch, 4 * num_ranks) + 1) if batch % n == 0]
+        fitting = ", ".join(str(n) for n in divisors(batch) if n <= 4 * num_ranks)
         raise ConfigError(
             f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
-            f"start with a number of {devices} that divides it ({', '.join(divisors)}) or change the batch size"
+            f"start with a number of {devices} that divides it ({fitting}) or change the batch size"
         )
     if isinstance(microbatch, int) and microbatch > batch // num_ranks:
         raise ConfigError(
@@ -80,152 +83,150 @@ def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -
             f"global_train_batch_size: {what} fit no number of microbatches; use a batch that gives a data rank a "
             f"multiple of {layout.pipeline} samples, or schedule: gpipe"
         )
-    sizes = either([str(n) for n in [num_samples // count for count in reversed(fitting)] or fitting_sizes[:8]])
+    sizes = either([num_samples // count for count in reversed(fitting)] or fitting_sizes[:8])
     if size is None:
-        counts = either([str(n) for n in fitting]) if fitting else f"device_train_microbatch_size: {sizes}"
+        counts = either(fitting) if fitting else f"device_train_microbatch_size: {sizes}"
         raise ConfigError(f"pp_config.num_microbatches: {count} does not fit {what}; use {counts}")
     raise ConfigError(
         f"device_train_microbatch_size: {size} makes {count} microbatch(es) of {what}, which does not fit; use {sizes}"
     )
 
 
-def _check_tensor_parallel(config: TrainConfig, refuse: Refuse) -> None:
-    """Layers are divided by heads, and by the feed-forward layer's width; each device gets as many as the others. Of
-    the vocabulary the last one may get less."""
-    model, degree = config.model, config.tensor_parallel_degree
-    sizes = {"model.n_heads": model.n_heads, "the heads of keys and values": model.num_kv_heads}
-    for name, size in (*sizes.items(), ("the width of the feed-forward layer", model.ffn_dim)):
+# ------------------------------------------------------------------------------------- tensors and tokens
+
+
+def _check_tensor_parallel(config: TrainConfig) -> None:
+    """Each device gets as many heads and as much of the feed-forward width as the others; the last one may get less of
+    the vocabulary."""
+    model, degree, key = config.model, config.tensor_parallel_degree, "tp_config.tensor_parallel_degree"
+    sizes = _heads(config) | {"the width of the feed-forward layer": model.ffn_dim}
+    for name, size in sizes.items():
         if size % degree:
-            most = math.gcd(model.n_heads, model.num_kv_heads, model.ffn_dim)
-            divisors = either([str(n) for n in range(1, most + 1) if most % n == 0])
-            refuse("tp_config.tensor_parallel_degree", f"{degree} does not divide {name}, {size}; use {divisors}")
+            raise ConfigError(
+                f"{key}: {degree} does not divide {name}, {size}; use {either(divisors(math.gcd(*sizes.values())))}"
+            )
     if (degree - 1) * -(-model.vocab_size // degree) >= model.vocab_size:
-        refuse(
-            "tp_config.tensor_parallel_degree", f"{degree} devices cannot share model.vocab_size, {model.vocab_size}"
-        )
+        raise ConfigError(f"{key}: {degree} devices cannot share model.vocab_size, {model.vocab_size}")
     parts = config.context.context_parallel_degree
     for name, length in lengths_of(config).items() if config.sequence_parallel else ():
         if length % (parts * degree):
             among = f"{degree} and cp_config's {parts}" if parts > 1 else str(degree)
-            refuse(
-                "tp_config.sequence_parallel",
-                f"sequences of {name}, {length}, cannot be divided by {among}; change the length or the degree, or "
-                "remove it",
+            raise ConfigError(
+                f"tp_config.sequence_parallel: sequences of {name}, {length}, cannot be divided by {among}; change "
+                "the length or the degree, or remove it"
             )
     if model.attn_config.qk_ln:
-        refuse(
-            "model.attn_config.qk_ln",
-            "a norm over all heads, which tp_config divides among devices; use qk_gn: true, a norm over each head",
+        raise ConfigError(
+            "model.attn_config.qk_ln: a norm over all heads, which tp_config divides among devices; use qk_gn: true, a "
+            "norm over each head"
         )
     if config.compile_config is not None and model.attn_config.attn_pdrop and not config.sequence_parallel:
-        refuse(
-            "model.attn_config.attn_pdrop",
-            "cannot be compiled where tp_config divides layers and not the stream; set it to 0, or "
-            "tp_config.sequence_parallel to true, or use no compile_config",
+        raise ConfigError(
+            "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers and not the stream; set "
+            "it to 0, or tp_config.sequence_parallel to true, or use no compile_config"
         )
-    _check_shared_loaders(config, "tp_config", "neighbouring devices", refuse)
+    _check_shared_loaders(config, "tp_config", "neighbouring devices")
 
 
-def _check_context_parallel(config: TrainConfig, refuse: Refuse) -> None:
+def _check_context_parallel(config: TrainConfig) -> None:
     """Samples are cut into equal pieces; `heads` also gives each device equally many heads."""
-    model, context, tensor = config.model, config.context, config.tensor_parallel_degree
+    context, tensor = config.context, config.tensor_parallel_degree
     degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
-    lengths = lengths_of(config)
-    shortest = math.gcd(*lengths.values())
+    lengths, heads = lengths_of(config), _heads(config)
+    num_heads, shortest = math.gcd(*heads.values()) // tensor, math.gcd(*lengths.values())
     for name, length in lengths.items():
         if length % context.num_pieces:
             pieces = f"{degree}, of which each has two pieces," if context.kind == "gather" else str(degree)
-            heads = math.gcd(model.n_heads, model.num_kv_heads) // tensor if context.kind == "heads" else shortest
-            shares = divisors(math.gcd(shortest, heads))[1:]
-            fitting = [str(n) for n in shares if shortest % (n * context.num_pieces // degree) == 0]
-            refuse(key, f"{pieces} does not divide {name}, {length}; use {either(fitting[:8] or ['another length'])}")
-    sizes = {"model.n_heads": model.n_heads, "the heads of keys and values": model.num_kv_heads}
-    for name, size in sizes.items() if context.kind == "heads" else ():
+            shares = divisors(math.gcd(shortest, num_heads) if context.kind == "heads" else shortest)[1:]
+            fitting = [n for n in shares if shortest % (n * context.num_pieces // degree) == 0][:8]
+            raise ConfigError(
+                f"{key}: {pieces} does not divide {name}, {length}; use {either(fitting or ['another length'])}"
+            )
+    for name, size in heads.items() if context.kind == "heads" else ():
         if size % (tensor * degree):
             among = f"{degree}" if tensor == 1 else f"{degree} x {tensor} of tp_config"
-            fitting = [str(n) for n in divisors(math.gcd(*sizes.values()) // tensor)[1:]]
+            fitting = divisors(num_heads)[1:]
             smaller = f", or a degree of {either(fitting)}" if fitting else ""
-            refuse(key, f"{among} does not divide {name}, {size}; use cp_config.kind: gather{smaller}")
-    _check_shared_loaders(config, "cp_config", "the devices of a sample", refuse)
+            raise ConfigError(f"{key}: {among} does not divide {name}, {size}; use cp_config.kind: gather{smaller}")
+    _check_shared_loaders(config, "cp_config", "the devices of a sample")
+
+
+def _heads(config: TrainConfig) -> dict[str, int]:
+    return {"model.n_heads": config.model.n_heads, "the heads of keys and values": config.model.num_kv_heads}
 
 
 def lengths_of(config: TrainConfig) -> dict[str, int]:
-    """Tokens of the sequences that there will be, by the key that says so."""
-    lengths = {"max_seq_len": config.max_seq_len}
-    for block, loader in config.loaders.items():
-        if loader.dataset.max_seq_len is not None:
-            lengths[f"{block}.dataset.max_seq_len"] = loader.dataset.max_seq_len
-    return lengths
+    """Return the tokens of the sequences that there will be, by the key that says so."""
+    lengths = {f"{block}.dataset.max_seq_len": loader.dataset.max_seq_len for block, loader in config.loaders.items()}
+    return {"max_seq_len": config.max_seq_len} | {key: length for key, length in lengths.items() if length is not None}
 
 
-def _check_pipeline(config: TrainConfig, refuse: Refuse) -> None:
-    """Schedules against stages, and what does not go with stages."""
-    pipeline, fsdp = config.pipeline, config.sharding
+# ------------------------------------------------------------------------------------------------ stages
+
+
+def _check_pipeline(pipeline: PipelineConfig, n_layers: int) -> None:
     degree, schedule, num_runs = pipeline.pipeline_parallel_degree, pipeline.schedule, pipeline.num_runs
     most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, num_runs)
     least = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
     if not least <= num_runs <= most:
         expected = str(least) if least == most else f"{least} or more"
-        refuse("pp_config.virtual_stages", f"{num_runs} given, {schedule} has {expected}; change it or the schedule")
-    if pipeline.blocks is not None:
-        _check_blocks(pipeline.blocks, config.model.n_layers, refuse)
+        raise ConfigError(
+            f"pp_config.virtual_stages: {num_runs} given, {schedule} has {expected}; change it or the schedule"
+        )
+    blocks = pipeline.blocks
+    if blocks is not None and min(blocks, default=0) < 1:
+        raise ConfigError(f"pp_config.blocks: {blocks} given, expected 1 or more for each")
+    if blocks is not None and sum(blocks) != n_layers:
+        raise ConfigError(
+            f"pp_config.blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; change one of "
+            "them"
+        )
     if degree == 1:
         return
-    if degree * num_runs > config.model.n_layers:
-        refuse(
-            "pp_config.pipeline_parallel_degree",
-            f"{degree} x {num_runs} runs of blocks are more than model.n_layers, {config.model.n_layers}; "
-            f"use a smaller degree{'' if num_runs == least else ' or fewer virtual_stages'}",
+    if degree * num_runs > n_layers:
+        raise ConfigError(
+            f"pp_config.pipeline_parallel_degree: {degree} x {num_runs} runs of blocks are more than model.n_layers, "
+            f"{n_layers}; use a smaller degree{'' if num_runs == least else ' or fewer virtual_stages'}"
         )
-    if pipeline.blocks is not None and len(pipeline.blocks) != degree * num_runs:
+    if blocks is not None and len(blocks) != degree * num_runs:
         what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
-        refuse("pp_config.blocks", f"{pipeline.blocks} given, expected {degree * num_runs} counts, for {what}")
+        raise ConfigError(f"pp_config.blocks: {blocks} given, expected {degree * num_runs} counts, for {what}")
+
+
+def _check_beside_pipeline(config: TrainConfig, pipeline: PipelineConfig, fsdp: FSDPConfig) -> None:
+    schedule = pipeline.schedule
     if pipeline.num_microbatches is not None and config.device_train_microbatch_size is not None:
-        refuse("pp_config.num_microbatches", "both it and device_train_microbatch_size given; use one of them")
+        raise ConfigError("pp_config.num_microbatches: both it and device_train_microbatch_size given; use one of them")
     if pipeline.splits_backward and config.compile_config is not None:
-        refuse(
-            "pp_config.schedule",
-            f"{schedule} computes the weights' gradients apart, which torch cannot compile; use interleaved or 1f1b, "
-            "or no compile_config",
+        raise ConfigError(
+            f"pp_config.schedule: {schedule} computes the weights' gradients apart, which torch cannot compile; use "
+            "interleaved or 1f1b, or no compile_config"
         )
     if pipeline.splits_backward and fsdp.activation_checkpointing:
-        refuse(
-            "pp_config.schedule",
-            f"{schedule} computes the weights' gradients apart, and activation_checkpointing would compute each block "
-            "twice for that; use interleaved or 1f1b, or no activation_checkpointing",
+        raise ConfigError(
+            f"pp_config.schedule: {schedule} computes the weights' gradients apart, and activation_checkpointing would "
+            "compute each block twice for that; use interleaved or 1f1b, or no activation_checkpointing"
         )
     if schedule == "zbv" and config.model.tie_word_embeddings:
-        refuse(
-            "pp_config.schedule",
-            "zbv has the first and the last stage on one device, where tied embeddings would be two; use zero_bubble",
+        raise ConfigError(
+            "pp_config.schedule: zbv has the first and the last stage on one device, where tied embeddings would be "
+            "two; use zero_bubble"
         )
     if fsdp.reduce_every_microbatch:
-        refuse(
-            "fsdp_config.reduce_every_microbatch",
-            "a stage sums its gradients over devices once, when its schedule is done; remove it, or pp_config",
+        raise ConfigError(
+            "fsdp_config.reduce_every_microbatch: a stage sums its gradients over devices once, when its schedule is "
+            "done; remove it, or pp_config"
         )
     for key in ("offload_optimizer", "activation_checkpointing_reentrant"):
         if getattr(fsdp, key):
-            refuse(f"fsdp_config.{key}", "does not go with pp_config; remove one of them")
-    _check_shared_loaders(config, "pp_config", "the devices of all stages", refuse)
+            raise ConfigError(f"fsdp_config.{key}: does not go with pp_config; remove one of them")
+    _check_shared_loaders(config, "pp_config", "the devices of all stages")
 
 
-def _check_blocks(blocks: Sequence[int], n_layers: int, refuse: Refuse) -> None:
-    """What holds for any degree."""
-    given = f"{list(blocks)} given"
-    if min(blocks, default=0) < 1:
-        refuse("pp_config.blocks", f"{given}, expected 1 or more for each")
-    if sum(blocks) != n_layers:
-        refuse(
-            "pp_config.blocks", f"{given}, {sum(blocks)} in all, and model.n_layers is {n_layers}; change one of them"
-        )
-
-
-def _check_shared_loaders(config: TrainConfig, cause: str, readers: str, refuse: Refuse) -> None:
+def _check_shared_loaders(config: TrainConfig, cause: str, readers: str) -> None:
     for block, loader in config.loaders.items():
         if loader.name.startswith("python:"):
-            refuse(
-                f"{block}.name",
-                f"{loader.name} cannot know that with {cause} {readers} must read the same samples; "
-                f"use text, or no {cause}",
+            raise ConfigError(
+                f"{block}.name: {loader.name} cannot know that with {cause} {readers} must read the same samples; "
+                f"use text, or no {cause}"
             )

@@ -1,7 +1,6 @@
-"""What was given: YAML files and `key=value` arguments as layers, laid over each other.
+"""YAML files and `key=value` arguments as layers, laid over each other: files in order < arguments, then `${…}`.
 
-Owns reading, precedence (files in order < arguments), `${…}`, what a hardware overlay may set, and where a key came
-from, so that every message can name the file.
+A layer keeps its source, so that every message can name the file. A hardware overlay is held to what it may set.
 """
 
 import difflib
@@ -17,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
+from llmfoundry_lite.config.fields import schema_keys, settings_along
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_names, shipped_folder
 from llmfoundry_lite.errors import ConfigError
 
@@ -26,7 +27,7 @@ class Layer(NamedTuple):
     """A file's name, or `command line`."""
     values: dict[str, Any]
     note: str = ""
-    """Why this file, where the machine has chosen it."""
+    """Reason for this file, where the machine has chosen it."""
 
 
 HARDWARE = "hardware="
@@ -34,8 +35,8 @@ AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
 
 def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_file: bool = True) -> list[Layer]:
-    """Files first, then the overlay that `hardware=NAME` or `hardware=auto` means, then the other `key=value` arguments
-    as one last layer. An evaluation, which needs no file, has no overlays."""
+    """Read files first, then the overlay that `hardware=NAME` or `hardware=auto` means, then the other `key=value`
+    arguments as one last layer. An evaluation, which needs no file, has no overlays. Raises ConfigError."""
     layers: list[Layer] = []
     overlays: list[Layer] = []
     dotlist: list[str] = []
@@ -64,10 +65,133 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
     return layers
 
 
+def is_key_value(argument: str) -> bool:
+    return re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument) is not None
+
+
+def is_yaml(argument: str) -> bool:
+    """Whether it names a file, or a YAML that comes with the package: `mpt-1b`, `h100-8`."""
+    return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
+
+
+def _spell(argument: str) -> str:
+    """Name the shipped YAML that was probably meant, or spell a callback whose name has dots that separate nothing."""
+    if near := near_names(argument):
+        return f"; did you mean {near[0]}?"
+    match = re.fullmatch(r"callbacks\.(python:\w+(?:\.\w+)*:\w+)(?:\.(\w+)=(.*)|=.*)", argument)
+    if match is None:
+        return ""
+    options = f"{match[2]}: {match[3]}" if match[2] else ""
+    return f"; write \"callbacks={{'{match[1]}': {{{options}}}}}\""
+
+
+def _quote_run_name(argument: str) -> str:
+    """Quote `{run_name}/x`, a folder, where YAML would read the beginning of a mapping."""
+    key, _, value = argument.partition("=")
+    return f"{key}={json.dumps(value)}" if value.startswith("{run_name}") else argument
+
+
+def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
+    for argument in arguments:
+        try:
+            OmegaConf.from_dotlist([argument])
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"command line: {argument} has bytes that are not UTF-8, which no configuration can hold; rename "
+                "the file"
+            ) from None
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
+    try:
+        return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments))))
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        key = getattr(error, "full_key", None) or "a key"
+        raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
+
+
+def _read_file(name: str) -> Layer:
+    path = find_yaml(name)
+    if path is None:
+        names = [other.name for other in Path(name).parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
+        meant = str(Path(name).with_name(near[0])) if near else ""
+        if not near and (shipped := near_names(name, cutoff=0.8)):
+            meant = f"{shipped[0]}, which comes with the package"
+        raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not valid YAML: {_one_line(error)}") from None
+    if not values:
+        raise ConfigError(f"{name}: the file is empty")
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{name}: expected `key: value` at the top level, found {type(values).__name__}")
+    return Layer(name, typing.cast(dict[str, Any], values))
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split("full_key")[0].split())
+
+
+# ------------------------------------------------------------------------------------- hardware overlays
+
+
+def is_for_hardware(key: str) -> bool:
+    """Whether an overlay may set a dotted key: how and from which disks the run is computed, never what is computed."""
+    return any(setting.hardware for setting in settings_along(TrainConfig, key))
+
+
+def hardware_keys() -> list[str]:
+    """Return the keys and whole blocks that an overlay may set, short ones first; a stream's are a data set's."""
+    found: dict[str, None] = {}
+    for key in schema_keys(TrainConfig):
+        parts = key.replace(".streams.*", "").split(".")
+        keys = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        found |= dict.fromkeys([outer for outer in keys if is_for_hardware(outer)][:1])
+    return sorted(found, key=lambda key: key.count("."))
+
+
+def _read_overlay(name: str) -> Layer:
+    """Read one of ours by its name, one of the user's by its file, or `auto`. Raises ConfigError for another YAML."""
+    if name == "auto":
+        values, note = choose_overlay()
+        if isinstance(values, Path):
+            return _read_file(str(values))._replace(note=note)
+        return Layer(AUTO, {"overlay": "hardware", **values}, note)
+    layer = _read_file(name) if is_yaml(name) else None
+    if layer is None or layer.values.get("overlay") != "hardware":
+        ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
+        raise ConfigError(
+            f"command line: hardware: {name!r} is not a hardware overlay; expected auto, a file, or {ours}"
+        )
+    return layer
+
+
+def _check_overlay(layer: Layer, *, is_first: bool) -> None:
+    kind = layer.values.pop("overlay", None)
+    if kind is None:
+        return
+    if kind != "hardware":
+        raise ConfigError(f"{layer.source}: overlay: {kind!r} is not a kind of overlay; expected hardware")
+    if is_first:
+        raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
+    for key in leaf_keys(layer.values):
+        if not is_for_hardware(key):
+            raise ConfigError(
+                f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
+                f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"
+            )
+
+
+# ------------------------------------------------------------------------------------- validation loaders
+
+
 def _name_eval_loaders(layers: Sequence[Layer]) -> None:
     """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`, blocks by their labels.
 
-    In place. A list replaces what earlier layers have, as any list does; so does null.
+    In place. A list replaces what earlier layers have, as any list does; so does null. Raises ConfigError.
     """
     for number, (source, values, _) in enumerate(layers):
         for key in ("eval_loader", "eval_loaders"):
@@ -111,90 +235,32 @@ def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
     return named
 
 
-def _read_overlay(name: str) -> Layer:
-    """One of ours by its name, one of the user's by its file, or `auto`. Raises ConfigError for another YAML."""
-    if name == "auto":
-        values, note = choose_overlay()
-        if isinstance(values, Path):
-            return _read_file(str(values))._replace(note=note)
-        return Layer(AUTO, {"overlay": "hardware", **values}, note)
-    layer = _read_file(name) if is_yaml(name) else None
-    if layer is None or layer.values.get("overlay") != "hardware":
-        ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
-        raise ConfigError(
-            f"command line: hardware: {name!r} is not a hardware overlay; expected auto, a file, or {ours}"
-        )
-    return layer
-
-
-def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
-    for argument in arguments:
-        try:
-            OmegaConf.from_dotlist([argument])
-        except UnicodeEncodeError:
-            raise ConfigError(
-                f"command line: {argument} has bytes that are not UTF-8, which no configuration can hold; rename "
-                "the file"
-            ) from None
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"command line: cannot read {argument}: {one_line(error)}") from None
-    try:
-        return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments))))
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        key = getattr(error, "full_key", None) or "a key"
-        raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
-
-
-def is_key_value(argument: str) -> bool:
-    return re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument) is not None
-
-
-def is_yaml(argument: str) -> bool:
-    """Whether it names a file, or a YAML that comes with the package: `mpt-1b`, `h100-8`."""
-    return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
-
-
-def _quote_run_name(argument: str) -> str:
-    """`{run_name}/x` is a folder; YAML would read the beginning of a mapping."""
-    key, _, value = argument.partition("=")
-    return f"{key}={json.dumps(value)}" if value.startswith("{run_name}") else argument
-
-
-def _spell(argument: str) -> str:
-    """What was probably meant: a YAML of ours, or a callback whose name has dots in it that separate nothing."""
-    if near := near_names(argument):
-        return f"; did you mean {near[0]}?"
-    match = re.fullmatch(r"callbacks\.(python:\w+(?:\.\w+)*:\w+)(?:\.(\w+)=(.*)|=.*)", argument)
-    if match is None:
-        return ""
-    options = f"{match[2]}: {match[3]}" if match[2] else ""
-    return f"; write \"callbacks={{'{match[1]}': {{{options}}}}}\""
+# ------------------------------------------------------------------------------------------------ merging
 
 
 def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Lay later layers over earlier ones and resolve `${…}`."""
+    """Lay later layers over earlier ones and resolve `${…}`. Raises ConfigError."""
     given = [layer.values for layer in layers]
     for number in range(len(given)):
         for later in given[number + 1 :]:
             given[number] = _without_other_kinds(given[number], later)
     try:
         merged = OmegaConf.merge(*map(OmegaConf.create, given))
-        values = OmegaConf.to_container(merged, resolve=True)
+        return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
-        where = f"{source_of(key, layers)}: {key or 'configuration'}"
-        missing = re.search(r"Interpolation key '(.+)' not found", str(error))
-        if missing:
-            raise ConfigError(f"{where}: ${{{missing[1]}}} names nothing{_near_variable(missing[1], layers)}") from None
-        unset = re.search(r"Environment variable '(.+)' not found", str(error))
-        if unset:
-            raise ConfigError(f"{where}: the environment variable {unset[1]} is not set; export it") from None
-        raise ConfigError(f"{where}: {one_line(error)}") from None
-    return typing.cast(dict[str, Any], values)
+        problem = _one_line(error)
+        if missing := re.search(r"Interpolation key '(.+)' not found", str(error)):
+            known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
+            near = difflib.get_close_matches(missing[1], known, n=1, cutoff=0.6)
+            problem = f"${{{missing[1]}}} names nothing" + (f"; did you mean ${{{near[0]}}}?" if near else "")
+        elif unset := re.search(r"Environment variable '(.+)' not found", str(error)):
+            problem = f"the environment variable {unset[1]} is not set; export it"
+        raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None
 
 
 def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """`values` without the blocks for which `later` has a list, and the other way round: OmegaConf merges none."""
+    """Leave out the blocks for which `later` has a list, and the other way round, which OmegaConf does not merge."""
     kept = {}
     for key, value in values.items():
         other = later.get(key)
@@ -206,88 +272,11 @@ def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[
     return kept
 
 
-def _near_variable(name: str, layers: Sequence[Layer]) -> str:
-    known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean ${{{near[0]}}}?" if near else ""
-
-
-def _read_file(name: str) -> Layer:
-    path = find_yaml(name)
-    if path is None:
-        names = [other.name for other in Path(name).parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
-        meant = str(Path(name).with_name(near[0])) if near else ""
-        if not near and (shipped := near_names(name, cutoff=0.8)):
-            meant = f"{shipped[0]}, which comes with the package"
-        raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: not valid YAML: {one_line(error)}") from None
-    if not values:
-        raise ConfigError(f"{name}: the file is empty")
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{name}: expected `key: value` at the top level, found {type(values).__name__}")
-    return Layer(name, typing.cast(dict[str, Any], values))
-
-
-HARDWARE_KEYS = (
-    "device_train_microbatch_size",
-    "device_eval_batch_size",
-    "loss_chunk_mib",
-    "precision",
-    "fsdp_config",
-    "tp_config",
-    "cp_config",
-    "pp_config",
-    "islands",
-    "compile_config",
-    "dist_timeout",
-    "max_wall_time",
-    "preemption_grace_seconds",
-    "retry_for",
-    "environment",
-    "model.attn_config.attn_impl",
-    "model.init_device",
-    *(
-        f"{loader}.{key}"
-        for loader in ("train_loader", "eval_loader", "eval_loaders.*")
-        for key in (
-            *("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "timeout"),
-            *("dataset.local", "dataset.remote", "dataset.predownload", "dataset.cache_limit"),
-            *("dataset.download_retry", "dataset.download_timeout"),
-        )
-    ),
-)
-"""What a hardware overlay may set: how and from which disks the run is computed here, never what is computed. (Where
-a data set lies is the cluster's; that it is the same data set is checked when a run is carried on.)"""
-
-
-def _check_overlay(layer: Layer, *, is_first: bool) -> None:
-    kind = layer.values.pop("overlay", None)
-    if kind is None:
-        return
-    if kind != "hardware":
-        raise ConfigError(f"{layer.source}: overlay: {kind!r} is not a kind of overlay; expected hardware")
-    if is_first:
-        raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
-    for key in leaf_keys(layer.values):
-        # A stream lies on the cluster's disks like a whole data set; its weight in the mixture is the run's.
-        key = re.sub(r"(\.dataset)\.streams\.[^.]+\.(local|remote|download_\w+)$", r"\1.\2", key)
-        key = re.sub(r"^eval_loaders\.[^.]+", "eval_loaders.*", key)
-        if not any(key == allowed or key.startswith(allowed + ".") for allowed in HARDWARE_KEYS):
-            raise ConfigError(
-                f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
-                f"set it in the run's YAML (an overlay may set {', '.join(HARDWARE_KEYS)})"
-            )
-
-
 # ---------------------------------------------------------------------------------- keys as dotted paths
 
 
 def source_of(key: str, layers: Sequence[Layer]) -> str:
-    """The last layer that has `key`, or the nearest block around it."""
+    """Return the source of the last layer that has `key`, or the nearest block around it."""
     parts = re.sub(r"\[\d+\]", "", key).split(".") if key else []
     for length in range(len(parts), 0, -1):
         for layer in reversed(layers):
@@ -297,6 +286,7 @@ def source_of(key: str, layers: Sequence[Layer]) -> str:
 
 
 def get(values: Any, key: str) -> tuple[bool, Any]:
+    """Return whether there is a dotted key, and its value."""
     for part in key.split("."):
         if not isinstance(values, dict) or part not in values:
             return False, None
@@ -314,14 +304,5 @@ def pop(values: dict[str, Any], key: str) -> None:
 def leaf_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
     keys = []
     for key, value in values.items():
-        if isinstance(value, dict) and value:
-            keys += leaf_keys(value, f"{prefix}{key}.")
-        else:
-            keys.append(prefix + key)
+        keys += leaf_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
     return keys
-
-
-def one_line(error: BaseException) -> str:
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-    return " ".join(str(error).split("full_key")[0].split())

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from llmfoundry_lite.config.check_values import either
 from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, either
 from llmfoundry_lite.ranks.rank import this_rank
 
 
@@ -162,7 +161,7 @@ def divide_devices(
     }.get(fsdp.sharding_strategy, num_data_ranks)
     if num_data_ranks % shard:
         given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
-        fitting = either([str(n) for n in divisors(num_data_ranks)])
+        fitting = either(divisors(num_data_ranks))
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
             f"{name_groups(degrees)} of this launch; use {fitting}"

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.check import check_config, find_surprises
-from llmfoundry_lite.config.check_values import check_kinds
+from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
+from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.foundry import (
-    drop_keys_without_effect,
+    WITHOUT_EFFECT,
+    drop_keys,
     drop_values_without_effect,
     refuse_fine_tuning,
     refuse_left_out_keys,
@@ -50,13 +50,15 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
     refuse_fine_tuning(values, layers)
-    check_kinds(values, layers)
+    refuse_other_kinds(values, layers)
     notes = [layer.note for layer in layers if layer.note]
-    notes += drop_keys_without_effect(values, layers) + drop_values_without_effect(values, layers)
+    notes += drop_keys(values, layers, WITHOUT_EFFECT) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     config = build_block(TrainConfig, _gather_extras(values), "", layers)
-    check_config(config, layers)
+    for path in config.callbacks.extra:
+        check_import_path("callbacks", path, layers)
+    check_together(config, layers)
     # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
     # For several tasks `adopt_srun` has set WORLD_SIZE, for one it has not, and another launcher has.
     tasks = environ.get("SLURM_STEP_NUM_TASKS")

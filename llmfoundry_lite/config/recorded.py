@@ -6,7 +6,8 @@ that nobody else has to know: a run carries on, is evaluated and is exported as 
 
 from typing import Any
 
-from llmfoundry_lite.config.schema import AttentionConfig, Duration
+from llmfoundry_lite.config.model_schema import AttentionConfig
+from llmfoundry_lite.config.spans import Duration
 
 
 def in_words_of_today(config: Any, *, is_imported: bool = False) -> Any:

@@ -7,7 +7,8 @@ Blocks stay in order. A stage is one run of them; interleaved schedules give eac
 import heapq
 from dataclasses import dataclass
 
-from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

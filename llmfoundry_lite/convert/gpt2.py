@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.layout import (
     ACTIVATIONS,
     HFConfig,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmfoundry_lite.config.schema import FFNActivation, FFNConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import FFNActivation, FFNConfig, ModelConfig
 from llmfoundry_lite.errors import ExportError
 
 HFConfig = dict[str, Any]

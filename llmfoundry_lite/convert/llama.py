@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry_lite.config.check_values import LLAMA3_KEYS
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.model_schema import LLAMA3_KEYS, AttentionConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert.layout import (
     ACTIVATIONS,
     HFConfig,

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
-from llmfoundry_lite.config.check_values import LLAMA3_KEYS
-from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.model_schema import (
+    LLAMA3_KEYS,
+    AttentionConfig,
+    FFNActivation,
+    FFNConfig,
+    ModelConfig,
+    RopeScaling,
+)
 from llmfoundry_lite.convert.layout import (
     HFConfig,
     Layout,

@@ -32,7 +32,7 @@ from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.where import TOKENIZER, check_outside_checkpoints
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
 from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.data import tokenizer as tokenizers

@@ -11,7 +11,7 @@ from streaming.base.compression import decompress
 from streaming.base.format import FileInfo, get_index_basename, reader_from_json
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
 
-from llmfoundry_lite.data.dataset import MOST_TOKENS, TOKEN_TYPES
+from llmfoundry_lite.data.rows import MOST_TOKENS, TOKEN_TYPES, check_whole_numbers
 from llmfoundry_lite.data.streams import find_damage
 
 
@@ -88,8 +88,7 @@ def _are_tokens(raw: list[bytes], dtype: str, vocab_size: int) -> bool:
 
 def _row(tokens: Any, dtype: str) -> NDArray[np.int64]:
     row = np.frombuffer(tokens, dtype) if isinstance(tokens, bytes) else tokens
-    if not (isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu"):
-        raise ValueError(f"column tokens holds {type(tokens).__name__}, not a row of whole numbers")
+    check_whole_numbers(row)
     found = row.astype(np.int64)
     if outside := next((int(end) for end in (found.min(), found.max()) if not 0 <= end < MOST_TOKENS), None):
         raise ValueError(f"{outside} is no token")

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -103,14 +102,6 @@ class SampleOrder:
         """Samples of an epoch that no batch holds."""
         return self.num_samples % self.num_lanes if self.drop_last else 0
 
-    def num_missing(self, lanes: range, step: int) -> int:
-        """How many of these lanes have no sample at this step: none but at the last step, without `drop_last`."""
-        lanes_l = np.asarray(lanes, np.int64)
-        if not self.shuffle:
-            return int((step * self.num_lanes + lanes_l >= self.num_samples).sum())
-        begins_l, ends_l = _lane_bounds(self, lanes_l)
-        return int((ends_l - begins_l <= step).sum())
-
     @property
     def block_samples(self) -> int:
         """How many consecutive samples of one lane are shuffled together."""
@@ -160,9 +151,6 @@ class EpochOrder:
         self._unit_bounds = np.zeros(len(unit_sizes) + 1, np.int64)
         np.cumsum(unit_sizes, out=self._unit_bounds[1:])
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EpochOrder, (self.order, self.epoch)
 
     def sample_ids(self, lanes: range, steps: range) -> Int64Array:
         """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.

@@ -4,17 +4,14 @@ Only what was asked in the same way: the same items, prompts and scoring, which 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS, Floats, effective_units
-from llmfoundry_lite.evaluation.reading import (
+from llmfoundry_lite.evaluation.records import (
     BITS,
-    Loaded,
-    Record,
     by_document,
     cut_at,
     has_categories,
@@ -22,42 +19,49 @@ from llmfoundry_lite.evaluation.reading import (
     text_row,
     weights_of,
 )
+from llmfoundry_lite.evaluation.results import Results
+
+# --------------------------------------------------------------------------------------------------------- refusals
 
 
-def refuse_if_different(task: str, first: Loaded, other: Loaded, left_out_by: str = "") -> None:
+def refuse_if_different(task: str, first: Results, other: Results, left_out_by: str = "") -> None:
     """Raises DataError where the two were not asked the same, in the same way."""
     leave_out = f"leave the task out: {left_out_by or f'--skip {task}'}"
-    a, b = first.facts["tasks"][task], other.facts["tasks"][task]
-    found = [
-        f"{key} {a.get(key)!r} against {b.get(key)!r}"
-        for key in ("type", "num_fewshot", "tokenization", "metric")
-        if a.get(key) != b.get(key)
-    ]
-    ours, theirs = a.get("settings") or {}, b.get("settings") or {}
-    if ours and theirs:
-        for key in {**ours, **theirs}:
-            if ours.get(key) != theirs.get(key) and not any(text.startswith(f"{key} ") for text in found):
-                found.append(_setting(key, ours.get(key), theirs.get(key), first, other, task))
-    is_text = a.get("type") == "perplexity"
-    other_tokenizer = has_other_tokenizer(first, other)
+    a, b = first.tasks[task], other.tasks[task]
+    ours, theirs = a["settings"], b["settings"]
+    facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if a.get(key) != b.get(key)]
+    found = [f"{key} {a.get(key)!r} against {b.get(key)!r}" for key in facts]
+    for key in {**ours, **theirs}:
+        if ours.get(key) == theirs.get(key) or key in facts:
+            continue
+        if key == "max_seq_len" and None in (ours.get(key), theirs.get(key)):  # a setting only where something was cut
+            cut, whole = (first, other) if theirs.get(key) is None else (other, first)
+            length = ours.get(key) or theirs.get(key)
+            found.append(f"{cut.name} had prompts that did not fit into its {length} tokens, {whole.name} had none")
+        else:
+            counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
+            found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
+    is_text, other_tokenizer = a["type"] == "perplexity", has_other_tokenizer(first, other)
     limits = (ours.get("limit"), theirs.get("limit"))
-    remedy = "evaluate both with one task file" if limits[0] == limits[1] else "evaluate both without limit"
-    if is_text and other_tokenizer and limits[0] == limits[1] is not None:
+    same_limit = limits[0] == limits[1]
+    if is_text and other_tokenizer and same_limit and limits[0] is not None:
         found.append(f"their tokenizers differ, so that limit {limits[0]!r}, of windows, ends elsewhere in the text")
-        remedy = "evaluate both without limit"
-    # Of a text what is beyond its limit was not read, so that other limits make other data.
+        same_limit = False
+    # What is beyond the limit of a text was not read, so that other limits make other data.
     is_cut_elsewhere = is_text and any(limits) and (limits[0] != limits[1] or other_tokenizer)
-    if a.get("data_fingerprint") != b.get("data_fingerprint") and not is_cut_elsewhere:
+    if a["data_fingerprint"] != b["data_fingerprint"] and not is_cut_elsewhere:
         found.append(f"the data ({a['n']:,} items against {b['n']:,})")
-    if not found and a["fingerprint"] != b["fingerprint"] and not (is_text and other_tokenizer):
+    same_fingerprint = a["fingerprint"] == b["fingerprint"]
+    if not found and not same_fingerprint and not (is_text and other_tokenizer):
         found.append(f"fingerprint {a['fingerprint']} against {b['fingerprint']}")
     if found:
+        remedy = "evaluate both with one task file" if same_limit else "evaluate both without limit"
         raise DataError(
             f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; {remedy}, "
             f"or {leave_out}"
         )
-    if is_text and other_tokenizer and a["fingerprint"] == b["fingerprint"]:
-        # Of a text every tokenizer has the same bytes, in windows of its own.
+    if is_text and other_tokenizer and same_fingerprint:
+        # Every tokenizer has the same bytes of a text, in windows of its own.
         sizes = [by_document(result.items[task])[:, 1] for result in (first, other)]
         if not np.array_equal(sizes[0], sizes[1]):
             raise DataError(
@@ -66,25 +70,10 @@ def refuse_if_different(task: str, first: Loaded, other: Loaded, left_out_by: st
             )
 
 
-def share_clusters(tasks: Sequence[str], first: Loaded, other: Loaded) -> tuple[Loaded, Loaded]:
-    """Both with the clusters that either knows: a result of an earlier release does not say which items repeat one."""
-    found = []
-    for one, two in ((first, other), (other, first)):
-        items = dict(one.items)
-        for task in tasks:
-            known = {item["index"]: item["cluster"] for item in two.items[task] if "cluster" in item}
-            if known and not any("cluster" in item for item in items[task]):
-                items[task] = [
-                    {**item, "cluster": known.get(item["index"], str(item["index"]))} for item in items[task]
-                ]
-        found.append(replace(one, items=items))
-    return found[0], found[1]
-
-
-def refuse_partial(task: str, first: Loaded, other: Loaded) -> None:
+def refuse_partial(task: str, first: Results, other: Results) -> None:
     """Raises DataError where a result has only the items that decided its difference to another than `first`."""
     for result in (first, other):
-        record = result.facts["tasks"][task]
+        record = result.tasks[task]
         if num_unasked(record) and not (result is other and is_reference(task, first, other)):
             told = record["sequential"]
             raise DataError(
@@ -94,112 +83,96 @@ def refuse_partial(task: str, first: Loaded, other: Loaded) -> None:
             )
 
 
-def is_reference(task: str, first: Loaded, other: Loaded) -> bool:
-    """Whether `other` was asked look by look, against these very items of `first`."""
-    told = other.facts["tasks"][task].get("sequential")
-    return bool(told) and told["against_items"] == first.facts["tasks"][task].get("items_hash")
+def is_reference(task: str, first: Results, other: Results) -> bool:
+    """Return whether `other` was asked look by look, against these very items of `first`."""
+    told = other.tasks[task].get("sequential")
+    return bool(told) and told["against_items"] == first.tasks[task]["items_hash"]
 
 
-def _setting(key: str, ours: Any, theirs: Any, first: Loaded, other: Loaded, task: str) -> str:
-    """How a setting differs, in words where the bare values would not tell."""
-    if key == "limit":
-        counts = [result.facts["tasks"][task]["n"] for result in (first, other)]
-        return f"limit {ours!r} against {theirs!r} ({counts[0]:,} items against {counts[1]:,})"
-    if key == "max_seq_len" and None in (ours, theirs):  # a setting only where something did not fit
-        cut, whole = (first, other) if theirs is None else (other, first)
-        return f"{cut.name} had prompts that did not fit into its {ours or theirs} tokens, {whole.name} had none"
-    return f"{key} {ours!r} against {theirs!r}"
+def has_other_tokenizer(first: Results, other: Results) -> bool:
+    return bool(first.tokenizer and other.tokenizer) and first.tokenizer != other.tokenizer
 
 
-def notes_on(first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """What a reader of the numbers must know."""
-    names = f"{first.name} and {other.name}"
-    notes = []
-    budgets = [result.facts.get("num_tokens_trained") for result in (first, other)]
-    if None not in budgets and budgets[0] != budgets[1]:
+# ------------------------------------------------------------------------------------------------------------ notes
+
+
+def notes_on(first: Results, other: Results, common: Sequence[str], skip: Sequence[str]) -> list[str]:
+    """Return what a reader of the numbers must know."""
+    names, notes = f"{first.name} and {other.name}", []
+
+    def both(key: str) -> tuple[Any, Any]:
+        return getattr(first, key), getattr(other, key)
+
+    ours, theirs = both("num_tokens_trained")
+    if None not in (ours, theirs) and ours != theirs:
         notes.append(
-            f"warning: token budgets differ: {first.name} {budgets[0]:,} tokens, {other.name} {budgets[1]:,}; "
+            f"warning: token budgets differ: {first.name} {ours:,} tokens, {other.name} {theirs:,}; "
             "more training is one reason to be better"
         )
-    sizes = [result.facts.get("num_parameters") for result in (first, other)]
-    if None not in sizes and sizes[0] != sizes[1]:
-        notes.append(f"warning: sizes differ: {first.name} {sizes[0]:,} parameters, {other.name} {sizes[1]:,}")
+    ours, theirs = both("num_parameters")
+    if None not in (ours, theirs) and ours != theirs:
+        notes.append(f"warning: sizes differ: {first.name} {ours:,} parameters, {other.name} {theirs:,}")
     if has_other_tokenizer(first, other):
         notes.append(
             f"{names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends on "
             "how a tokenizer divides an answer"
         )
-    precisions = [result.facts.get("precision") for result in (first, other)]
-    if precisions[0] != precisions[1]:
-        notes.append(f"precision differs: {first.name} {precisions[0]}, {other.name} {precisions[1]}")
-    save_ids = [result.facts.get("save_id") for result in (first, other)]
-    if save_ids[0] is not None and save_ids[0] == save_ids[1]:
+    ours, theirs = both("precision")
+    if ours != theirs:
+        notes.append(f"precision differs: {first.name} {ours}, {other.name} {theirs}")
+    if first.save_id is not None and first.save_id == other.save_id:
         notes.append(f"{names} are the same checkpoint")
-    codes = [sorted({code_of(result.facts["tasks"][task]) for task in common}) for result in (first, other)]
-    if codes[0] != codes[1]:
-        notes.append(
-            f"evaluated by different code: {first.name} by {', '.join(codes[0])}, {other.name} by {', '.join(codes[1])}"
-        )
+    ours, theirs = (", ".join(sorted({result.tasks[task]["code"] for task in common})) for result in (first, other))
+    if ours != theirs:
+        notes.append(f"evaluated by different code: {first.name} by {ours}, {other.name} by {theirs}")
     for one, two in ((first, other), (other, first)):
         if alone := [task for task in one.items if task not in two.items]:
             notes.append(f"only in {one.name}, left out: {', '.join(alone)}")
     if skip:
         notes.append(f"left out, as asked: {', '.join(skip)}")
-    for task in common:
-        notes += [f"{task}: {note}" for note in _notes_on_task(task, first, other)]
-    return notes
+    return notes + [f"{task}: {note}" for task in common for note in _notes_on_task(task, first, other)]
 
 
-def _notes_on_task(task: str, first: Loaded, other: Loaded) -> list[str]:
-    notes = []
-    records = [result.facts["tasks"][task] for result in (first, other)]
-    if limit := cut_at(records[0]):
+def _notes_on_task(task: str, first: Results, other: Results) -> list[str]:
+    notes, (a, b) = [], (first.tasks[task], other.tasks[task])
+    if limit := cut_at(a):
         notes.append(f"only its first {limit:,} items (limit): a try, not a result")
-    beginnings = [record.get("beginning", []) for record in records]
-    if beginnings[0] != beginnings[1] and not has_other_tokenizer(first, other):
-        notes.append(f"prompts begin with tokens {beginnings[0]} for {first.name}, {beginnings[1]} for {other.name}")
-    trimmed = [record.get("num_trimmed", 0) for record in records]
-    if trimmed[0] != trimmed[1]:
-        notes.append(f"contexts cut to fit: {trimmed[0]:,} of {first.name}, {trimmed[1]:,} of {other.name}")
-    if records[0]["metric"] == BITS:
-        n, unit = len((found := text_units(task, first, other))[0]), found[2]
-        if n >= MIN_DOCUMENTS and unit == "windows":
-            notes.append("one document: its windows are resampled, as if they were independent")
-        if n < MIN_DOCUMENTS:
-            noun = f"one document of {n} windows" if unit == "windows" and n > 1 else _count(n, "document")
+    ours, theirs = a.get("beginning", []), b.get("beginning", [])
+    if ours != theirs and not has_other_tokenizer(first, other):
+        notes.append(f"prompts begin with tokens {ours} for {first.name}, {theirs} for {other.name}")
+    ours, theirs = a.get("num_trimmed", 0), b.get("num_trimmed", 0)
+    if ours != theirs:
+        notes.append(f"contexts cut to fit: {ours:,} of {first.name}, {theirs:,} of {other.name}")
+    if a["metric"] == BITS:
+        found, _, unit = text_units(task, first, other)
+        if len(found) < MIN_DOCUMENTS:
+            is_cut = unit == "windows" and len(found) > 1
+            noun = f"one document of {len(found)} windows" if is_cut else _count(len(found), "document")
             notes.append(f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}")
+        elif unit == "windows":
+            notes.append("one document: its windows are resampled, as if they were independent")
         return notes
     if note := note_on_unshared(task, first, other):
         notes.append(note)
-    answers = answers_of(task, first, other, records[0]["metric"])
-    if answers.clusters is None and (repeated := records[0].get("num_repeated")):
-        notes.append(
-            f"warning: {repeated:,} items repeat an earlier one and count as independent, as an earlier release does "
-            "not say which; evaluate again with redo=true"
-        )
+    answers = answers_of(task, first, other, a["metric"])
     shares: dict[object, float] = {}
     for unit, weight in zip(answers.clusters or answers.items, answers.weights, strict=True):
         shares[unit] = shares.get(unit, 0.0) + weight
-    num_units, effective = len(shares), effective_units(np.array(list(shares.values())))
+    effective = effective_units(np.array(list(shares.values())))
     if effective < MIN_UNITS:
-        noun = _count(num_units, "cluster" if answers.clusters else "item")
-        worth = (
-            ""
-            if num_units < MIN_UNITS
-            else f", of such different weight that they are worth {effective:.1f} equal ones"
-        )
-        notes.append(f"{noun}{worth}: no interval and no verdict below {MIN_UNITS}")
+        noun = _count(len(shares), "cluster" if answers.clusters else "item")
+        if len(shares) >= MIN_UNITS:
+            noun += f", of such different weight that they are worth {effective:.1f} equal ones"
+        notes.append(f"{noun}: no interval and no verdict below {MIN_UNITS}")
     elif answers.clusters:
-        notes.append(f"{len(answers.items):,} items in {num_units:,} clusters, which are what is independent")
+        notes.append(f"{len(answers.items):,} items in {len(shares):,} clusters, which are what is independent")
     return notes
 
 
-def note_on_unshared(task: str, first: Loaded, other: Loaded) -> str | None:
-    """Not of a result that was stopped: what it left out was not asked on purpose."""
-    if is_reference(task, first, other):
-        return None
+def note_on_unshared(task: str, first: Results, other: Results) -> str | None:
+    """Return nothing for a result that was stopped: what it left out was not asked on purpose."""
     asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
-    alone = len(asked[0] ^ asked[1])
+    alone = 0 if is_reference(task, first, other) else len(asked[0] ^ asked[1])
     return f"{alone:,} items that only one could be asked are left out" if alone else None
 
 
@@ -207,17 +180,11 @@ def _count(number: int, noun: str) -> str:
     return f"one {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def has_other_tokenizer(first: Loaded, other: Loaded) -> bool:
-    ours, theirs = first.facts.get("tokenizer"), other.facts.get("tokenizer")
-    return bool(ours and theirs) and ours != theirs
-
-
-def code_of(record: Record) -> str:
-    return record.get("code") or "an earlier release"
+# ------------------------------------------------------------------------------------------------------------ items
 
 
 class Answers(NamedTuple):
-    """Of two models to the items of a task that both have."""
+    """What two models answered to the items of a task that both have."""
 
     first: Floats
     other: Floats
@@ -228,24 +195,23 @@ class Answers(NamedTuple):
     clusters: list[str] | None
 
 
-def answers_of(task: str, first: Loaded, other: Loaded, metric: str) -> Answers:
+def answers_of(task: str, first: Results, other: Results, metric: str) -> Answers:
     theirs = {item["index"]: item for item in other.items[task]}
     ours = [item for item in first.items[task] if item["index"] in theirs]
     if not ours:
         raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
-    record = first.facts["tasks"][task]
-    data = str(record.get("data_fingerprint", task))
+    record = first.tasks[task]
     return Answers(
         first=np.array([item[metric] for item in ours], np.float64),
         other=np.array([theirs[item["index"]][metric] for item in ours], np.float64),
         weights=weights_of(ours, has_categories(record)),
-        items=[(data, item["index"]) for item in ours],
+        items=[(record["data_fingerprint"], item["index"]) for item in ours],
         clusters=[item["cluster"] for item in ours] if "cluster" in ours[0] else None,
     )
 
 
-def text_units(task: str, first: Loaded, other: Loaded) -> tuple[Floats, Floats, str]:
-    """((n, [nats, bytes]) of the first, of the other, what the n are)"""
+def text_units(task: str, first: Results, other: Results) -> tuple[Floats, Floats, str]:
+    """Return ((n, [nats, bytes]) of the first, of the other, what the n are)."""
     rows = [[text_row(item) for item in result.items[task]] for result in (first, other)]
     documents = [sorted({item["index"] for item in result.items[task]}) for result in (first, other)]
     if documents[0] != documents[1]:

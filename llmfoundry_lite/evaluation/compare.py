@@ -1,14 +1,13 @@
 """Results of several models -> what can be said of their differences, item by item, each against the first.
 
-Owns the numbers and the words for what was found: a difference is called one when its p, corrected for the number of
-tests, is below 0.05, and not otherwise. Its interval is at the level that its p is held against (Holm's), so that it
-excludes 0 exactly where a difference is called one.
+A difference is called one when its p, corrected for the number of tests, is below 0.05, and not otherwise. Its interval
+is at the level that its p is held against (Holm's), so that it excludes 0 exactly where a difference is called one.
 
-What is independent are items, or clusters of them. An item that several tasks ask (with other examples, prompts or
-labels, but of the same data) is one item: in the mean, what all of them say of it is added up first.
+Items, or clusters of them, are independent. An item that several tasks ask (with other examples, prompts or labels, but
+of the same data) is one item: in the mean, what all of them say of it is added up first.
 
 A comparison may be sequential (`sequential.py`): then a task's p and interval are of its look, and hold at all looks
-together. Its Holm's correction stays: of p-values that any stopping leaves valid it needs no more.
+together. Its Holm's correction stays: p-values that any stopping leaves valid need no more.
 
 Accuracies of models with different tokenizers: `acc_per_token` divides an answer's log-probability by its number of
 tokens, so two tokenizers can make one distribution over texts choose differently. `acc_norm` (per character) is
@@ -19,7 +18,6 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 
 import numpy as np
 
@@ -33,10 +31,10 @@ from llmfoundry_lite.evaluation.comparable import (
     notes_on,
     refuse_if_different,
     refuse_partial,
-    share_clusters,
     text_units,
 )
-from llmfoundry_lite.evaluation.reading import ACCURACIES, BITS, Loaded, bits_per_byte
+from llmfoundry_lite.evaluation.records import ACCURACIES, BITS, Record, bits_per_byte, has_categories
+from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,
@@ -46,7 +44,6 @@ from llmfoundry_lite.evaluation.sequential import (
     in_order,
     noun_of,
     plan_task,
-    shows_all_categories,
     unit_of_record,
 )
 
@@ -77,7 +74,7 @@ class Paired:
     test: str
     p_corrected: float = math.nan
     needed: int | None
-    """Items to find a difference of 0.01 with 80 % power, in a test of its own."""
+    """Items that find a difference of 0.01 with 80 % power, in a test of its own."""
     error: float
     """Standard error of the difference."""
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)
@@ -88,11 +85,11 @@ class Paired:
 
     @property
     def detectable(self) -> float | None:
-        """The difference that this many items find with 80 % power at `confidence`."""
+        """The difference that so many items find with 80 % power at `confidence`."""
         return (statistics.z_of(1 - self.confidence) + statistics.Z_POWER) * self.error or None
 
     def settle(self, p_corrected: float, level: float) -> None:
-        """Now that it is known how many tests there are."""
+        """Take the interval at its level, now that it is known how many tests there are."""
         self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
         if (found := self.interval(level)) is not None:
             self.low, self.high = found
@@ -141,6 +138,11 @@ class Pair:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def rows(self) -> list[Paired]:
+        """The tasks, and the mean if there is one."""
+        return [*self.tasks, *filter(None, [self.mean])]
+
+    @property
     def sentence(self) -> str:
         if self.mean is None:
             return ""
@@ -159,9 +161,9 @@ def is_within(margin: float | None, low: float | None, high: float | None) -> bo
 
 
 def compare(
-    results: Sequence[Loaded], *, skip: Sequence[str] = (), all_metrics: bool = False, sequential: Rule | None = None
+    results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False, sequential: Rule | None = None
 ) -> list[Pair]:
-    """Each result against the first; with a `sequential` rule, by the items that it would have asked.
+    """Compare each result with the first; with a `sequential` rule, by the items that it would have asked.
 
     Raises DataError for results that cannot be compared, naming task and reason.
     """
@@ -188,7 +190,7 @@ def compare(
 
 
 def _compare_two(
-    first: Loaded, other: Loaded, common: Sequence[str], skip: Sequence[str], all_metrics: bool, rule: Rule | None
+    first: Results, other: Results, common: Sequence[str], skip: Sequence[str], all_metrics: bool, rule: Rule | None
 ) -> Pair:
     if not common:
         raise DataError(
@@ -199,78 +201,96 @@ def _compare_two(
     for task in common:
         refuse_if_different(task, first, other)
         refuse_partial(task, first, other)
-    first, other = share_clusters(common, first, other)
-    tasks, seen = [], [dict(first.items), dict(other.items)]
+    tasks, stages = [], dict[str, Stage]()
+    first_items, other_items = dict(first.items), dict(other.items)
     for task in common:
         metric = main_metric(first, task, texts_alone)
         stage = _find_stage(task, first, other, metric, rule)
         if stage is None:
             tasks.append(_pair_task(task, first, other, metric))
             continue
-        asked = _asked_by(stage.plan, stage.look, task, first, other)
-        tasks.append(at_stage(_pair_task(task, *asked, metric), stage))
-        for items, result in zip(seen, asked, strict=True):
-            items |= result.items
-    is_sequential = any(task.stage for task in tasks)
+        ours, theirs = ({unit_of_record(item) for item in result.items[task]} for result in (first, other))
+        units = in_order(list(ours & theirs))[: stage.plan.looks[stage.look - 1]]
+        ours, theirs = cut_to(first, task, units), cut_to(other, task, units)
+        tasks.append(_at_stage(_pair_task(task, ours, theirs, metric), stage))
+        first_items |= ours.items
+        other_items |= theirs.items
+        stages[task] = stage
     more = [
         _pair_task(task.task, first, other, metric)
         for task in tasks
         for metric in ACCURACIES
-        if all_metrics and not task.stage and metric != task.metric and metric in first.facts["tasks"][task.task]
+        if all_metrics and not task.stage and metric != task.metric and metric in first.tasks[task.task]
         if not (texts_alone and metric == "acc_per_token")
     ]
-    accuracies = [task for task in tasks if task.metric != BITS]
+    accuracies = [(task.task, task.metric) for task in tasks if task.metric != BITS]
     return Pair(
         first=first.name,
         other=other.name,
         tasks=tasks,
-        mean=_pair_mean(accuracies, first, other) if len(accuracies) > 1 and not is_sequential else None,
+        mean=_pair_answers(accuracies, first, other)[0] if len(accuracies) > 1 and not stages else None,
         more=more,
         notes=[
-            *notes_on(replace(first, items=seen[0]), replace(other, items=seen[1]), common, skip),
-            *(f"{t.task}: {note}" for t in tasks if t.stage and (note := note_on_unshared(t.task, first, other))),
-            *(f"{task.task}: {task.stage.words}" for task in tasks if task.stage),
+            *notes_on(replace(first, items=first_items), replace(other, items=other_items), common, skip),
+            *(f"{task}: {note}" for task in stages if (note := note_on_unshared(task, first, other))),
+            *(f"{task}: {stage.words}" for task, stage in stages.items()),
         ],
     )
 
 
-def main_metric(result: Loaded, task: str, texts_alone: bool) -> str:
-    metric: str = result.facts["tasks"][task]["metric"]
+def main_metric(result: Results, task: str, texts_alone: bool) -> str:
+    metric: str = result.tasks[task]["metric"]
     return "acc_norm" if texts_alone and metric == "acc_per_token" else metric
 
 
 # ------------------------------------------------------------------------------------------------------- sequential
 
 
-def _find_stage(task: str, first: Loaded, other: Loaded, metric: str, rule: Rule | None) -> Stage | None:
-    """Where `other` stopped when it was asked against `first`; of whole results where `rule` would have stopped."""
+def _find_stage(task: str, first: Results, other: Results, metric: str, rule: Rule | None) -> Stage | None:
+    """Return where `other` stopped when it was asked against `first`; of whole results where `rule` would have."""
     if is_reference(task, first, other):
-        return from_record(other.facts["tasks"][task])
+        return from_record(other.tasks[task])
     if rule is None:
         return None
     theirs = {item["index"] for item in other.items[task]}
     ours = [item for item in first.items[task] if item["index"] in theirs]
     if not ours:
         raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
-    plan = plan_task(task, noun_of(ours, metric), [unit_of_record(item) for item in ours], rule)
-    for look in range(1, len(plan.looks) + 1):
-        asked = _asked_by(plan, look, task, first, other)
-        if look == len(plan.looks) or decide(plan, look, task, *asked, metric, first):
-            return Stage(plan=plan, look=look, num_asked=len(asked[1].items[task]))
-    return None
+    units = list(map(unit_of_record, ours))
+    plan = plan_task(task, noun_of(ours, metric), units, rule)
+
+    def answer(wanted: Sequence[str]) -> list[Record]:
+        return cut_to(other, task, wanted).items[task]
+
+    return look_until_decided(plan, task, first, other, metric, units, answer)[0]
 
 
-def _asked_by(plan: Plan, look: int, task: str, first: Loaded, other: Loaded) -> tuple[Loaded, Loaded]:
-    """Both results with the items that were asked by then: all, where one stopped there and has no others."""
-    ours, theirs = ({unit_of_record(item) for item in result.items[task]} for result in (first, other))
-    units = in_order(list(ours & theirs))[: plan.looks[look - 1]]
-    return cut_to(first, task, units), cut_to(other, task, units)
+def look_until_decided(
+    plan: Plan,
+    task: str,
+    first: Results,
+    other: Results,
+    metric: str,
+    units: Sequence[str],
+    answer: Callable[[Sequence[str]], list[Record]],
+) -> tuple[Stage, str]:
+    """Return where the plan stops, and what was decided. `answer` gives the items of `other` in these units."""
+    ordered = in_order(units)
+    for look, num in enumerate(plan.looks, start=1):
+        items = answer(ordered[:num])
+        now = replace(other, items={task: items})
+        decision = _decide(plan, look, task, cut_to(first, task, ordered[:num]), now, metric, first)
+        if decision or look == len(plan.looks):
+            return Stage(plan=plan, look=look, num_asked=len(items)), decision
+    raise AssertionError("a plan has a look")
 
 
-def decide(plan: Plan, look: int, task: str, first: Loaded, other: Loaded, metric: str, whole: Loaded) -> str:
-    """What the items asked so far say: better, worse, no difference larger than the margin; empty: ask more."""
-    if not shows_all_categories(whole.facts["tasks"][task], first.items[task], whole.items[task]):
-        return ""
+def _decide(plan: Plan, look: int, task: str, first: Results, other: Results, metric: str, whole: Results) -> str:
+    """Return what the items asked so far say: better, worse, no difference larger than the margin; empty: ask more."""
+    if has_categories(whole.tasks[task]):
+        shown, known = ({item["category"] for item in result.items[task]} for result in (first, whole))
+        if shown != known:  # a mean of categories is another number while one of them has no item yet
+            return ""
     level = plan.nominal(look, plan.level)
     if level < (1 / statistics.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
         return ""
@@ -278,28 +298,24 @@ def decide(plan: Plan, look: int, task: str, first: Loaded, other: Loaded, metri
     if paired.p < level:
         return "better" if paired.is_better else "worse"
     interval = paired.interval(level) if plan.margin is not None and level > 0 else None
-    if interval is not None and is_within(plan.margin, *interval):
-        return f"no difference larger than {plan.margin:g}"
-    return ""
+    return f"no difference larger than {plan.margin:g}" if is_within(plan.margin, *(interval or (None, None))) else ""
 
 
-def at_stage(paired: Paired, stage: Stage) -> Paired:
-    """The same numbers, with p and interval of that look."""
-    interval, plan, look = paired.interval, stage.plan, stage.look
+def _at_stage(paired: Paired, stage: Stage) -> Paired:
+    """Return the same numbers, with p and interval of that look."""
 
     def repeated(level: float) -> tuple[float, float] | None:
-        nominal = plan.nominal(look, level)
-        return interval(nominal) if nominal > 0 else None
+        nominal = stage.plan.nominal(stage.look, level)
+        return paired.interval(nominal) if nominal > 0 else None
 
-    return replace(
-        paired, p=plan.adjusted(paired.p, look), test=f"{paired.test}, sequential", interval=repeated, stage=stage
-    )
+    p = stage.plan.adjusted(paired.p, stage.look)
+    return replace(paired, p=p, test=f"{paired.test}, sequential", interval=repeated, stage=stage)
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _pair_task(task: str, first: Loaded, other: Loaded, metric: str) -> Paired:
+def _pair_task(task: str, first: Results, other: Results, metric: str) -> Paired:
     if metric == BITS:
         return _pair_texts(task, first, other)
     paired, counts = _pair_answers([(task, metric)], first, other)
@@ -309,13 +325,8 @@ def _pair_task(task: str, first: Loaded, other: Loaded, metric: str) -> Paired:
     return paired
 
 
-def _pair_mean(tasks: Sequence[Paired], first: Loaded, other: Loaded) -> Paired:
-    paired, _ = _pair_answers([(task.task, task.metric) for task in tasks], first, other)
-    return paired
-
-
-def _pair_answers(asked: Sequence[tuple[str, str]], first: Loaded, other: Loaded) -> tuple[Paired, statistics.Counts]:
-    """The mean of the accuracies by (task, metric), each counting the same."""
+def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> tuple[Paired, statistics.Counts]:
+    """Compare the mean of the accuracies by (task, metric), each counting the same."""
     answers = [answers_of(task, first, other, metric) for task, metric in asked]
     unit_of: dict[tuple[str, int], tuple[str, int | str]] = {}
     for task in answers:  # clusters that one task knows hold for all of the same data
@@ -333,10 +344,8 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Loaded, other: Loaded
     counts = statistics.count(np.round(list(added.values()), 15), np.array(list(share.values())))
     differences = np.concatenate([task.other - task.first for task in answers])
     n, wins, losses = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
-    ours, theirs = (
-        sum(float(task.weights @ values(task)) for task in answers) / len(answers)
-        for values in (attrgetter("first"), attrgetter("other"))
-    )
+    ours = sum(float(task.weights @ task.first) for task in answers) / len(answers)
+    theirs = sum(float(task.weights @ task.other) for task in answers) / len(answers)
     name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
     paired = Paired(
         task=name,
@@ -357,11 +366,13 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Loaded, other: Loaded
     return paired, counts
 
 
-def _pair_texts(task: str, first: Loaded, other: Loaded) -> Paired:
-    """Bits per byte, resampled by document; within a single document by window."""
+def _pair_texts(task: str, first: Results, other: Results) -> Paired:
+    """Compare bits per byte, resampled by document; within a single document by window."""
     a, b, _ = text_units(task, first, other)
     bits = np.array([1 / math.log(2), 1.0])
-    found = statistics.difference_of_ratios(a * bits, b * bits, _generator(task, BITS))
+    # A function of the task, so that one more task or result changes no other number.
+    generator = np.random.default_rng([SEED, zlib.crc32(f"{task} {BITS}".encode())])
+    found = statistics.difference_of_ratios(a * bits, b * bits, generator)
     n, rates = len(a), b[:, 0] / b[:, 1] - a[:, 0] / a[:, 1]
     deviation = found.error * math.sqrt(n)
     return Paired(
@@ -380,11 +391,6 @@ def _pair_texts(task: str, first: Loaded, other: Loaded) -> Paired:
         error=found.error,
         interval=found.interval,
     )
-
-
-def _generator(task: str, purpose: str) -> np.random.Generator:
-    """A function of task and purpose, so that one more task or result changes no other number."""
-    return np.random.default_rng([SEED, zlib.crc32(f"{task} {purpose}".encode())])
 
 
 def p_text(p: float) -> str:

@@ -1,56 +1,62 @@
-"""Answers the model writes itself: greedy decoding, and when a text counts as right."""
+"""Text that models write: answers to a task's items, and samples after a prompt."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from llmfoundry_lite.config.schema import TaskConfig
+import torch
+
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, NonFiniteError
+from llmfoundry_lite.evaluation.models import Subject, TreeModel
 from llmfoundry_lite.evaluation.scoring import Scorable
 from llmfoundry_lite.evaluation.tasks import Encoder, Prepared, clean
+from llmfoundry_lite.models.generate import generate
+from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.exchange import all_gather_json, max_of, raise_on_all_ranks
+
+INCOMPLETE = "\ufffd"
+"""A decoder's stand-in for a character whose bytes have not all arrived."""
 
 
 def answer_all(
     model: Scorable,
     tokenizer: Encoder,
     task: Prepared,
-    max_batch_tokens: int,
-    rank: int,
-    world_size: int,
+    share: tuple[int, int],
     on_progress: Callable[[str, int, int], None],
 ) -> list[str]:
-    """The model's answer to each item, in order; the items are shared by the ranks. Raises DataError, on all of them,
-    where the model gives no numbers."""
-    assert task.config.max_new_tokens is not None, "tasks.prepare fills it in"
+    """Return the model's answer to each item, in order; `share` is (rank, ranks) that divide the items. Raises
+    DataError, on all of them, where the model gives no numbers."""
+    (rank, world_size), num_items = share, len(task.items)
     found: list[tuple[int, str]] = []
-    for start in range(0, len(task.items), world_size):
-        number = min(start + rank, len(task.items) - 1)  # a rank without one repeats the last, for sharded models
-        context = task.items[number].requests[0].context
-        text = write(model, tokenizer, context, task.config.max_new_tokens, task.config)
+    for start in range(0, num_items, world_size):
+        number = min(start + rank, num_items - 1)  # a rank without one repeats the last, for sharded models
+        text = write(model, tokenizer, task.items[number].requests[0].context, task.config)
         raise_on_all_ranks(
             DataError(f"{task.name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
             if text is None
             else None
         )
         assert text is not None
-        if start + rank < len(task.items):
+        if start + rank < num_items:
             found.append((number, text))
-        on_progress(task.name, min(start + world_size, len(task.items)), len(task.items))
-    return [text for _, text in sorted({(n, t) for share in all_gather_json(found) for n, t in share})]
+        on_progress(task.name, min(start + world_size, num_items), num_items)
+    return [text for _, text in sorted({(n, t) for part in all_gather_json(found) for n, t in part})]
 
 
-def write(
-    model: Scorable, tokenizer: Encoder, context: Sequence[int], num_tokens: int, config: TaskConfig
-) -> str | None:
-    """The likeliest continuation, to the end of text, a stopping text or `num_tokens`; None where the model gives no
-    numbers.
+def write(model: Scorable, tokenizer: Encoder, context: Sequence[int], config: TaskConfig) -> str | None:
+    """Return the likeliest continuation, to the end of text, a stopping text or `max_new_tokens`; None where the model
+    gives no numbers.
 
     Ranks go on until all are done or one has failed, because those of a sharded model can only compute together.
     """
-    tokens: Iterator[int] | None = model.write(context, num_tokens)
+    assert config.max_new_tokens is not None, "tasks.prepare fills it in"
+    tokens: Iterator[int] | None = model.write(context, config.max_new_tokens)
     written: list[int] = []
     answer: str | None = None
-    for _ in range(num_tokens):
+    for _ in range(config.max_new_tokens):
         is_open, has_failed = max_of([answer is None, tokens is None])
         if has_failed or not is_open:
             break
@@ -75,8 +81,48 @@ def write(
 
 
 def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
-    """Whether the text begins with one of the answers, after the clean-up LLM Foundry takes from TriviaQA."""
+    """Return whether the text begins with one of the answers, after the clean-up LLM Foundry takes from TriviaQA."""
     if config.cot_delimiter:
         text = text.split(config.cot_delimiter)[-1]
     text = clean(config, text)
     return any(text.startswith(wanted) for answer in answers if (wanted := clean(config, answer)))
+
+
+# ---------------------------------------------------------------------------------------------------------- samples
+
+
+def model_of(subject: Subject) -> MPT:
+    """Return the model of a loaded subject. Raises DataError for one that only transformers can run."""
+    if not isinstance(subject.model, TreeModel):
+        raise DataError(
+            f"{subject.source}: text is written by models in MPT's, GPT-2's and Llama's layouts; this one can only be "
+            "evaluated. Use transformers' own generate()"
+        )
+    return subject.model.model
+
+
+def write_text(
+    model: MPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    *,
+    device: torch.device | None = None,
+    **sampling: Any,
+) -> Iterator[str]:
+    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text.
+
+    `sampling`: temperature, top_k, top_p and seed, as in `models.generate`.
+    """
+    asked = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
+    written: list[int] = []
+    shown = ""
+    for token in generate(model, torch.tensor(asked, device=device), num_tokens, **sampling):
+        if token == tokenizer.eos_token_id:
+            break
+        written.append(token)
+        text = tokenizer.decode(written)
+        if not text.endswith(INCOMPLETE):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(written)[len(shown) :]

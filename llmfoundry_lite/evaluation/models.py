@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
-    Search,
     is_checkpoint,
     kind_of,
     open_checkpoint,
@@ -31,7 +30,7 @@ from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import check_no_adapter
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
@@ -47,7 +46,13 @@ from llmfoundry_lite.models.mpt import MPT
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shard = Callable[[nn.Module], None]
-"""Spreads a model over all ranks, in place (`parallel`'s; the suite brings it)."""
+"""Spreads a model over all ranks, in place."""
+
+
+class Placement(NamedTuple):
+    dtype: torch.dtype
+    device: torch.device
+    shard: Shard | None
 
 
 @dataclass(kw_only=True)
@@ -55,66 +60,58 @@ class Subject:
     """A model to be evaluated, found but not loaded."""
 
     source: str
-    """What it was loaded from."""
     save_id: str | None
-    """Of its checkpoint; of a folder, what its files' sizes and times say."""
+    """Its checkpoint's; for a folder, what its files' sizes and times say."""
     num_tokens_trained: int | None
     load: Callable[[], Any]
     """Reads the weights and gives something Scorable."""
     tokenizer: Tokenizer
-    fingerprint: str
-    """Tokenizer's."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of how it was found."""
     model: Any = None
     """What `load` gave, where it has been called."""
 
+    @property
+    def fingerprint(self) -> str:
+        return self.tokenizer.fingerprint
 
-def find_checkpoint(where: str) -> Search:
-    """The checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one that is
-    damaged or incomplete. Raises DamagedCheckpointError when none is intact."""
+
+def find_checkpoint(where: str) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one
+    that is damaged or incomplete. Raises DamagedCheckpointError when none is intact."""
     notes: list[str] = []
     for url in _places_of(where):
         if is_checkpoint(url):
-            return Search(open_checkpoint(url), [], [])
+            return open_checkpoint(url), []
         found = CheckpointStore(url).newest_intact(check_structure)
-        if found.checkpoint is not None:
-            return found
         notes += found.notes
+        if found.checkpoint is not None:
+            return found.checkpoint, found.notes
     if notes:
         raise DamagedCheckpointError(f"models: {where} has no intact checkpoint: {notes[0]}")
-    return Search(None, [], [])
+    return None, []
 
 
 def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
-    """Of a run or folder, those whose manifest can be read, in order of batch, and a line for each that cannot."""
+    """Return a run's or folder's checkpoints whose manifest can be read, in order of batch, and a line for each whose
+    manifest cannot."""
     stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
     refuse_newer(candidates)
     checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
-    notes = [
-        f"passed over {kind_of(candidate.error)} checkpoint: {candidate.error}"
-        for candidate in candidates
-        if candidate.error
-    ]
+    errors = [candidate.error for candidate in candidates if candidate.error]
+    notes = [f"passed over {kind_of(error)} checkpoint: {error}" for error in errors]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch), notes
 
 
 def _places_of(where: str) -> tuple[str, str]:
-    """Of a checkpoint or a folder of such, or inside a run directory."""
+    """Return where checkpoints may be: the path itself, or inside a run directory."""
     return where, f"{where.rstrip('/')}/checkpoints"
 
 
-def load_subject(
-    where: str,
-    *,
-    tokenizer: str | None = None,
-    precision: str = "fp32",
-    device: torch.device,
-    shard: Shard | None = None,
-) -> Subject:
-    """`find_subject`, with its model. Raises CheckpointError for weights that do not verify."""
-    subject = find_subject(where, tokenizer=tokenizer, precision=precision, device=device, shard=shard)
+def load_subject(where: str, **options: Any) -> Subject:
+    """Find a model as `find_subject` does, and load it. Raises CheckpointError for weights that do not verify."""
+    subject = find_subject(where, **options)
     subject.model = subject.load()
     return subject
 
@@ -127,27 +124,26 @@ def find_subject(
     device: torch.device,
     shard: Shard | None = None,
 ) -> Subject:
-    """What can be known without reading weights. Raises CheckpointError where no checkpoint is whole, DataError when
-    there is nothing or no tokenizer."""
+    """Return what can be known without reading weights. Raises CheckpointError where no checkpoint is whole, DataError
+    when there is nothing or no tokenizer."""
+    at = Placement(DTYPES[precision], device, shard)
     if where.startswith("hf:"):
-        return _find_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, precision, device, shard)
+        return _find_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, at)
     if "://" not in where and not Path(where).exists():
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():
-        return _find_folder(where, Path(where), tokenizer, precision, device, shard)
-    checkpoint, notes, _ = find_checkpoint(where)
+        return _find_folder(where, Path(where), tokenizer, at)
+    checkpoint, notes = find_checkpoint(where)
     if checkpoint is None:
         raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
-    found = _find_tokenizer(where, checkpoint, tokenizer)
     config = build_block(ModelConfig, manifest.config["model"], "model")
     return Subject(
         source=checkpoint.where,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
-        load=lambda: _load_checkpoint(checkpoint, config, precision, device, shard),
-        tokenizer=found,
-        fingerprint=found.fingerprint,
+        load=lambda: _load_checkpoint(checkpoint, config, at),
+        tokenizer=_find_tokenizer(where, checkpoint, tokenizer),
         notes=notes,
     )
 
@@ -165,29 +161,25 @@ def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -
     return found
 
 
-def _load_checkpoint(
-    checkpoint: Checkpoint, config: ModelConfig, precision: str, device: torch.device, shard: Shard | None
-) -> "TreeModel":
-    model = _build_empty(config, precision, device, shard)
-    if shard is None:
-        _fill(model, load_full_tensors(checkpoint.where), device, None)
+def _load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
+    model = _build_empty(config, at)
+    if at.shard is None:
+        _fill(model, load_full_tensors(checkpoint.where), at)
     else:
         restore.load(checkpoint.where, model, cast=True)  # each rank reads its part alone
-    return TreeModel(model, device, separator=separator_of(checkpoint.manifest.config))
+    return TreeModel(model, at.device, separator=separator_of(checkpoint.manifest.config))
 
 
 def separator_of(config: dict[str, Any]) -> Separator | None:
-    """The token that training took for the end or the beginning of a document, where the loader named one."""
+    """Return the token that training took for the end or the beginning of a document, where the loader named one."""
     dataset = (config.get("train_loader") or {}).get("dataset") or {}
     if dataset.get("bos_token_id") is not None:
         return Separator(dataset["bos_token_id"], begins=True)
     return None if dataset.get("eos_token_id") is None else Separator(dataset["eos_token_id"])
 
 
-def _find_folder(
-    where: str, folder: Path, tokenizer: str | None, precision: str, device: torch.device, shard: Shard | None
-) -> Subject:
-    _check_description(where, folder, shard)
+def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement) -> Subject:
+    _check_description(where, folder, at.shard)
     found = load_tokenizer(tokenizer or folder)
     own = _own_tokenizer(folder) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
@@ -195,25 +187,19 @@ def _find_folder(
             f"models: {where} has another tokenizer of its own ({own.fingerprint}) than {tokenizer} "
             f"({found.fingerprint}); leave tokenizer=… out"
         )
-    return Subject(
-        source=where,
-        save_id=_identify(folder),
-        num_tokens_trained=None,
-        load=lambda: _load_folder(folder, precision, device, shard),
-        tokenizer=found,
-        fingerprint=found.fingerprint,
-    )
+    load = lambda: _load_folder(folder, at)  # noqa: E731
+    return Subject(source=where, save_id=_identify(folder), num_tokens_trained=None, load=load, tokenizer=found)
 
 
 def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
-    """What config.json tells before weights are read. Raises ExportError or DataError."""
+    """Check what config.json tells before weights are read. Raises ExportError or DataError."""
     hf_config = read_hf_config(folder)
     check_no_adapter(folder)
     kind = hf_config.get("model_type")
-    if isinstance(kind, str) and kind in LAYOUTS:
-        check_keys(hf_config, LAYOUTS[kind], str(folder))
-    elif not isinstance(kind, str):
+    if not isinstance(kind, str):
         raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
+    if kind in LAYOUTS:
+        check_keys(hf_config, LAYOUTS[kind], str(folder))
     elif shard is not None:
         raise DataError(
             f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
@@ -230,29 +216,24 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
         return None
 
 
-def _load_folder(folder: Path, precision: str, device: torch.device, shard: Shard | None) -> Any:
+def _load_folder(folder: Path, at: Placement) -> Any:
     if read_hf_config(folder).get("model_type") not in LAYOUTS:
-        return load_plain(folder, DTYPES[precision], device)
-    config, weights = import_model(folder, _read_pickled_weights)
-    ours = _build_empty(config, precision, device, shard)
-    _fill(ours, weights, device, shard)
-    return TreeModel(ours, device)
-
-
-def _read_pickled_weights(path: Path) -> Any:
-    return read_torch_file(path, str(path), is_trusted=False).content
+        return load_plain(folder, at.dtype, at.device)
+    config, weights = import_model(folder, lambda path: read_torch_file(path, str(path), is_trusted=False).content)
+    model = _build_empty(config, at)
+    _fill(model, weights, at)
+    return TreeModel(model, at.device)
 
 
 def _identify(folder: Path) -> str:
-    """Changes when anything is written there, so that no result of other weights is taken for theirs."""
+    """Return what changes when anything is written there, so that no result of other weights is taken for theirs."""
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _fetch(name: str) -> Path:
-    """Of all that a model's repository may hold (ONNX, GGUF, weights of other frameworks and precisions), what is read
-    here."""
+    """Fetch what is read here, not all that a repository may hold (ONNX, GGUF, weights of other frameworks)."""
     if Path(name).is_dir():
         return Path(name)
     import huggingface_hub
@@ -270,36 +251,29 @@ def _fetch(name: str) -> Path:
         raise DataError(f"models: hf:{name} cannot be had: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
-def _build_empty(config: ModelConfig, precision: str, device: torch.device, shard: Shard | None) -> MPT:
-    """On no device yet, or spread over all and not filled in."""
+def _build_empty(config: ModelConfig, at: Placement) -> MPT:
+    """Build a model on no device yet, or spread over all and not filled in."""
     with torch.device("meta"):
         model = MPT(config)
-    model = model.to(DTYPES[precision]).eval().requires_grad_(False)
-    if shard is not None:
-        shard(model)
-        model.to_empty(device=device)
+    model = model.to(at.dtype).eval().requires_grad_(False)
+    if at.shard is not None:
+        at.shard(model)
+        model.to_empty(device=at.device)
     return model
 
 
-def _fill(model: MPT, weights: dict[str, torch.Tensor], device: torch.device, shard: Shard | None) -> None:
-    _check_names(model, weights)
-    dtype = next(model.parameters()).dtype
-    if shard is None:
-        model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
+def _fill(model: MPT, weights: dict[str, torch.Tensor], at: Placement) -> None:
+    if names := sorted(model.state_dict().keys() ^ weights.keys()):
+        raise CheckpointError(f"the weights are not those of the model they name: {names[0]} and {len(names) - 1} more")
+    if at.shard is None:
+        model.load_state_dict({name: tensor.to(at.device, at.dtype) for name, tensor in weights.items()}, assign=True)
     else:
-        converted: dict[str, Any] = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        converted: dict[str, Any] = {name: tensor.to(at.dtype) for name, tensor in weights.items()}
         set_model_state_dict(model, converted, options=StateDictOptions(full_state_dict=True))
 
 
-def _check_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    expected = model.state_dict().keys()
-    if expected != weights.keys():
-        names = sorted(expected ^ weights.keys())
-        raise CheckpointError(f"the weights are not those of the model they name: {names[0]} and {len(names) - 1} more")
-
-
 class TreeModel:
-    """Our MPT, as scoring wants it."""
+    """Our MPT, ready to be scored."""
 
     shares_prefixes = True
 

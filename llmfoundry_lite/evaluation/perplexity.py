@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.rows import is_broken_text
-from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Encoder, Item, Prepared, Request
-from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Encoder, Item, Prepared, Request, read_json_lines, read_text
 
 LINES = (".jsonl", ".json", ".ndjson")
 """Files with a row to a line, as `data prepare` takes them."""
@@ -30,15 +28,15 @@ class Document(NamedTuple):
 
 
 def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
-    """Windows that each predict the next `max_seq_len` tokens after the token before them. The last one has fewer to
-    predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
+    """Return windows that each predict the next `max_seq_len` tokens after the token before them. The last one has
+    fewer to predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
 
-    A text file is one document; of a file of JSON lines each row's `text` is one. Both are predicted from the
-    tokenizer's beginning, or its beginning-of-text token, or its end-of-text token where it has neither. Of an MDS
+    A text file is one document; in a file of JSON lines each row's `text` is one. Both are predicted from the
+    tokenizer's beginning, or its beginning-of-text token, or its end-of-text token where it has neither. In an MDS
     split each sample is one, and its first token is given, not predicted. The documents in a sample see each other
     unless the model was trained with attn_uses_sequence_id.
 
-    Of each request, `num_characters` counts bytes. An item's `index` is its document's, because windows of one document
+    The `num_characters` of a request are bytes. An item's `index` is its document's, because windows of one document
     are not independent. Equal documents are a cluster. `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
@@ -59,7 +57,7 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     if not items:
         raise DataError(f"{config.label}: {config.dataset_uri} has no text")
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
-    digest_of_data = digest.hexdigest()[:16]
+    data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())
     return Prepared(
         label=config.label,
@@ -68,15 +66,15 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
         items=tuple(items),
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",
         settings=settings,
-        data_fingerprint=f"sha256:{digest_of_data}",
+        data_fingerprint=data_fingerprint,
         beginning=tokenizer.beginning,
         config=config,
     )
 
 
 def _windows(document: Document, tokenizer: Encoder, max_seq_len: int) -> Iterator[Request]:
-    """Their bytes add up to the document's. A character that two windows share counts with either: to the last goes
-    what the others leave."""
+    """Yield windows whose bytes add up to the document's. A character that two windows share counts with either; the
+    last window has the bytes that the others leave."""
     ids, left = document.ids, document.num_bytes
     for start in range(0, len(ids), max_seq_len):
         window = ids[start : start + max_seq_len]
@@ -100,34 +98,14 @@ def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
             written = tokenizer.decode([token for token in ids if token not in between])
             yield Document(before, ids, len(written.encode()), [before, *ids])
         return
-    for text in _texts(path, config.label):
+    for text in _texts(config) if path.suffix in LINES else [read_text(config)]:
         if ids := tokenizer.encode(text):
             before = [tokenizer.prefix_token_id, *tokenizer.beginning][-1]
             yield Document(before, ids, len(text.encode()), text)
 
 
-def _texts(path: Path, label: str) -> Iterator[str]:
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            content = file.read().decode("utf-8-sig")  # every byte counts, those of line ends too
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{label}: {path} cannot be read ({error}); expected a text or JSONL file or an MDS split"
-        ) from error
-    if path.suffix not in LINES:
-        yield content
-        return
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(
-                f"{label}: {path}, line {number}: {error!r}; expected a JSON object with the column text"
-            ) from None
-        if not isinstance(text, str):
-            raise DataError(f"{label}: {path}, line {number}: text is {text!r}, expected a text")
-        if is_broken_text(line):
-            raise DataError(f"{label}: {path}, line {number} has half a character, such as \\ud83d alone")
-        yield text
+def _texts(config: TaskConfig) -> Iterator[str]:
+    for row, where in read_json_lines(config):
+        if not isinstance(row.get("text"), str):
+            raise DataError(f"{where}: text is {row.get('text')!r}, expected a text")
+        yield row["text"]

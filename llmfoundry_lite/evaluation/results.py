@@ -1,7 +1,7 @@
 """Results of a model on a suite, and the files that hold them: `<suite>/<model>.json` and `.items.jsonl`.
 
-Owns what is kept of earlier launches, what is not done again, and what is refused because a finished task would be
-lost. Reading results of which nothing is written is `reading`'s.
+`ResultFiles` writes them: it keeps what earlier launches did, asks nothing twice, and refuses to replace a finished
+task. `load_results` reads them to be compared. `records` has the schema.
 """
 
 import contextlib
@@ -12,21 +12,28 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.reading import Record, cut_at, num_unasked, read_facts
-from llmfoundry_lite.evaluation.rows import read_rows
+from llmfoundry_lite.evaluation.records import (
+    RESULT,
+    Record,
+    check_items,
+    check_result,
+    cut_at,
+    num_unasked,
+)
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
     Prepared,
     data_fingerprint,
     find_askable,
     limit_that_cuts,
+    read_rows,
     settings_of,
 )
 from llmfoundry_lite.files import write_atomically
@@ -35,7 +42,7 @@ from llmfoundry_lite.ranks.exchange import rank_and_size
 
 @dataclass(kw_only=True)
 class Results:
-    """What one model did on a suite; `tasks` are those asked for, in that order, then those of earlier launches."""
+    """What one model did on a suite."""
 
     model: str
     suite: str
@@ -46,6 +53,12 @@ class Results:
     tokenizer: str = ""
     precision: str = "fp32"
     tasks: dict[str, Record] = field(default_factory=dict)
+    """Those asked for, in that order, then those of earlier launches."""
+    items: dict[str, list[Record]] = field(default_factory=dict)
+    """Each task's items in the file's order, where the results were loaded."""
+    path: Path = Path()
+    name: str = ""
+    """Tells it apart from results of models of the same name."""
 
     @property
     def average(self) -> float | None:
@@ -56,39 +69,100 @@ class Results:
         return sum(values) / len(values) if values else None
 
     def as_json(self) -> Record:
-        return {
-            "model": self.model,
-            "suite": self.suite,
-            "source": self.source,
-            "save_id": self.save_id,
-            "num_tokens_trained": self.num_tokens_trained,
-            "num_parameters": self.num_parameters,
-            "tokenizer": self.tokenizer,
-            "precision": self.precision,
-            "average": self.average,
-            "tasks": self.tasks,
-        }
+        return {**{key: getattr(self, key) for key in RESULT}, "average": self.average, "tasks": self.tasks}
 
 
 @functools.cache
 def code_version() -> str:
-    """The release, and in a clone the commit, with + where files that git tracks are changed."""
-    release, told = version("llmfoundry-lite"), []
+    """Return the release, and in a clone the commit, with + where files that git tracks are changed."""
+    release, told = version("llmfoundry-lite"), ""
     for command in (
         ("ls-files", "--error-unmatch", Path(__file__).name),  # the clone is ours, not one that we are installed in
-        ("rev-parse", "--short=12", "HEAD"),
-        ("status", "--porcelain", "--untracked-files=no"),
+        ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"),
     ):
         try:
-            done = subprocess.run(
-                ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+            told = subprocess.run(
+                ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return release
+    return f"{release} {told}"
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def load_results(paths: Sequence[Path]) -> list[Results]:
+    """Read results with their items. Raises DataError for a file that is no result, or whose items are missing, torn or
+    another evaluation's."""
+    for i, path in enumerate(paths):
+        if any(path.resolve() == earlier.resolve() for earlier in paths[:i]):
+            raise DataError(f"{path} is given twice; name another result to compare it with")
+    found = [read_results(path) for path in paths]
+    names = [results.model for results in found]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([path.resolve().parent for path in paths])
+        names = [str(path.resolve().with_suffix("").relative_to(common)) for path in paths]
+    return [replace(one, name=name, items=_read_items(one)) for one, name in zip(found, names, strict=True)]
+
+
+def read_results(path: Path) -> Results:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}; expected a MODEL.json") from error
+    check_result(facts, path)
+    return Results(**{key: facts.get(key) for key in RESULT}, tasks=facts["tasks"], path=path, name=facts["model"])
+
+
+def _read_items(results: Results) -> dict[str, list[Record]]:
+    """Return the items of every task, checked against the numbers in the result."""
+    beside = results.path.with_name(f"{results.path.stem}.items.jsonl")
+    try:
+        lines = beside.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise DataError(
+            f"{beside} {reason}, and results are compared item by item; keep it beside {results.path.name}, or "
+            "evaluate again"
+        ) from error
+    lines_of: dict[str, list[str]] = {task: [] for task in results.tasks}
+    torn = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            lines_of.get(json.loads(line)["task"], []).append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            torn = torn or number
+    for task, record in results.tasks.items():
+        if len(lines_of[task]) != record["n"]:
+            hint = f" (line {torn} is torn)" if torn else ""
+            raise DataError(
+                f"{beside} has {len(lines_of[task]):,} of the {record['n']:,} items of {task}{hint}; evaluate again: "
+                "what is whole is not done twice"
             )
-        except (OSError, subprocess.TimeoutExpired):
-            return release
-        if done.returncode:
-            return release
-        told.append(done.stdout.strip())
-    return f"{release} {told[1]}{'+' if told[2] else ''}"
+    return {
+        task: check_items(results.tasks[task], of_task, f"{beside}: the items of {task}")
+        for task, of_task in lines_of.items()
+    }
+
+
+def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:
+    """Return the results in a suite's folder of models that are not `known`, by name, and a line for each that cannot
+    be read."""
+    found, notes = [], []
+    for path in sorted(folder.glob("*.json")):
+        if path.stem in known or not path.with_name(f"{path.stem}.items.jsonl").exists():  # compare.json is no result
+            continue
+        try:
+            found.append(read_results(path))
+        except DataError as error:
+            notes.append(f"{error}; left out of the table")
+    return found, notes
+
+
+# ---------------------------------------------------------------------------------------------- what a task asks
 
 
 class Outline(NamedTuple):
@@ -101,7 +175,7 @@ class Outline(NamedTuple):
 
 
 def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | None) -> list[Outline]:
-    """What can be told without a tokenizer, so that a launch that would be refused is refused before a model is loaded.
+    """Tell what is known without a tokenizer, so that a launch is refused before a model is loaded.
 
     Raises DataError for a file that cannot be read or lacks a column."""
     found = []
@@ -110,11 +184,10 @@ def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | N
             found.append(Outline(f"{config.label}/0-shot", {**TEXT_SETTINGS, "limit": limit}, None))
             continue
         rows = read_rows(config)
-        data = data_fingerprint(rows)
         for shots in config.num_fewshot:
             cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
             settings = settings_of(config, shots, tokenization, cut)
-            found.append(Outline(f"{config.label}/{shots}-shot", settings, data))
+            found.append(Outline(f"{config.label}/{shots}-shot", settings, data_fingerprint(rows)))
     return found
 
 
@@ -122,11 +195,30 @@ def outline(task: Prepared) -> Outline:
     return Outline(task.name, task.settings, task.data_fingerprint, task)
 
 
+def differences(record: Record, task: Outline) -> list[str]:
+    """Name what of a finished task is not as `task` asks it; nothing for the same."""
+    there, asked, exact = record.get("settings") or {}, dict(task.settings), task.prepared
+    if exact and record["fingerprint"] == exact.fingerprint:
+        begins = record.get("beginning", [])
+        return [] if begins == exact.beginning else [f"texts that begin with {begins}, not {exact.beginning} as"]
+    # How many windows a text has is known where it was evaluated.
+    if asked.get("icl_task_type") == "perplexity" and not exact and there.get("limit") is None:
+        asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
+    keys = [key for key in {**there, **asked} if exact or key != "max_seq_len"]  # unknown before tokenising
+    found = [f"{key} {there.get(key)!r}, not {asked.get(key)!r} as" for key in keys if there.get(key) != asked.get(key)]
+    if task.data_fingerprint not in (None, record.get("data_fingerprint")):
+        found.append("other data than")
+    return found or (["another fingerprint than"] if exact else [])
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
 class ResultFiles:
-    """`<folder>/<suite>/<model>.json` and `.items.jsonl`; rank 0's.
+    """`<folder>/<suite>/<model>.json` and `.items.jsonl`, which rank 0 writes.
 
     Finished tasks that are not asked for now stay, those that are asked for in the same way are not done again, and
-    those that would be replaced are refused, but with `redo`.
+    those that would be replaced are refused without `redo`.
     """
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
@@ -135,7 +227,7 @@ class ResultFiles:
         self.items_path = folder / suite / f"{model}.items.jsonl"
         self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
-        self.known: Record = {}
+        self.known: Results | None = None
         self.num_lines: Counter[str] = Counter()
         if not self.is_main:
             return
@@ -145,19 +237,19 @@ class ResultFiles:
         self.known = self._read_known()
         self.num_lines = Counter(task for task, _ in self._read_lines())
 
-    def _read_known(self) -> Record:
+    def _read_known(self) -> Results | None:
         if not self.path.exists():
-            return {}
+            return None
         try:
-            return read_facts(self.path)
+            return read_results(self.path)
         except DataError as error:
             if self.redo:
-                return {}
+                return None
             raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
     def _read_lines(self) -> Iterator[tuple[str, str]]:
-        """(task, line) of the items that are here and of a result."""
-        if not self.known or not self.items_path.is_file():
+        """Yield (task, line) of the items that are here and of a result."""
+        if self.known is None or not self.items_path.is_file():
             return
         with self.items_path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -167,7 +259,7 @@ class ResultFiles:
 
     def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
         """Raises DataError, naming what is there and what is asked, where a finished task would be lost."""
-        if not self.known or self.redo:
+        if self.known is None or self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
         finished = self._finished()
@@ -176,36 +268,35 @@ class ResultFiles:
             tasks = f"{count} finished task{'' if count == 1 else 's'}"
             raise DataError(f"{self.path} holds {tasks} of {other}; {remedy.format('them' if count > 1 else 'it')}")
         for task in asked:
-            record = self.known["tasks"].get(task.name)
-            if task.name in finished and self._is_whole(task.name) and (differs := differences(record, task)):
+            is_whole = task.name in finished and self._is_whole(task.name)
+            if differs := differences(self.known.tasks[task.name], task) if is_whole else []:
                 raise DataError(
                     f"{self.path} holds {task.name} with {'; '.join(differs)} asked for now; {remedy.format('it')}"
                 )
 
     def _finished(self) -> set[str]:
-        """Tasks that must not be lost. One with a `limit` is a try, and one that stopped when it was decided has few
-        of its items: whoever asks again would not have it kept."""
-        tasks = self.known.get("tasks", {}).items()
-        return {name for name, record in tasks if cut_at(record) is None and not num_unasked(record)}
+        """Return the tasks that must not be lost: no try with a `limit`, and none that stopped when it was decided."""
+        tasks = {} if self.known is None else self.known.tasks
+        return {name for name, record in tasks.items() if cut_at(record) is None and not num_unasked(record)}
 
     def _other_model(self, results: Results) -> str:
-        """What the file is of, beside what is evaluated now, if that is another model."""
+        """Say what the file is of, beside what is evaluated now, if that is another model."""
+        assert self.known is not None
         keys = ("save_id", "tokenizer", "precision") if results.save_id else ("source", "tokenizer", "precision")
         for key in keys:
-            if self.known.get(key) != getattr(results, key):
-                of, now = self.known.get("source"), results.source
-                if key == "source" or (key == "save_id" and of != now):
-                    return f"{of}, and {now} is to be evaluated"
-                told = f"{key.replace('save_id', 'save')} {self.known.get(key)}, not {getattr(results, key)}"
-                return f"{of} with {told} as now"
+            there, now = getattr(self.known, key), getattr(results, key)
+            if there != now:
+                if key == "source" or (key == "save_id" and self.known.source != results.source):
+                    return f"{self.known.source}, and {results.source} is to be evaluated"
+                return f"{self.known.source} with {key.replace('save_id', 'save')} {there}, not {now} as now"
         return ""
 
     def _is_whole(self, name: str) -> bool:
-        return self.num_lines[name] == self.known["tasks"][name]["n"]
+        return self.known is not None and self.num_lines[name] == self.known.tasks[name]["n"]
 
     def find(self, task: Prepared, results: Results, told: Record | None = None) -> Record | None:
-        """The finished result of this very task on this very model, if it is here. One that stopped when it was decided
-        is finished where it says what is `told`: the same comparison."""
+        """Return the finished result of this very task on this very model, if it is here. One that stopped when it was
+        decided is finished where it says what is `told`: the same comparison."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, outline(task)):
             return None
@@ -214,8 +305,8 @@ class ResultFiles:
         return record
 
     def kept(self, results: Results) -> dict[str, Record]:
-        """What is here of the same model, asked for now or not."""
-        return {} if not self.known or self._other_model(results) else self.known["tasks"]
+        """Return what is here of the same model, asked for now or not."""
+        return {} if self.known is None or self._other_model(results) else self.known.tasks
 
     def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
         """Raises DataError where it cannot be written, or another launch has meanwhile finished what would be lost."""
@@ -223,21 +314,22 @@ class ResultFiles:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with alone_in(self.path.parent):
+            with lock_folder(self.path.parent):
                 self.known = self._read_known()  # other launches may have finished other tasks meanwhile
                 self._write(results, name, items)
         except OSError as error:
             raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
 
     def _write(self, results: Results, name: str, items: Sequence[Record]) -> None:
-        if not self.redo and self._finished() and (other := self._other_model(results)):
+        finished = set() if self.redo else self._finished()
+        if finished and (other := self._other_model(results)):
             raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
         tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
         lines: dict[str, list[str]] = {task: [] for task in tasks}
         for task, line in self._read_lines():
             lines.get(task, []).append(line)
-        if not self.redo and name in self._finished():
-            there = self.known["tasks"][name]
+        if self.known is not None and name in finished:
+            there = self.known.tasks[name]
             if len(lines[name]) == there["n"] and there["fingerprint"] != results.tasks[name]["fingerprint"]:
                 raise DataError(f"{self.path}: another launch finished {name} meanwhile, with other settings or data")
         lines[name] = [json.dumps(item) for item in items]
@@ -246,26 +338,9 @@ class ResultFiles:
         write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
 
 
-def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:
-    """The results in a suite's folder of models that are not `known`, by name, and a line for each that cannot be
-    read."""
-    found, notes = [], []
-    for path in sorted(folder.glob("*.json")):
-        if path.stem in known or not path.with_name(f"{path.stem}.items.jsonl").exists():  # compare.json is no result
-            continue
-        try:
-            facts = read_facts(path)
-        except DataError as error:
-            notes.append(f"{error}; left out of the table")
-            continue
-        named = {"suite": folder.name, "source": "", **facts}
-        found.append(Results(**{key.name: named[key.name] for key in fields(Results) if key.name in named}))
-    return found, notes
-
-
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """One launch at a time, where the file system can lock."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Let one launch at a time in, where the file system can lock."""
     place = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -273,23 +348,3 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(place)
-
-
-def differences(record: Record, task: Outline) -> list[str]:
-    """What of a finished task is not as `task` asks it; nothing for the same."""
-    there = record.get("settings") or {}
-    exact = task.prepared
-    if exact and record["fingerprint"] == exact.fingerprint:
-        same_start = record.get("beginning", []) == exact.beginning
-        return [] if same_start else [f"texts that begin with {record.get('beginning', [])}, not {exact.beginning} as"]
-    keys = [key for key in {**there, **task.settings} if exact or key != "max_seq_len"]  # unknown before tokenising
-    asked = dict(task.settings)
-    is_text = asked.get("icl_task_type") == "perplexity"
-    if (
-        is_text and not exact and there.get("limit") is None
-    ):  # how many windows a text has is known where it was evaluated
-        asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
-    found = [f"{key} {there.get(key)!r}, not {asked.get(key)!r} as" for key in keys if there.get(key) != asked.get(key)]
-    if task.data_fingerprint not in (None, record.get("data_fingerprint")):
-        found.append("other data than")
-    return found or (["another fingerprint than"] if exact else [])

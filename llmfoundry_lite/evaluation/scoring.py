@@ -19,7 +19,7 @@ from llmfoundry_lite.models.products import logits_in_parts
 
 
 class Inputs(NamedTuple):
-    """What a forward pass reads. Rows are plain text, padded on the right, if there are no positions."""
+    """A batch. Rows are plain text, padded on the right, if there are no positions."""
 
     tokens_bt: torch.Tensor
     positions_bt: torch.Tensor | None
@@ -33,12 +33,12 @@ class Wanted(NamedTuple):
     rows_u: torch.Tensor
     columns_u: torch.Tensor
     which_n: torch.Tensor
-    """Of the positions, for each token."""
+    """Position that predicts each token."""
     expected_n: torch.Tensor
 
 
 class Scores(NamedTuple):
-    """Of the wanted tokens."""
+    """What a model says of the wanted tokens."""
 
     log_probability_n: torch.Tensor
     """fp32, nats"""
@@ -47,34 +47,24 @@ class Scores(NamedTuple):
 
 
 class Scorable(Protocol):
-    """A prepared model; `models` makes them."""
+    """A model ready to be evaluated."""
+
+    max_seq_len: int
+    vocab_size: int
+    shares_prefixes: bool
+    """Whether a row may be a tree, not plain text alone."""
+    separates_documents: bool
+    """Whether it was trained so that the documents of a sample do not see each other."""
+    separator: Separator | None
+    """What stands between them. None: the tokenizer's end of text."""
 
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def max_seq_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens it knows."""
-        ...
-
-    shares_prefixes: bool
-    """Whether a row may be a tree; plain text is all there is otherwise."""
-
-    @property
-    def separates_documents(self) -> bool:
-        """Whether it was trained so that the documents of a sample do not see each other."""
-        ...
-
-    separator: Separator | None
-    """What stands between them. None: the tokenizer's end of text."""
-
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
-        """What the model would write next: the likeliest token each time."""
+        """Yield the likeliest token each time."""
         ...
 
 
@@ -94,11 +84,11 @@ def score(
     *,
     separator: Separator | None = None,
 ) -> Iterator[dict[int, Score]]:
-    """Scores by number of request (in order over all groups), batch by batch: those of this rank's share.
+    """Yield scores by number of request (in order over all groups), batch by batch: those of this rank's share.
 
     With several ranks each yields as many times as the others, so that a sharded model's ranks stay together; a rank
-    without work left repeats the last batch and yields nothing of it. With a `separator`, no token sees another
-    document than its own.
+    without work left repeats the last batch and yields nothing of it. With a `separator`, a token sees its own document
+    only.
     """
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
@@ -110,14 +100,10 @@ def score(
 @torch.no_grad()
 def score_batch(model: Scorable, batch: Batch, separator: Separator | None = None) -> dict[int, Score]:
     width = batch.width
-    tokens_bt = np.zeros((len(batch.rows), width), np.int64)
-    for i, row in enumerate(batch.rows):
-        tokens_bt[i, : len(row)] = row.tokens
+    tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch.rows], np.int64)
     positions_bt = may_see_bts = None
     if not all(row.is_plain(separator) for row in batch.rows):
-        positions_bt = np.zeros_like(tokens_bt)
-        for i, row in enumerate(batch.rows):
-            positions_bt[i, : len(row)] = row.positions
+        positions_bt = np.array([row.positions + [0] * (width - len(row)) for row in batch.rows], np.int64)
         may_see_bts = np.stack([row.may_see(width, separator) for row in batch.rows])
     targets = [((i, column), *rest) for i, row in enumerate(batch.rows) for column, *rest in row.targets]
     positions, expected, numbers = zip(*targets, strict=True)
@@ -128,9 +114,9 @@ def score_batch(model: Scorable, batch: Batch, separator: Separator | None = Non
     def on_device(array: Any) -> Any:
         return None if array is None else torch.as_tensor(array).to(model.device)
 
-    inputs = Inputs(on_device(tokens_bt), on_device(positions_bt), on_device(may_see_bts))
+    inputs = Inputs(*map(on_device, (tokens_bt, positions_bt, may_see_bts)))
     with for_any_width():
-        scores = model.score(inputs, Wanted(on_device(rows), on_device(columns), on_device(which), on_device(expected)))
+        scores = model.score(inputs, Wanted(*map(on_device, (rows, columns, which, expected))))
     sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)
     greedy: dict[int, bool] = dict.fromkeys(batch.numbers, True)
     for number, value, likeliest in zip(numbers, *(column.tolist() for column in scores), strict=True):
@@ -140,14 +126,14 @@ def score_batch(model: Scorable, batch: Batch, separator: Separator | None = Non
 
 
 def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted: Wanted) -> Scores:
-    """Logits in fp32 of the wanted positions alone, a part of the vocabulary at a time."""
+    """Score from fp32 logits of the wanted positions alone, a part of the vocabulary at a time."""
     hidden_ud = hidden_btd[wanted.rows_u, wanted.columns_u].float()
     with torch.autocast(hidden_ud.device.type, enabled=False):
         return score_logits(logits_in_parts(hidden_ud, unembedding_vd), wanted)
 
 
 def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:
-    """`parts_uw`: fp32 logits of the positions, part by part of the vocabulary; they are overwritten."""
+    """Score from fp32 logits of the positions, part by part of the vocabulary; they are overwritten."""
     highest_u = total_u = likeliest_u = expected_logit_n = torch.zeros(())
     start = 0
     for logits_uw in parts_uw:

@@ -1,8 +1,7 @@
-"""Items asked in a random order until the difference to a stored result is decided.
+"""Items asked in a random order until the difference to a stored result is decided: the order, the looks, the rule.
 
-Owns the order, the looks and the rule; how two models differ over some items is `compare`'s. The order is a function of
-seed and item, so that whoever asks goes through the same items. Items of a cluster, and windows of a document, come
-together.
+The order is a function of seed and item, so that whoever asks goes through the same items. Items of a cluster, and
+windows of a document, come together.
 
 At each look the p of `compare` is held against a group-sequential boundary (`boundaries`). The interval is the repeated
 confidence interval (Jennison and Turnbull, Journal of the Royal Statistical Society B 51, 1989): what the boundary of
@@ -19,7 +18,8 @@ from typing import Self
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.boundaries import OBRIEN_FLEMING, adjusted_p, nominal_level
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS
-from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record, has_categories
+from llmfoundry_lite.evaluation.records import BITS, Record
+from llmfoundry_lite.evaluation.results import Results
 
 LOOKS = tuple(number / 10 for number in range(1, 11))
 """Shares of the items after which it is seen whether enough are asked."""
@@ -42,7 +42,7 @@ class Rule:
     """A difference that does not matter, in accuracy or bits per byte."""
 
     def among(self, num_tests: int) -> Self:
-        """With the error shared by so many tests (Bonferroni's)."""
+        """Share the error between so many tests (Bonferroni)."""
         return replace(self, level=self.level / max(num_tests, 1))
 
 
@@ -64,11 +64,11 @@ class Plan:
         return tuple(num / self.looks[-1] for num in self.looks[:look])
 
     def nominal(self, look: int, level: float) -> float:
-        """What a single test's p must be below at this look, counted from 1, where all looks together have `level`."""
+        """Return what a single test's p must be below at this look, counted from 1, for `level` at all looks."""
         return nominal_level(self.shares(look), level, self.spending) / self._caution_at(look)
 
     def adjusted(self, p: float, look: int) -> float:
-        """The level that a single test's p just reaches at this look."""
+        """Return the level that a single test's p just reaches at this look."""
         return adjusted_p(min(1.0, p * self._caution_at(look)), self.shares(look), self.spending)
 
     def _caution_at(self, look: int) -> float:
@@ -86,10 +86,6 @@ class Stage:
     """Items."""
 
     @property
-    def is_whole(self) -> bool:
-        return self.num_asked == self.plan.num_items
-
-    @property
     def words(self) -> str:
         return (
             f"{self.num_asked:,} of {self.plan.num_items:,} items asked, look {self.look} of {len(self.plan.looks)} "
@@ -98,25 +94,21 @@ class Stage:
 
 
 def unit_of(index: int, cluster: str | None) -> str:
-    """What is asked as a whole."""
+    """Return what is asked as a whole."""
     return f"item {index}" if cluster is None else f"cluster {cluster}"
-
-
-def in_order(units: Sequence[str]) -> list[str]:
-    """The different ones among them, as they are asked."""
-    return sorted(set(units), key=lambda unit: hashlib.blake2b(f"{SEED} {unit}".encode(), digest_size=16).digest())
 
 
 def unit_of_record(item: Record) -> str:
     return unit_of(item["index"], item.get("cluster"))
 
 
-def noun_of(items: Sequence[Record], metric: str) -> str:
-    return "document" if metric == BITS else "cluster" if "cluster" in items[0] else "item"
+def in_order(units: Sequence[str]) -> list[str]:
+    """Return the different units, as they are asked."""
+    return sorted(set(units), key=lambda unit: hashlib.blake2b(f"{SEED} {unit}".encode(), digest_size=16).digest())
 
 
 def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
-    """For a task whose items belong to these units, each a `noun`: an item, a cluster or a document. Raises DataError
+    """Plan a task whose items belong to these units, each a `noun`: an item, a cluster or a document. Raises DataError
     where they are too few for any verdict."""
     num_units, least = len(set(units)), MIN_DOCUMENTS if noun == "document" else MIN_UNITS
     if num_units < least:
@@ -135,27 +127,28 @@ def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
     )
 
 
-def cut_to(result: Loaded, task: str, units: Sequence[str]) -> Loaded:
-    """The result with this task alone, and of it the items of these units."""
+def noun_of(items: Sequence[Record], metric: str) -> str:
+    return "document" if metric == BITS else "cluster" if "cluster" in items[0] else "item"
+
+
+def cut_to(result: Results, task: str, units: Sequence[str]) -> Results:
+    """Return the result with the items of these units of this task alone."""
     wanted = set(units)
     return replace(result, items={task: [item for item in result.items[task] if unit_of_record(item) in wanted]})
 
 
-def shows_all_categories(record: Record, asked: Sequence[Record], all_items: Sequence[Record]) -> bool:
-    """A mean of categories is another number while one of them has no item yet."""
-    if not has_categories(record):
-        return True
-    return {item["category"] for item in asked} == {item["category"] for item in all_items}
+# ------------------------------------------------------------------------------------------------------- in results
 
 
-# ------------------------------------------------------------------------------------------------------ in results
+def told_of(plan: Plan, reference: Results, task: str) -> Record:
+    """Return what a task's record says of its plan: two that say the same are the same comparison."""
+    return {"against_items": reference.tasks[task]["items_hash"], **asdict(plan), "looks": list(plan.looks)}
 
 
-def to_record(stage: Stage, reference: Loaded, task: str, decision: str) -> Record:
-    """What a task's record says under `sequential`."""
-    against = {"against": reference.name, "against_items": reference.facts["tasks"][task]["items_hash"]}
-    plan = {**asdict(stage.plan), "looks": list(stage.plan.looks)}  # as JSON has it
-    return {**against, **plan, "look": stage.look, "decision": decision}
+def to_record(stage: Stage, reference: Results, task: str, decision: str) -> Record:
+    """Return what a task's record says under `sequential`."""
+    told = told_of(stage.plan, reference, task)
+    return {"against": reference.name, **told, "look": stage.look, "decision": decision}
 
 
 def from_record(record: Record) -> Stage:

@@ -13,8 +13,9 @@ from torch import nn
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
+from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import EvalConfig, FSDPConfig, GauntletConfig, TaskConfig
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -27,12 +28,20 @@ from llmfoundry_lite.evaluation.against import Against, load_against
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.reading import ACCURACIES, load_results
-from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, alone_in, outline_tasks, read_others
+from llmfoundry_lite.evaluation.records import ACCURACIES
+from llmfoundry_lite.evaluation.results import (
+    Outline,
+    ResultFiles,
+    Results,
+    load_results,
+    lock_folder,
+    outline_tasks,
+    read_others,
+)
 from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.evaluation.tables import print_gauntlet, print_table, write_tables
+from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, write_tables
 from llmfoundry_lite.evaluation.verdicts import print_comparison
-from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
+from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves
@@ -41,15 +50,14 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
-    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 speaks, and begins with
+    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 prints, and begins with
     `notes`."""
     tell(notes)
     device = start(config)
-    shard = build_shard(config, device) if config.fsdp else None
-    folder = Path(config.results_folder)
+    folder = Path(config.results_folder) / config.suite
     asked = find_asked(config, tasks)
     against = find_against(config, asked) if config.against is not None else None
-    found = find_models(config, asked, device, shard)
+    found = find_models(config, asked, device)
     all_results, said = [], []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
@@ -57,122 +65,113 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
             all_results.append(evaluate_one(config, tasks, device, subject, results, files, against))
             said += [(str(files.path), note) for note in note_kept(tasks, results)]
         except CheckpointError as error:
-            if not config.all_checkpoints:
+            if pass_over(config, results.model, subject.source):
+                continue
+            if not (config.all_checkpoints and isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)):
                 raise
-            if broadcast_json(is_gone(subject.source)):
-                tell([f"models.{results.model}: passed over {subject.source}, which was removed meanwhile"])
-            elif isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
-                tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
-            else:
-                raise
+            tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
     tell(say_once(said))
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
-        print_table(all_results, Console())
-        if config.eval_gauntlet:
-            print_gauntlet(config.eval_gauntlet, all_results, Console())
-        if against is not None:
-            print_against(against, asked, all_results, folder / config.suite)
-        for path in write_suite(all_results, folder / config.suite, config.eval_gauntlet):
-            print(printable(str(path)))
-        if config.all_checkpoints:
-            print(printable(str(plot_learning_curves(all_results, folder / config.suite / "learning.png"))))
+        show(config, asked, against, all_results, folder)
     return all_results
 
 
+def show(
+    config: EvalConfig, asked: Sequence[Outline], against: Against | None, all_results: Sequence[Results], folder: Path
+) -> None:
+    """Print the tables, write them, and name the files."""
+    console, gauntlet = Console(), config.eval_gauntlet
+    print_results(all_results, console)
+    if gauntlet:
+        console.print()
+        gauntlet_table(gauntlet, all_results).print(console)
+    if against is not None:  # what was decided of the tasks that were asked, as `compare` says it
+        paths = [against.reference.path, *(folder / f"{results.model}.json" for results in all_results)]
+        names = [task.name for task in asked]
+        loaded = [replace(one, items={name: one.items[name] for name in names}) for one in load_results(paths)]
+        console.print()
+        print_comparison(compare(loaded), console)
+    written = write_suite(all_results, folder, gauntlet)
+    if config.all_checkpoints:
+        written.append(plot_learning_curves(all_results, folder / "learning.png"))
+    for path in written:
+        print(printable(str(path)))
+
+
 def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
-    """The same on all ranks, or refused."""
-    asked, error = [], None
-    try:
+    """Return the same on all ranks, or refuse."""
+    with user_errors_on_all_ranks():
         asked = outline_tasks(tasks, config.tokenization, config.limit)
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error)
-    names = [outline.name for outline in asked]
-    if (
-        of_rank_0 := broadcast_json(names)
-    ) != names:  # where data are not on all machines, and no YAML file names the tasks
-        error = DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
-    raise_on_all_ranks(error)
+    with user_errors_on_all_ranks():
+        names = [outline.name for outline in asked]
+        of_rank_0 = broadcast_json(names)
+        if of_rank_0 != names:  # where data are not on all machines, and no YAML file names the tasks
+            told = f"rank {this_rank().rank} has the tasks {', '.join(names)}"
+            raise DataError(f"{told}, rank 0 {', '.join(of_rank_0)}")
     return asked
 
 
 def find_against(config: EvalConfig, asked: Sequence[Outline]) -> Against:
-    """The stored result, read by each rank; the error is shared by all tasks of all models."""
-    found, error = None, None
+    """Read the stored result on each rank; the error is shared by all tasks of all models."""
     rule = Rule(spending=config.spending, margin=config.margin).among(len(asked) * len(config.models))
     written = [Path(config.results_folder) / config.suite / f"{name}.json" for name in config.models]
-    try:
-        found = load_against(Path(str(config.against)), rule, asked, written)
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error)
-    assert found is not None
-    return found
-
-
-def print_against(against: Against, asked: Sequence[Outline], all_results: Sequence[Results], folder: Path) -> None:
-    """What was decided of the tasks that were asked, as `compare` says it."""
-    paths = [against.reference.path, *(folder / f"{results.model}.json" for results in all_results)]
-    names = [task.name for task in asked]
-    loaded = [replace(result, items={name: result.items[name] for name in names}) for result in load_results(paths)]
-    console = Console()
-    console.print()
-    print_comparison(compare(loaded), console)
+    with user_errors_on_all_ranks():
+        return load_against(Path(str(config.against)), rule, asked, written)
 
 
 def find_models(
-    config: EvalConfig, asked: Sequence[Outline], device: torch.device, shard: Shard | None
+    config: EvalConfig, asked: Sequence[Outline], device: torch.device
 ) -> list[tuple[Subject, Results, ResultFiles]]:
-    """Everything that can be refused without reading weights is, on all ranks."""
+    """Refuse on all ranks everything that can be refused without reading weights."""
     found: list[tuple[Subject, Results, ResultFiles]] = []
-    tokenizers, models, said, error = {}, {}, [], None
-    try:
+    shard = build_shard(config, device) if config.fsdp else None
+    tokenizers, said = {}, []
+    with user_errors_on_all_ranks():
         models = expand_models(config)
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error)
     for name, where in broadcast_json(models).items():  # ranks may see a live run's checkpoints at different times
-        error = None
         try:
-            subject = find_subject(
-                where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
-            )
-            like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
-            subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
-            said += [(f"models.{name}", f"{note}; {subject.source} is evaluated") for note in subject.notes]
-            results = Results(
-                model=name,
-                suite=config.suite,
-                source=subject.source,
-                save_id=subject.save_id,
-                num_tokens_trained=subject.num_tokens_trained,
-                tokenizer=subject.fingerprint,
-                precision=devices.computed_precision(config.precision),
-            )
-            files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
-            files.refuse_to_replace(results, asked)
-            found.append((subject, results, files))
-        except UserError as caught:
-            error = caught
-        try:
-            raise_on_all_ranks(error)
+            with user_errors_on_all_ranks():
+                subject = find_subject(
+                    where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
+                )
+                like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
+                subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
+                results = Results(
+                    model=name,
+                    suite=config.suite,
+                    source=subject.source,
+                    save_id=subject.save_id,
+                    num_tokens_trained=subject.num_tokens_trained,
+                    tokenizer=subject.fingerprint,
+                    precision=devices.computed_precision(config.precision),
+                )
+                files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
+                files.refuse_to_replace(results, asked)
         except UserError:
-            if not (config.all_checkpoints and broadcast_json(is_gone(where))):
+            if not pass_over(config, name, where):
                 raise
-            found = [model for model in found if model[1].model != name]
-            tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
+            continue
+        said += [(f"models.{name}", f"{note}; {subject.source} is evaluated") for note in subject.notes]
+        found.append((subject, results, files))
     tell(say_once(said))
     return found
 
 
-def is_gone(where: str) -> bool:
-    """Whether a checkpoint that was seen is no longer there, as of a live run that keeps its newest alone."""
-    try:
-        return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
-    except CheckpointError:  # it cannot be seen: not known to be removed
+def pass_over(config: EvalConfig, name: str, where: str) -> bool:
+    """Return whether a checkpoint that was seen is no longer there, and say so: a live run keeps its newest alone."""
+
+    def is_gone() -> bool:
+        try:
+            return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
+        except CheckpointError:  # it cannot be seen: not known to be removed
+            return False
+
+    if not (config.all_checkpoints and broadcast_json(is_gone())):
         return False
+    tell([f"models.{name}: passed over {where}, which was removed meanwhile"])
+    return True
 
 
 def evaluate_one(
@@ -184,16 +183,10 @@ def evaluate_one(
     files: ResultFiles,
     against: Against | None = None,
 ) -> Results:
-    model, error = None, None
-    try:
+    with user_errors_on_all_ranks():
         model = subject.load()  # kept nowhere, so that one model alone takes memory
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error)
-    assert model is not None
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
-    progress = ProgressLine(results.model)
-    evaluate(
+    return evaluate(
         model,
         subject.tokenizer,
         tasks,
@@ -203,11 +196,9 @@ def evaluate_one(
         max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
         max_seq_len=config.max_seq_len,
         limit=config.limit,
-        on_progress=progress,
+        on_progress=ProgressLine(results.model),
         against=against,
     )
-    progress.close()
-    return results
 
 
 def note_kept(tasks: Sequence[TaskConfig], results: Results) -> list[str]:
@@ -217,7 +208,7 @@ def note_kept(tasks: Sequence[TaskConfig], results: Results) -> list[str]:
 
 
 def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
-    """(whose, note) -> a line for each note, with how many others have the same one."""
+    """Return from (whose, note) a line for each note, with how many others have the same one."""
     subjects: dict[str, list[str]] = {}
     for whose, note in said:
         subjects.setdefault(note, []).append(whose)
@@ -228,10 +219,10 @@ def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
-    """The tables, with the models that earlier launches have evaluated on this suite below these. Raises DataError."""
+    """Write the tables, with the models that earlier launches evaluated on this suite below these. Raises DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone_in(folder):
+        with lock_folder(folder):
             others, notes = read_others(folder, [results.model for results in all_results])
             tell(notes)
             return write_tables([*all_results, *others], folder, gauntlet)
@@ -243,7 +234,7 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
 
 
 def expand_models(config: EvalConfig) -> dict[str, str]:
-    """The models to evaluate; with all_checkpoints, each run's checkpoints in order of batch."""
+    """Return the models to evaluate; with all_checkpoints, each run's checkpoints in order of batch."""
     if not config.all_checkpoints:
         return config.models
     models = {}
@@ -273,7 +264,7 @@ def start(config: EvalConfig) -> torch.device:
 
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:
-    """What spreads a model over all ranks."""
+    """Return what spreads a model over all ranks."""
     from llmfoundry_lite.parallel.fsdp import shard_model
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import Precision
@@ -289,7 +280,7 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
 
 
 def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
-    """The main metric of every task against the batch of the checkpoint, one panel for each task."""
+    """Draw the main metric of every task against the batch of the checkpoint, one panel for each task."""
     panels: dict[str, Panel] = {}
     for results in all_results:
         name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
@@ -312,14 +303,11 @@ class ProgressLine:
         self.model = model
         self.task, self.started, self.is_done = "", 0.0, False
         self.is_terminal = sys.stderr.isatty()
-        self.is_main = this_rank().rank == 0
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        if not self.is_main:
-            return
         if task != self.task:
             self.task, self.started, self.is_done = task, time.monotonic(), False
-        if self.is_done:  # with several ranks the last items are told of twice
+        if self.is_done or this_rank().rank != 0:  # with several ranks the last items are told of twice
             return
         self.is_done = done == total
         seconds = time.monotonic() - self.started
@@ -330,11 +318,6 @@ class ProgressLine:
             text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
         elif done:
             text += f" · ETA {datetime.timedelta(seconds=round(seconds * (total - done) / done))}"
-        text = printable(text)
-        if self.is_terminal:
-            print(f"\r\033[K{text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif done == total:
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self.task = ""
+        begin, end = ("\r\033[K", "\n" if self.is_done else "") if self.is_terminal else ("", "\n")
+        if self.is_terminal or self.is_done:
+            print(f"{begin}{printable(text)}", end=end, file=sys.stderr, flush=True)

@@ -1,29 +1,23 @@
-"""How results look: tasks as columns, models as rows, the average last.
+"""Tables of scores: models as rows, tasks or categories as columns; on a console, as Markdown and as CSV."""
 
-On a console a table that is too wide continues in further blocks of columns. Markdown and CSV hold the same numbers.
-"""
-
-import csv
-import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.schema import GauntletConfig
+from llmfoundry_lite.config.eval_schema import GauntletConfig
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.gauntlet import Gauntlet, averages_of, run_gauntlet
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
-from llmfoundry_lite.evaluation.reading import ACCURACIES, Record, cut_at, data_of, error_of_sum, num_unasked
+from llmfoundry_lite.evaluation.records import ACCURACIES, Record, cut_at, error_of_sum, num_unasked
+from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.tables import lean_table, markdown_list, markdown_table
+from llmfoundry_lite.report.tables import Table, markdown_list
 
-if TYPE_CHECKING:  # comparing needs no torch
-    from llmfoundry_lite.evaluation.results import Results
-
+WARNING = "warning: "
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
     "num_duplicates": "{} that repeat a choice",
@@ -32,14 +26,86 @@ ODD = {
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
 
-
-def columns(all_results: Sequence["Results"]) -> list[str]:
-    """Every task that any model has, in order."""
-    return list(dict.fromkeys(task for results in all_results for task in results.tasks))
+Cell = tuple[str, str]
+"""A number and its standard error, as text; empty where there is none."""
 
 
-def cell(record: Record | None) -> tuple[str, str]:
-    """(number, its standard error), as text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Models and their scores, with notes below."""
+
+    title: str
+    columns: dict[str, str]
+    """Name of a column -> its heading, which may have several lines."""
+    rows: list[tuple[str, list[Cell]]]
+    """(model, its scores)"""
+    notes: list[str]
+
+    def print(self, console: Console) -> None:
+        rows = [[model, *("\n±".join(filter(None, cell)) for cell in cells)] for model, cells in self.rows]
+        if self.columns:
+            Table(self.title, ["model", *self.columns.values()], rows).print_blocks(console)
+        print_notes(console, self.notes)
+
+    def markdown(self) -> str:
+        headings = [heading.replace("-\n", "").replace("\n", " ") for heading in self.columns.values()]
+        rows = [
+            [model.replace("\n", ", "), *(" ± ".join(filter(None, cell)) for cell in cells)]
+            for model, cells in self.rows
+        ]
+        lines = Table(self.title, ["model", *headings], rows).markdown()
+        return "\n".join([*lines, *(["", *markdown_list(self.notes)] if self.notes else []), ""])
+
+    def write(self, path: Path) -> list[Path]:
+        """Write PATH.md and PATH.csv, with the same numbers."""
+        columns = ["model", *(part for name in self.columns for part in (name, f"{name} stderr"))]
+        rows = [[model, *(part for cell in cells for part in cell)] for model, cells in self.rows]
+        written = {".md": self.markdown(), ".csv": Table(self.title, columns, rows).csv()}
+        for suffix, content in written.items():
+            write_atomically(path.with_suffix(suffix), content)
+        return [path.with_suffix(suffix) for suffix in written]
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        style = "yellow" if note.startswith(WARNING) else "dim"
+        console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+
+
+def results_table(all_results: Sequence[Results]) -> Scores:
+    """Return every task that any model has, in order, and the average."""
+    names = list(dict.fromkeys(task for results in all_results for task in results.tasks))
+    suite = all_results[0].suite
+    return Scores(
+        title=suite if all_results[0].average is None else f"{suite}, accuracy ± standard error",
+        columns={**{name: _heading(all_results, name) for name in names}, "average": "average"},
+        rows=[
+            (results.model, [*(cell(results.tasks.get(name)) for name in names), _average(results)])
+            for results in all_results
+        ],
+        notes=notes(all_results),
+    )
+
+
+def print_results(all_results: Sequence[Results], console: Console) -> None:
+    """Print the table, with what guessing would score as the last row."""
+    table, tasks = results_table(all_results), [item for r in reversed(all_results) for item in r.tasks.items()]
+    chances = {name: f"{record['chance']:.3f}" for name, record in tasks if "chance" in record}
+    row = ("chance", [(chances.get(name, ""), "") for name in table.columns])
+    replace(table, rows=[*table.rows, row] if chances else table.rows).print(console)
+
+
+def _heading(all_results: Sequence[Results], name: str) -> str:
+    """Return the task, its examples, and what the number is unless it is an accuracy."""
+    label, _, shots = name.rpartition("/")
+    metric = next(results.tasks[name]["metric"] for results in all_results if name in results.tasks)
+    return "\n".join(filter(None, (label, shots, "" if metric in ACCURACIES else metric.replace("_", " "))))
+
+
+def cell(record: Record | None) -> Cell:
     if record is None:
         return "", ""
     metric = record["metric"]
@@ -49,110 +115,49 @@ def cell(record: Record | None) -> tuple[str, str]:
     return f"{record[metric]:.3f}", "" if error is None else f"{error:.3f}"
 
 
-def print_table(all_results: Sequence["Results"], console: Console) -> None:
-    names = columns(all_results)
-    headers = [*(_header(all_results, name) for name in names), "average"]
-    rows = [
-        (
-            results.model,
-            [
-                "\n±".join(filter(None, pair))
-                for pair in (*(cell(results.tasks.get(n)) for n in names), _average(results))
-            ],
-        )
-        for results in all_results
-    ]
-    chances = [_chance(all_results, name) for name in names]
-    if any(chances):
-        rows.append(("chance", [*chances, ""]))
-    title = f"{all_results[0].suite}, accuracy ± standard error" if all_results[0].average is not None else ""
-    print_blocks(console, title or all_results[0].suite, headers, rows)
-    for note in notes(all_results):
-        print_note(console, note)
+def _average(results: Results) -> Cell:
+    if results.average is None:
+        return "", ""
+    return f"{results.average:.3f}", f"{average_error(results.tasks, _averaged(results)):.3f}"
 
 
-def print_note(console: Console, note: str) -> None:
-    """Indented, in as many lines as it takes."""
-    style = "yellow" if note.startswith("warning") else "dim"
-    console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
+def _averaged(results: Results) -> list[str]:
+    return [name for name, record in results.tasks.items() if record["metric"] in ACCURACIES]
 
 
-def print_blocks(
-    console: Console, title: str, headers: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
-) -> None:
-    """A table whose columns go on below where the console is too narrow; the first column is there each time."""
-    title, headers = printable(title), [printable(header, keep="\n") for header in headers]
-    rows = [(printable(name, keep="\n"), [printable(cell, keep="\n") for cell in cells]) for name, cells in rows]
-    first = max(len(line) for name in ("model", *(name for name, _ in rows)) for line in name.split("\n"))
-    first = min(first, max(12, console.width // 3))
-    for number, block in enumerate(_blocks(headers, [cells for _, cells in rows], console.width - first)):
-        if number:
-            console.print()
-        else:
-            console.print(Text(title, style="italic"))  # not the table's, to whose width it would be folded
-        table = lean_table()
-        table.add_column("model", max_width=first, overflow="fold")
-        for i in block:
-            table.add_column(Text(headers[i]), justify="right")
-        for name, cells in rows:
-            table.add_row(Text(name), *(Text(cells[i]) for i in block), style="dim" if name == "chance" else None)
-        console.print(table)
+def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
+    """Return the standard error of the mean of tasks; those on the same data ask the same items."""
+    records = [tasks[name] for name in names]
+    errors = [(record["data_fingerprint"], record.get(f"{record['metric']}_stderr", 0.0)) for record in records]
+    return error_of_sum(errors) / len(names)
 
 
-def _blocks(headers: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Iterator[list[int]]:
-    """Numbers of the columns that fit side by side."""
-    block, used = [], 0
-    for i, header in enumerate(headers):
-        texts = [header, *(cells[i] for cells in rows)]
-        width = 1 + max(len(line) for text in texts for line in text.split("\n"))
-        if block and used + width > room:
-            yield block
-            block, used = [], 0
-        block.append(i)
-        used += width
-    yield block
-
-
-def _header(all_results: Sequence["Results"], name: str) -> str:
-    """The task, its examples, and what the number is if it is no accuracy."""
-    label, _, shots = name.rpartition("/")
-    metric = next(results.tasks[name]["metric"] for results in all_results if name in results.tasks)
-    return "\n".join(filter(None, (label, shots, "" if metric in ACCURACIES else metric.replace("_", " "))))
-
-
-def notes(all_results: Sequence["Results"]) -> list[str]:
-    """What stands under the table: what was odd, and why numbers may not be what they seem."""
+def notes(all_results: Sequence[Results]) -> list[str]:
+    """Return what was odd, and why numbers may not be what they seem."""
     tasks_of: dict[str, list[str]] = {}
-    for name in columns(all_results):
-        told: dict[str, list[str]] = {}
+    for name in dict.fromkeys(task for results in all_results for task in results.tasks):
+        models_of: dict[str, list[str]] = {}
         models = [results for results in all_results if name in results.tasks]
         for results in models:
             for text in _oddities(results.tasks[name]):
-                told.setdefault(text, []).append(results.model)
-        for text, those in told.items():
+                models_of.setdefault(text, []).append(results.model)
+        for text, those in models_of.items():
             of = "" if len(those) == len(models) else f" ({', '.join(those)})"
             tasks_of.setdefault(f"{text}{of}", []).append(name)
-        fingerprints = {results.model: results.tasks[name].get("fingerprint") for results in models}
-        if different := [model for model, of in fingerprints.items() if of != fingerprints[models[0].model]]:
+        first = models[0].tasks[name].get("fingerprint")
+        if different := [results.model for results in models if results.tasks[name].get("fingerprint") != first]:
             warning = f"{', '.join(different)} not asked the same as {models[0].model}; these numbers do not compare"
             tasks_of.setdefault(f"{WARNING}{warning}", []).append(name)
     found = []
     for text, tasks in tasks_of.items():
         begin = WARNING if text.startswith(WARNING) else ""
-        found.append(f"{begin}{_name_tasks(tasks)}: {text.removeprefix(begin)}")
-    if any(results.tasks[n]["metric"] not in ACCURACIES for results in all_results for n in results.tasks):
+        named = ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
+        found.append(f"{begin}{named}: {text.removeprefix(begin)}")
+    if any(record["metric"] not in ACCURACIES for results in all_results for record in results.tasks.values()):
         found.append("the average is of the accuracies")
-    averaged = {tuple(sorted(_averaged(results))) for results in all_results}
-    if len(averaged) > 1:
+    if len({tuple(sorted(_averaged(results))) for results in all_results}) > 1:
         found.append("warning: not all models have all tasks; the averages are over different ones")
     return found
-
-
-WARNING = "warning: "
-
-
-def _name_tasks(tasks: Sequence[str]) -> str:
-    return ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
 
 
 def _oddities(record: Record) -> Iterator[str]:
@@ -176,106 +181,36 @@ def _oddities(record: Record) -> Iterator[str]:
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
 
-def print_gauntlet(config: GauntletConfig, all_results: Sequence["Results"], console: Console) -> None:
-    """The second table: categories and averages as columns."""
-    names, found = _run_gauntlets(config, all_results)
-    if names:
-        rows = [
-            (model, ["\n±".join(filter(None, _composite_cell(gauntlet, name))) for name in names])
-            for model, gauntlet in found
-        ]
-        console.print()
-        print_blocks(console, GAUNTLET_TITLE, [name.replace("_", "\n") for name in names], rows)
-    for note in _gauntlet_notes(found):
-        print_note(console, note)
+# --------------------------------------------------------------------------------------------------------- gauntlet
 
 
-GAUNTLET_TITLE = "eval gauntlet: share of what is left above chance ± standard error"
-
-
-def _run_gauntlets(
-    config: GauntletConfig, all_results: Sequence["Results"]
-) -> tuple[list[str], list[tuple[str, Gauntlet]]]:
-    """The scores that any model has, in the configuration's order, and each model's gauntlet."""
+def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
+    """Return the categories and averages that any model has; a note names each category that is left out."""
     found = [(results.model, run_gauntlet(config, results.tasks)) for results in all_results]
     names = [*(category.name for category in config.categories), *averages_of(config)]
-    return [name for name in names if any(name in gauntlet.scores for _, gauntlet in found)], found
+    names = [name for name in names if any(name in gauntlet.scores for _, gauntlet in found)]
 
+    def score(gauntlet: Gauntlet, name: str) -> Cell:
+        found = gauntlet.scores.get(name)
+        return ("", "") if found is None else (f"{found.score:.3f}", f"{found.error:.3f}")
 
-def _composite_cell(gauntlet: Gauntlet, name: str) -> tuple[str, str]:
-    """(score, its standard error), as text."""
-    if name not in gauntlet.scores:
-        return "", ""
-    return f"{gauntlet.scores[name].score:.3f}", f"{gauntlet.scores[name].error:.3f}"
-
-
-def _gauntlet_notes(found: Sequence[tuple[str, Gauntlet]]) -> list[str]:
-    """A line for each category that is left out, with the models that lack the same tasks."""
     models_of: dict[str, list[str]] = {}
     for model, gauntlet in found:
         for category, tasks in gauntlet.missing.items():
             models_of.setdefault(f"{category} is left out: no accuracy of {', '.join(tasks)}", []).append(model)
-    return [
-        f"eval gauntlet: {text}" + ("" if len(models) == len(found) else f" ({', '.join(models)})")
-        for text, models in models_of.items()
-    ]
-
-
-def write_tables(all_results: Sequence["Results"], folder: Path, gauntlet: GauntletConfig | None = None) -> list[Path]:
-    """table.md and table.csv, with the same numbers; gauntlet.md and gauntlet.csv."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = columns(all_results)
-    headers = {**{name: _header(all_results, name).replace("\n", " ") for name in names}, "average": "average"}
-    rows = [
-        (results.model, [*(cell(results.tasks.get(name)) for name in names), _average(results)])
-        for results in all_results
-    ]
-    written = _write_table(folder / "table", headers, rows, notes(all_results))
-    if gauntlet is not None:
-        names, found = _run_gauntlets(gauntlet, all_results)
-        rows = [(model, [_composite_cell(scores, name) for name in names]) for model, scores in found]
-        written += _write_table(folder / "gauntlet", {n: n for n in names}, rows, _gauntlet_notes(found))
-    return written
-
-
-def _write_table(
-    path: Path, headers: Mapping[str, str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], found: Sequence[str]
-) -> list[Path]:
-    """As .md and as .csv. `headers` are names and what stands above them; a row is a model and (number, error)s."""
-    lines = markdown_table(
-        [
-            ["model", *headers.values()],
-            *([model, *(" ± ".join(filter(None, pair)) for pair in pairs)] for model, pairs in rows),
-        ]
+    return Scores(
+        title="eval gauntlet: share of what is left above chance ± standard error",
+        columns={name: name.replace("_", "\n") for name in names},
+        rows=[(model, [score(gauntlet, name) for name in names]) for model, gauntlet in found],
+        notes=[
+            f"eval gauntlet: {text}" + ("" if len(models) == len(found) else f" ({', '.join(models)})")
+            for text, models in models_of.items()
+        ],
     )
-    if found:
-        lines += ["", *markdown_list(found)]
-    content = io.StringIO(newline="")
-    writer = csv.writer(content)
-    writer.writerow(["model", *(part for name in headers for part in (name, f"{name} stderr"))])
-    writer.writerows([model, *(part for pair in pairs for part in pair)] for model, pairs in rows)
-    markdown, plain = path.with_suffix(".md"), path.with_suffix(".csv")
-    write_atomically(markdown, "\n".join(lines) + "\n")
-    write_atomically(plain, content.getvalue())
-    return [markdown, plain]
 
 
-def _averaged(results: "Results") -> list[str]:
-    return [name for name, record in results.tasks.items() if record["metric"] in ACCURACIES]
-
-
-def _average(results: "Results") -> tuple[str, str]:
-    if results.average is None:
-        return "", ""
-    return f"{results.average:.3f}", f"{average_error(results.tasks, _averaged(results)):.3f}"
-
-
-def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
-    """Of the mean of tasks. Those on the same data, with whatever examples, prompts or labels, ask the same items."""
-    errors = ((data_of(tasks[name], name), tasks[name].get(f"{tasks[name]['metric']}_stderr", 0.0)) for name in names)
-    return error_of_sum(errors) / len(names)
-
-
-def _chance(all_results: Sequence["Results"], name: str) -> str:
-    records = (results.tasks.get(name) for results in all_results)
-    return next((f"{record['chance']:.3f}" for record in records if record and "chance" in record), "")
+def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None = None) -> list[Path]:
+    """Write table.md and table.csv; with a gauntlet its gauntlet.md and gauntlet.csv too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = results_table(all_results).write(folder / "table")
+    return written + (gauntlet_table(gauntlet, all_results).write(folder / "gauntlet") if gauntlet else [])

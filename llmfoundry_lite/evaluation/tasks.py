@@ -1,9 +1,7 @@
-"""Tasks: a file of questions -> prompts -> token ids to be scored.
+"""Tasks: a file of questions -> rows -> prompts -> token ids to be scored.
 
-Owns what a model is asked: delimiters, the choice of examples, and where a prompt ends and an answer begins, in text
-and in tokens. Leaves the file and its columns to `rows.py`. Two conventions exist and give different scores: LLM
-Foundry tokenises the examples, the context and the answer apart (`separate`); lm-evaluation-harness tokenises all
-together and divides (`joint`).
+Two conventions exist and give different scores: LLM Foundry tokenises the examples, the context and the answer apart
+(`separate`); lm-evaluation-harness tokenises all together and divides (`joint`).
 """
 
 import bisect
@@ -12,43 +10,40 @@ import json
 import random
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
-from llmfoundry_lite.config.schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.rows import GENERATION, strip
+from llmfoundry_lite.files import open_regular, without_magic
 
+COLUMNS = {
+    "multiple_choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "language_modeling": ("context", "continuation"),
+    "generation_task_with_answers": ("context", "answer"),
+}
+CHOICES = ("multiple_choice", "schema")
+GENERATION = ("generation_task_with_answers",)
+TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
+"""Settings that all held-out text shares."""
 THOUGHT_ALLOWANCE = 10
 """Tokens by which a model's reasoning may be longer than the longest in the file, as in LLM Foundry."""
 
 
-TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
-"""Settings that all held-out text shares."""
-
-
 class Encoder(Protocol):
-    """What is needed of a tokenizer."""
+    """A tokenizer."""
 
     @property
     def eos_token_id(self) -> int: ...
-
     @property
     def vocab_size(self) -> int: ...
-
     @property
-    def prefix_token_id(self) -> int:
-        """Token that a text with nothing before it is predicted from."""
-        ...
-
+    def prefix_token_id(self) -> int: ...  # what a text with nothing before it is predicted from
     @property
-    def beginning(self) -> list[int]:
-        """What stands before every text, once, such as Llama's `<s>`."""
-        ...
-
+    def beginning(self) -> list[int]: ...  # what stands before every text, once, such as Llama's `<s>`
     def encode(self, text: str) -> list[int]: ...
-
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -58,7 +53,7 @@ class Request(NamedTuple):
     context: tuple[int, ...]
     """At least one."""
     continuation: tuple[int, ...]
-    """At least one."""
+    """At least one; none for an answer that the model is to write."""
     num_characters: int
     """Of the answer's text."""
     num_trimmed: int
@@ -99,7 +94,7 @@ class Prepared:
     data_fingerprint: str
     """Of the rows or texts alone."""
     beginning: list[int] = field(default_factory=list)
-    """Token ids before every text, which the tokenizer's template decides."""
+    """Token ids before every text."""
     num_repeated: int = 0
     """Items that ask the same as an earlier one, with which they are a cluster."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -112,13 +107,145 @@ class Prepared:
 
     @property
     def metric(self) -> str:
-        """What goes into tables and the average, as in LLM Foundry."""
+        """The number in tables and in the average, as in LLM Foundry."""
         if self.kind == "perplexity":
             return "bits_per_byte"
-        return self.config.metric or ("acc_per_token" if self.kind in ("multiple_choice", "schema") else "acc")
+        return self.config.metric or ("acc_per_token" if self.kind in CHOICES else "acc")
 
 
-# ------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def read_rows(config: TaskConfig) -> list[dict[str, Any]]:
+    """Return the rows of the task's file or data set. Raises DataError naming file, line and column."""
+    where = config.dataset_uri
+    found = _read_hub(config) if where.startswith("hf://") else [row for row, _ in read_json_lines(config)]
+    if not found:
+        raise DataError(f"{config.label}: {where} has no rows")
+    for number, row in enumerate(found, start=1):
+        _check_row(row, config, f"{config.label}: {where}, line {number}")
+    return [{key: _strip(value) for key, value in row.items()} for row in found] if config.strip_dataset else found
+
+
+def _strip(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
+
+
+def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each row, and where it stands. Raises DataError."""
+    label, path = config.label, config.dataset_uri
+    # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
+    for number, line in enumerate(read_text(config).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{label}: {path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = "too deep" if isinstance(error, RecursionError) else error
+            raise DataError(f"{where} is not JSON: {reason}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{where} is not a JSON object")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
+            raise DataError(f"{where} has half a character, such as \\ud83d alone") from None
+        yield row, where
+
+
+def read_text(config: TaskConfig) -> str:
+    """Return the task's file with every byte of it, those of line ends too. Raises DataError."""
+    label, path = config.label, config.dataset_uri
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(
+            f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
+            "`llmfoundry-lite data make-tasks` makes our own"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{label}: {path} cannot be read: {error}") from error
+
+
+def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
+    import datasets
+
+    name = config.dataset_uri.removeprefix("hf://")
+    rows: list[dict[str, Any]] = []
+    try:
+        with without_magic(name) as plain:
+            cache = {} if plain == name else {"cache_dir": f"{plain}/.cache"}
+            options: dict[str, Any] = config.hf_loading_vars | cache
+            found = datasets.load_dataset(plain, **options)
+            if isinstance(found, datasets.Dataset):
+                rows = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
+    except Exception as error:  # whatever the Hub or its scripts raise
+        raise DataError(f"{config.label}: {config.dataset_uri} cannot be loaded: {error}") from error
+    if not isinstance(found, datasets.Dataset):
+        raise DataError(
+            f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
+            "choose one: hf_loading_vars: {split: …}"
+        )
+    for ours, theirs in config.hf_parsing_map.items():
+        if missing := [column for column in theirs if column not in found.column_names]:
+            raise DataError(
+                f"{config.label}: hf_parsing_map: {ours}: {config.dataset_uri} has no column {missing[0]!r}; "
+                f"there are: {', '.join(found.column_names)}"
+            )
+    if not config.hf_parsing_map:
+        return rows
+    return [{ours: _join(row, theirs) for ours, theirs in config.hf_parsing_map.items()} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """Turn what JSON has no word for into text: dates, times, decimals and bytes, wherever in a column they stand."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _join(row: dict[str, Any], columns: list[str]) -> Any:
+    """Return a single column as it is, a list or a number too; several as one text."""
+    return row[columns[0]] if len(columns) == 1 else " ".join(str(row[column]) for column in columns)
+
+
+def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
+    kind = config.icl_task_type
+    for column in COLUMNS[kind]:
+        if column not in row:
+            raise DataError(f"{where}: no column {column!r}; a {kind} task has {', '.join(COLUMNS[kind])}")
+        if column in ("query", "context", "continuation", "answer") and not isinstance(row[column], str):
+            raise DataError(f"{where}: {column} is {row[column]!r}, expected a text")
+    aliases = row.get("aliases") or []
+    if kind in GENERATION and not _are_texts(aliases):
+        raise DataError(f"{where}: aliases is {aliases!r}, expected texts")
+    if config.has_categories and "category" not in row:
+        raise DataError(f"{where}: no column 'category', which has_categories asks for")
+    grouping = [("category", "has_categories asks for")] if config.has_categories else []
+    grouping += [(config.cluster, "cluster names")] if config.cluster is not None else []
+    for column, why in grouping:
+        if not isinstance(row.get(column), (str, int)):
+            raise DataError(
+                f"{where}: {column} is {row.get(column)!r}, expected a text or a whole number, because {why} this "
+                "column"
+            )
+    if kind not in CHOICES:
+        return
+    options, gold = row["choices" if kind == "multiple_choice" else "context_options"], row["gold"]
+    if not _are_texts(options) or len(options) < 2:
+        raise DataError(f"{where}: {options!r} given, expected two or more texts to choose from")
+    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(options):
+        raise DataError(f"{where}: gold is {gold!r}, expected 0 to {len(options) - 1}")
+
+
+def _are_texts(values: Any) -> TypeGuard[list[str]]:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
 
 
 def prepare(
@@ -133,9 +260,7 @@ def prepare(
 ) -> Prepared:
     """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
     tokenization = config.tokenization or tokenization
-    groups = groups_of(config, rows)
-    askable = find_askable(config, rows, num_fewshot)
-    indices = askable[:limit]
+    groups, askable = groups_of(config, rows), find_askable(config, rows, num_fewshot)
     group_of = {index: group for group in groups for index in group}
     if num_fewshot >= max(map(len, groups)):
         raise DataError(
@@ -143,13 +268,13 @@ def prepare(
             f"{' in its largest category' if config.has_categories else ''}, "
             f"too few for {num_fewshot} examples and a question"
         )
-    described = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
+    settings = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
     items, skipped = [], {}
-    for index in indices:
+    for index in askable[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
         item = _build_item(config, rows, index, examples, encode)
         if isinstance(item, str):
@@ -161,17 +286,17 @@ def prepare(
         reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
         raise DataError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
-        described["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
+        settings["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
     return Prepared(
         label=config.label,
         kind=config.icl_task_type,
         num_fewshot=num_fewshot,
         items=tuple(items),
-        fingerprint=fingerprint([described, rows]),
-        settings=described,
+        fingerprint=fingerprint([settings, rows]),
+        settings=settings,
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
-        num_repeated=len(items) - len({question_of(config, rows[item.index]) for item in items}),
+        num_repeated=len(items) - len({_question(config, rows[item.index]) for item in items}),
         skipped=skipped,
         config=replace(config, tokenization=tokenization),
     )
@@ -183,19 +308,19 @@ def fingerprint(content: Any) -> str:
 
 
 def data_fingerprint(rows: list[dict[str, Any]]) -> str:
-    """The same whether strip_dataset is set or not."""
-    return fingerprint([{key: strip(value) for key, value in row.items()} for row in rows])
+    """Return the same whether strip_dataset is set or not."""
+    return fingerprint([{key: _strip(value) for key, value in row.items()} for row in rows])
 
 
-def question_of(config: TaskConfig, row: dict[str, Any]) -> str:
+def _question(config: TaskConfig, row: dict[str, Any]) -> str:
     """Return a fingerprint of what a row asks, without its other columns."""
     contexts, answers, _ = _options(config, row)
     return fingerprint([contexts, answers])
 
 
 def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, str]:
-    """The cluster of each row: rows are in one that share the column `cluster`, or ask the same. Empty where all rows
-    are independent."""
+    """Return the cluster of each row: rows are in one that share the column `cluster`, or ask the same. Empty where all
+    rows are independent."""
     root, first_of = list(range(len(rows))), dict[tuple[str, str], int]()
 
     def find(index: int) -> int:
@@ -204,19 +329,19 @@ def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, s
         return index
 
     for index, row in enumerate(rows):
-        keys = [("question", question_of(config, row))]
+        keys = [("question", _question(config, row))]
         keys += [] if config.cluster is None else [("cluster", str(row[config.cluster]))]
         for key in keys:
             ends = find(first_of.setdefault(key, index)), find(index)
             root[max(ends)] = min(ends)
     if config.cluster is None and len(first_of) == len(rows):
         return {}
-    found = {index: find(index) for index in range(len(rows))}
-    return {i: str(first) if config.cluster is None else str(rows[first][config.cluster]) for i, first in found.items()}
+    column = config.cluster
+    return {i: str(find(i) if column is None else rows[find(i)][column]) for i in range(len(rows))}
 
 
 def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: int) -> list[int]:
-    """Rows that are questions: all but those that are the same examples for every question."""
+    """Return the rows that are questions: all but those that are the same examples for every question."""
     if not config.fewshot_fixed:
         return list(range(len(rows)))
     reserved = {index for group in groups_of(config, rows) for index in group[:num_fewshot]}
@@ -224,38 +349,35 @@ def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: in
 
 
 def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
-    """A limit that all items fit into is none: the evaluation is the same without it."""
+    """Return None for a limit that all items fit into: the evaluation is the same without it."""
     return limit if limit is not None and limit < num_items else None
 
 
 def groups_of(config: TaskConfig, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """The rows that an item's examples come from: those of its category, as in LLM Foundry, or all."""
-    if not config.has_categories:
-        return [list(range(len(rows)))]
+    """Return the rows that an item's examples come from: those of its category, as in LLM Foundry, or all."""
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        groups.setdefault(str(row["category"]), []).append(index)
+        groups.setdefault(str(row["category"]) if config.has_categories else "", []).append(index)
     return list(groups.values())
 
 
 def settings_of(config: TaskConfig, num_fewshot: int, tokenization: str, limit: int | None) -> dict[str, Any]:
-    """What decides the prompts and their scoring; the name of the task and of its file do not."""
+    """Return what decides the prompts and their scoring; the name of the task and of its file do not."""
     names = (
         *("icl_task_type", "fewshot_random_seed", "fewshot_fixed", "prompt_string", "example_delimiter"),
         *("continuation_delimiter", "prelimiter", "strip_dataset", "max_new_tokens", "early_stopping_criteria"),
         *("do_normalization", "cot_delimiter", "metric"),
+        # Named only where set, so that results without them stay the same.
+        *(name for name in ("has_categories", "cluster") if getattr(config, name)),
     )
+    tokenization = config.tokenization or tokenization
     decisive = {name: getattr(config, name) for name in names}
-    if config.has_categories:  # named only where set, as results without it have always been
-        decisive["has_categories"] = True
-    if config.cluster is not None:
-        decisive["cluster"] = config.cluster
-    return {**decisive, "num_fewshot": num_fewshot, "tokenization": config.tokenization or tokenization, "limit": limit}
+    return {**decisive, "num_fewshot": num_fewshot, "tokenization": tokenization, "limit": limit}
 
 
 def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
-    """Rows of `group`, which is sorted, to show before `index`: never itself, and all others where they are fewer. A
-    function of (seed, index): neither ranks nor order matter."""
+    """Return rows of `group`, which is sorted, to show before `index`: never itself, and all others where they are
+    fewer. A function of (seed, index): neither ranks nor order matter."""
     if config.fewshot_fixed:
         return list(group[:num_fewshot])
     place, num_others = bisect.bisect_left(group, index), len(group) - 1
@@ -266,17 +388,16 @@ def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fe
 
 def _build_item(
     config: TaskConfig, rows: list[dict[str, Any]], index: int, examples: list[int], encode: "_Encoding"
-) -> "Item | str":
-    """An item, or why it cannot be asked."""
-    row = rows[index]
-    preamble = config.prompt_string
+) -> Item | str:
+    """Return an item, or why it cannot be asked."""
+    row, preamble, is_written = rows[index], config.prompt_string, config.icl_task_type in GENERATION
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
     contexts, answers, gold = _options(config, row)
-    texts = [_render_context(config, context, is_first=not preamble) for context in contexts]
     requests = []
-    for text, answer in zip(texts, answers, strict=True):
-        if config.icl_task_type in GENERATION:
+    for context, answer in zip(contexts, answers, strict=True):
+        text = _render_context(config, context, is_first=not preamble)
+        if is_written:
             request = encode.prompt(preamble, text, config.max_new_tokens or 1)
         else:
             request = encode.request(preamble, text, answer)
@@ -284,14 +405,14 @@ def _build_item(
             return request
         requests.append(request)
     options = contexts if config.icl_task_type == "schema" else answers
-    accepted = _accepted(row) if config.icl_task_type in GENERATION else []
+    accepted = _accepted(row) if is_written else []
     if accepted and not any(clean(config, answer) for answer in accepted):
         return "answers of which nothing is left to compare"
     return Item(
         index=index,
         requests=tuple(requests),
         gold=gold,
-        category=str(row["category"]) if config.has_categories and "category" in row else None,
+        category=str(row["category"]) if config.has_categories else None,
         answers=tuple(accepted),
         has_duplicates=len({option.strip() for option in options}) < len(options),
     )
@@ -311,12 +432,14 @@ def _options(config: TaskConfig, row: dict[str, Any]) -> tuple[list[str], list[s
 
 
 def render_example(config: TaskConfig, row: dict[str, Any], *, is_first: bool) -> str:
-    """A solved question, as it stands before the one that is asked."""
+    """Render a solved question, as it stands before the one that is asked."""
     contexts, answers, gold = _options(config, row)
-    answer = answers[gold]
-    if config.icl_task_type in GENERATION:
-        answer = _solution(config, row, row["answer"])
+    answer = _solution(config, row, row["answer"]) if config.icl_task_type in GENERATION else answers[gold]
     return _render_context(config, contexts[gold], is_first=is_first) + answer
+
+
+def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
+    return ("" if is_first else config.example_delimiter) + config.prelimiter + context + config.continuation_delimiter
 
 
 def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
@@ -329,30 +452,24 @@ def _accepted(row: dict[str, Any]) -> list[str]:
 
 
 def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Encoder) -> int:
-    """Tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by itself,
-    after the tokenizer's beginning."""
+    """Return the tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by
+    itself, after the tokenizer's beginning."""
     solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
     longest = max(len(tokenizer.encode(solution)) for solution in solutions)
     return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
 
 
 def clean(config: TaskConfig, text: str) -> str:
-    """What of a generated text, or of an answer, is compared."""
-    return normalise(text) if config.do_normalization else text.strip()
-
-
-def normalise(text: str) -> str:
-    """Lower case; no punctuation, articles, underscores or double spaces."""
+    """Return what is compared of a generated text, or of an answer: in lower case, without punctuation, articles,
+    underscores and double spaces, unless the task wants it as it is."""
+    if not config.do_normalization:
+        return text.strip()
     marks = string.punctuation + "‘’´`"
     text = "".join(" " if c in marks else c for c in text.lower())
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
-    return ("" if is_first else config.example_delimiter) + config.prelimiter + context + config.continuation_delimiter
-
-
-# -------------------------------------------------------------------------------------------------------- tokens
+# ----------------------------------------------------------------------------------------------------------- tokens
 
 
 class _Encoding:
@@ -361,7 +478,6 @@ class _Encoding:
 
     def __init__(self, tokenizer: Encoder, tokenization: str, max_seq_len: int, *, strips: bool):
         self.tokenizer = tokenizer
-        self.beginning = tokenizer.beginning
         self.strips = strips
         self.is_joint = tokenization == "joint"
         # The last token is predicted and never read, so one more fits; LLM Foundry does not use that.
@@ -371,7 +487,7 @@ class _Encoding:
         self._known: dict[str, list[int]] = {}
 
     def request(self, preamble: str, context: str, answer: str) -> Request | str:
-        """A request, or why it cannot be asked."""
+        """Return a request, or why it cannot be asked."""
         split = self._joint if self.is_joint else self._separate
         ids, answer_ids = split(preamble, context, answer)
         if not answer_ids:
@@ -379,13 +495,13 @@ class _Encoding:
         return self._fit(ids, answer_ids, len(answer_ids), len(answer))
 
     def prompt(self, preamble: str, context: str, num_tokens: int) -> Request | str:
-        """As `request`, for an answer of up to `num_tokens` that the model is to write."""
+        """Return a request for an answer of up to `num_tokens` that the model is to write."""
         if self.is_joint:
             preamble, context = "", preamble + context
         return self._fit(self._apart(preamble, context), [], num_tokens, 0)
 
     def _fit(self, ids: list[int], answer_ids: list[int], num_tokens: int, num_characters: int) -> Request | str:
-        """Trimmed from the left."""
+        """Trim from the left."""
         room = self.max_tokens - num_tokens
         if room < 1:
             return "an answer longer than the model"
@@ -399,21 +515,20 @@ class _Encoding:
 
     def _apart(self, preamble: str, context: str) -> list[int]:
         context = context.rstrip() if self.strips else context
-        return self.beginning + self._encode(preamble) + self._encode(context)
+        return self.tokenizer.beginning + self._encode(preamble) + self._encode(context)
 
     def _joint(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
         """White space at the context's end goes to the answer, where tokenizers like to have it.
 
-        What the answer's first token would swallow of the context stays with the context, as in
-        lm-evaluation-harness: the context is what it is by itself, and of the whole what is beyond its length is the
-        answer.
+        As in lm-evaluation-harness the context is what it is by itself, and of the whole what is beyond its length is
+        the answer: what the answer's first token would swallow of the context stays with the context.
         """
         before = self._encode((preamble + context).rstrip())
         answer_ids = self.tokenizer.encode(preamble + context + answer)[len(before) :]
-        return self.beginning + before, answer_ids
+        return self.tokenizer.beginning + before, answer_ids
 
     def _encode(self, text: str) -> list[int]:
-        """Remembers, because the choices of an item share their context."""
+        """Remember, because the choices of an item share their context."""
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -11,50 +11,52 @@ from rich.text import Text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
-from llmfoundry_lite.evaluation.reading import BITS, Loaded, Record
-from llmfoundry_lite.evaluation.tables import print_note
-from llmfoundry_lite.report.tables import lean_table, markdown_list, markdown_table, markdown_text
+from llmfoundry_lite.evaluation.records import BITS, RESULT, Record
+from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.tables import print_notes
+from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
 Point = tuple[float, float, float, bool]
+SEQUENTIAL = (
+    " Sequential: p and intervals hold at all looks together (repeated confidence intervals). A difference that was "
+    "found early is on average smaller than it looks. There is no mean of tasks that stopped at different looks."
+)
 
 
 def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     for pair in pairs:
-        _print_pairs(
-            console, printable(f"{pair.other} against {pair.first}"), pair, [*pair.tasks, *filter(None, [pair.mean])]
-        )
-        console.print()
+        _print_rows(console, f"{pair.other} against {pair.first}", pair, pair.rows)
         if pair.more:
-            _print_pairs(console, "by the other metrics", pair, pair.more)
-            console.print()
+            _print_rows(console, "by the other metrics", pair, pair.more)
         if pair.sentence:
             console.print(Text(printable(pair.sentence), style="bold"))
-        for note in pair.notes:
-            print_note(console, note)
+        print_notes(console, pair.notes)
         console.print()
     console.print(Text(legend(pairs), style="dim"))
 
 
-def _print_pairs(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
-    table = lean_table(title)
-    table.add_column("task", overflow="fold")
-    for header in ("items\n(needed)", *(_short(printable(name)) for name in (pair.first, pair.other))):
-        table.add_column(Text(header), justify="right", overflow="fold")
-    table.add_column(" difference [interval]", no_wrap=True)
-    table.add_column("p\nwon/lost", justify="right")
-    for paired in rows:
-        name, _, shots = paired.task.rpartition("/")
-        is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
-        under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
-        table.add_row(
-            Text(printable("\n".join((name or paired.task, *under)), keep="\n")),
-            _items(paired, "\n") + (f"\n({paired.needed:,})" if paired.needed else ""),
-            f"{paired.first:.{paired.digits}f}",
-            f"{paired.other:.{paired.digits}f}",
-            Text(f" {difference_text(paired)}\n {paired.verdict}", style="bold" if paired.is_detected else ""),
-            f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
-        )
-    console.print(table)
+def _print_rows(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
+    names = (_in_lines(name) for name in (pair.first, pair.other))
+    columns = ["task", "items\n(needed)", *names, " difference [interval]", "p\nwon/lost"]
+    console.print(Text(printable(title), style="italic"))
+    Table(title, columns, [_console_row(paired, pair) for paired in rows], right={1, 2, 3, 5}).print(
+        console, unbroken={4}
+    )
+    console.print()
+
+
+def _console_row(paired: Paired, pair: Pair) -> list[str]:
+    name, _, shots = paired.task.rpartition("/")
+    is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
+    under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
+    return [
+        "\n".join((name or paired.task, *under)),
+        _items(paired, "\n") + (f"\n({paired.needed:,})" if paired.needed else ""),
+        f"{paired.first:.{paired.digits}f}",
+        f"{paired.other:.{paired.digits}f}",
+        f" {_difference(paired)}\n {paired.verdict}",
+        f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
+    ]
 
 
 def _items(paired: Paired, space: str) -> str:
@@ -64,26 +66,19 @@ def _items(paired: Paired, space: str) -> str:
     return f"{paired.n:,}{space}of {plan.looks[-1] if paired.metric == BITS else plan.num_items:,}"
 
 
-def _short(name: str) -> str:
-    """In lines of at most nine characters."""
+def _in_lines(name: str) -> str:
     return "\n".join(name[i : i + 9] for i in range(0, len(name), 9))
 
 
-def difference_text(paired: Paired) -> str:
+def _difference(paired: Paired) -> str:
     text = f"{paired.difference:+.{paired.digits}f}"
     if paired.low is None or paired.high is None:
         return text
     return f"{text} [{paired.low:+.{paired.digits}f}, {paired.high:+.{paired.digits}f}]"
 
 
-SEQUENTIAL = (
-    " Sequential: p and intervals hold at all looks together (repeated confidence intervals). A difference that was "
-    "found early is on average smaller than it looks. There is no mean of tasks that stopped at different looks."
-)
-
-
 def legend(pairs: Sequence[Pair]) -> str:
-    num, num_more = (sum(map(len, tables)) for tables in zip(*((p.tasks, p.more) for p in pairs), strict=True))
+    num, num_more = sum(len(pair.tasks) for pair in pairs), sum(len(pair.more) for pair in pairs)
     more = f", and for {num_more} by the other metrics" if num_more else ""
     return (
         f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
@@ -95,49 +90,48 @@ def legend(pairs: Sequence[Pair]) -> str:
     )
 
 
-def write_comparison(results: Sequence[Loaded], pairs: Sequence[Pair], folder: Path, above: str = "") -> list[Path]:
-    """compare.md, which starts with `above`, and compare.json."""
+def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: Path, above: str = "") -> list[Path]:
+    """Write compare.md, which starts with `above`, and compare.json."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [above] if above else []
     for pair in pairs:
-        header = ["task", "metric", "items", "needed", pair.first, pair.other, "difference", "at", "won/lost/tied", "p"]
-        rows = [[*header, "verdict"]]
-        for paired in [*pair.tasks, *filter(None, [pair.mean]), *pair.more]:
-            rows.append(
-                [
-                    paired.task,
-                    "" if paired.metric == "mean" else paired.metric,
-                    _items(paired, " "),
-                    f"{paired.needed:,}" if paired.needed else "",
-                    f"{paired.first:.{paired.digits}f}",
-                    f"{paired.other:.{paired.digits}f}",
-                    difference_text(paired),
-                    f"{100 * paired.confidence:.4g} %",
-                    f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
-                    p_text(paired.p_corrected),
-                    paired.verdict,
-                ]
-            )
-        lines += [f"## {markdown_text(f'{pair.other} against {pair.first}')}", "", *markdown_table(rows), ""]
-        lines += markdown_list([*filter(None, (pair.sentence, *pair.notes))])
-        lines += [""]
+        title, measured = f"{pair.other} against {pair.first}", ["difference", "at", "won/lost/tied", "p", "verdict"]
+        columns = ["task", "metric", "items", "needed", pair.first, pair.other, *measured]
+        table = Table(title, columns, [_markdown_row(paired) for paired in [*pair.rows, *pair.more]])
+        notes = [*filter(None, (pair.sentence, *pair.notes))]
+        lines += [f"## {markdown_text(title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
     if pairs:
         lines += [legend(pairs), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
     markdown.write_text("\n".join(lines))
-    facts.write_text(json.dumps(as_json(results, pairs), indent=1) + "\n")
+    facts.write_text(json.dumps(_as_json(results, pairs), indent=1) + "\n")
     return [markdown, facts]
 
 
-def as_json(results: Sequence[Loaded], pairs: Sequence[Pair]) -> Record:
-    def told(paired: Paired) -> Record:
-        known = {field.name: getattr(paired, field.name) for field in fields(paired) if field.name != "interval"}
-        stage = paired.stage and asdict(paired.stage)
-        return {**known, "stage": stage, "detectable": paired.detectable, "verdict": paired.verdict}
+def _markdown_row(paired: Paired) -> list[str]:
+    return [
+        paired.task,
+        "" if paired.metric == "mean" else paired.metric,
+        _items(paired, " "),
+        f"{paired.needed:,}" if paired.needed else "",
+        f"{paired.first:.{paired.digits}f}",
+        f"{paired.other:.{paired.digits}f}",
+        _difference(paired),
+        f"{100 * paired.confidence:.4g} %",
+        f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
+        p_text(paired.p_corrected),
+        paired.verdict,
+    ]
 
-    keys = ("model", "source", "save_id", "num_tokens_trained", "num_parameters", "tokenizer", "precision")
+
+def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> Record:
+    def told(paired: Paired) -> Record:
+        known = {key: value for key, value in asdict(paired).items() if key != "interval"}
+        return {**known, "detectable": paired.detectable, "verdict": paired.verdict}
+
+    keys = [key for key in RESULT if key != "suite"]
     return {
-        "results": {result.name: {key: result.facts.get(key) for key in keys} for result in results},
+        "results": {result.name: {key: getattr(result, key) for key in keys} for result in results},
         "comparisons": [
             {
                 "first": pair.first,
@@ -154,10 +148,10 @@ def as_json(results: Sequence[Loaded], pairs: Sequence[Pair]) -> Record:
 
 
 def panels(pairs: Sequence[Pair]) -> dict[str, dict[str, dict[str, Point]]]:
-    """For a figure: what is measured -> task -> model -> (difference, low, high, whether it is detected)."""
+    """Return what a figure shows: what is measured -> task -> model -> (difference, low, high, whether detected)."""
     found: dict[str, dict[str, dict[str, Point]]] = {}
     for pair in pairs:
-        for paired in [*pair.tasks, *filter(None, [pair.mean])]:
+        for paired in pair.rows:
             better = "left is better" if paired.metric == BITS else "right is better"
             title = f"difference in {'bits per byte' if paired.metric == BITS else 'accuracy'} ({better})"
             low, high = (paired.difference if end is None else end for end in (paired.low, paired.high))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.config.spans import Duration
 
 Record = dict[str, Any]
 

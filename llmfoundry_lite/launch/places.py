@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layers import merge_layers, read_layers
-from llmfoundry_lite.config.schema import Duration, parse_seconds
+from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
 ARGUMENTS = "{arguments}"

@@ -23,7 +23,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from llmfoundry_lite.config.schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.blocked_attention import blocked_attention
 

@@ -1,6 +1,6 @@
 """How many parameters and how many floating-point operations an MPT has: pure arithmetic, no torch."""
 
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 
 
 def count_parameters(model: ModelConfig) -> int:

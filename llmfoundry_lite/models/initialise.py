@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llmfoundry_lite.config.layout import Runs, runs_between
-from llmfoundry_lite.config.schema import InitConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
 
 BLOCK = 1 << 16

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
 from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build_mask, build_rotation, rotate
 from llmfoundry_lite.models.dropout import drop, drop_keys_of_site, place_keys

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.parallel.mesh import build_context_group
 

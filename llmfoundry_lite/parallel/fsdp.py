@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig
 from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights

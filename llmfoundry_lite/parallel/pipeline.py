@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
-from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
 from llmfoundry_lite.parallel.context import Context

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout, layout_of
-from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of, takes_microbatches
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.plan.model_memory import (

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.hardware import GIB, MIB
 
 FP32_BYTES = 4

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmfoundry_lite.config.layout import DIMENSIONS, Layout
-from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig
 
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach: nccl-tests measures 360 to 370 of NVLink 4's 450 GB/s."""

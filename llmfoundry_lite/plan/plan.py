@@ -15,7 +15,8 @@ from pathlib import Path
 import yaml
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import Duration, PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters

@@ -16,10 +16,10 @@ from llmfoundry_lite.config.schema import (
     NEWTON_SCHULZ_STEPS,
     ContextParallelConfig,
     PipelineConfig,
-    SaveInterval,
     TensorParallelConfig,
     TrainConfig,
 )
+from llmfoundry_lite.config.spans import SaveInterval
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB, Accelerator

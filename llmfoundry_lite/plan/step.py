@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ContextParallelConfig, ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig
 from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, NoReturn
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError, printable
@@ -20,10 +19,6 @@ from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 
 # Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-# A rank that fails leaves without the exit handlers (see `_leave`), so Python's tracker of shared memory cleans up for
-# it, which is right, and says so in two lines for each rank, which would bury the reason.
-os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
 
 
 class Preempted(BaseException):
@@ -50,7 +45,6 @@ ECHO_SECONDS = 2.0
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
     ignore_output_errors()
-    _shield_resource_tracker()
     raise_when_interrupted()
     try:
         adopt_srun()
@@ -65,13 +59,6 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
         report(error)
         _leave(exit_code_of(error))
     sys.exit(EXIT_DONE)
-
-
-def _shield_resource_tracker() -> None:
-    """Start Python's tracker of shared memory deaf to SIGUSR1, as it is to SIGTERM: SLURM sends a signal to every
-    process of a step, and a tracker that dies is replaced by one that complains of each name it has not heard of."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited
-    resource_tracker.ensure_running()
 
 
 def raise_when_interrupted() -> None:

@@ -84,17 +84,6 @@ def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
     return raw if rank == source else bytes(content.cpu().numpy())
 
 
-def send_to_main(tensor: torch.Tensor) -> None:
-    """Send a tensor in host memory to rank 0, which calls `receive_from`."""
-    dist.send(tensor.contiguous(), 0, _host_group)
-
-
-def receive_from(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Fill `tensor` with what that rank sends."""
-    dist.recv(tensor, rank, _host_group)
-    return tensor
-
-
 def max_of(values: list[int], group: Group = None) -> list[int]:
     """Return each value's maximum over the ranks."""
     return _reduce(values, dist.ReduceOp.MAX, group)
@@ -143,6 +132,17 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     if isinstance(kind, type) and issubclass(kind, UserError):
         raise kind(text) from cause  # the same sentence everywhere, so that it is printed once
     raise CheckpointError(f"rank {first}: {name}: {text}")
+
+
+@contextmanager
+def user_errors_on_all_ranks() -> Iterator[None]:
+    """Raise a user's error inside the block on all ranks, after it. All ranks must come here."""
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    raise_on_all_ranks(error)
 
 
 def open_host_group(timeout: datetime.timedelta) -> None:

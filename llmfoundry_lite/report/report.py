@@ -271,8 +271,8 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
 
     import torch
 
+    from llmfoundry_lite.evaluation.generation import model_of, write_text
     from llmfoundry_lite.evaluation.models import load_subject
-    from llmfoundry_lite.evaluation.samples import model_of, write_text
 
     subject = load_subject(str(folder), device=torch.device("cpu"))
     model = model_of(subject)

@@ -27,9 +27,32 @@ class Table:
     num_keys: int = 1
     """The first so many columns say which row it is. The others were measured."""
 
-    def print(self, console: "Console", *, keeps_words: bool = False) -> None:
-        """Print the rows without the title. `keeps_words`: rather a long line than a word or number cut in two."""
-        print_table(console, self.columns, self.rows, self.right, keeps_words=keeps_words)
+    def print(self, console: "Console", *, keeps_words: bool = False, unbroken: Collection[int] | None = None) -> None:
+        """Print the rows without the title.
+
+        `keeps_words` prefers a long line to a word or number cut in two. With `unbroken`, cells may have several lines,
+        columns stand close together, and those named in it are never folded.
+        """
+        print_table(console, self.columns, self.rows, self.right, keeps_words=keeps_words, unbroken=unbroken)
+
+    def print_blocks(self, console: "Console") -> None:
+        """Print the title, and the columns that fit; the others follow below, with the first column repeated."""
+        from rich.text import Text
+
+        columns = zip(self.columns, *self.rows, strict=True)
+        widths = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+        room = console.width - min(widths[0], max(12, console.width // 3))
+        blocks: list[list[int]] = [[]]
+        for i, width in enumerate(widths[1:], start=1):
+            if blocks[-1] and sum(1 + widths[j] for j in blocks[-1]) + 1 + width > room:
+                blocks.append([])
+            blocks[-1].append(i)
+        console.print(Text(printable(self.title), style="italic"))
+        for number, block in enumerate(blocks):
+            if number:
+                console.print()
+            columns = [[cells[i] for i in (0, *block)] for cells in (self.columns, *self.rows)]
+            print_table(console, columns[0], columns[1:], unbroken=block and range(1, len(block) + 1))
 
     def markdown(self) -> list[str]:
         """Return the lines of a Markdown table, without the title."""
@@ -85,22 +108,24 @@ def print_table(
     right: Collection[int] | None = None,
     *,
     keeps_words: bool = False,
+    unbroken: Collection[int] | None = None,
 ) -> None:
-    """`keeps_words`: rather a line too long for the console than a word or number that goes on below."""
+    """Print a table as `Table.print` describes it."""
     from rich.console import Console
     from rich.text import Text
 
-    table = lean_table(gap=1)
+    table, keep = lean_table(gap=0 if unbroken is not None else 1), "" if unbroken is None else "\n"
     for i, heading in enumerate(columns):
         words = " ".join([heading, *(row[i] for row in rows)]).split()
         table.add_column(
-            Text(heading),
+            Text(printable(heading, keep=keep)),
             justify="right" if _is_right(i, right) else "left",
             overflow="fold",
+            no_wrap=i in (unbroken or ()),
             min_width=max(map(len, words), default=0) if keeps_words else None,
         )
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell, keep=keep)) for cell in row))
     if keeps_words:
         # What rich measures leaves out the padding at the edges.
         least = Console(width=1000).measure(table).minimum + len(columns)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.config.schema import Duration
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, DataError, printable
 from llmfoundry_lite.launch.log_lines import (
     Record,

@@ -1,5 +1,4 @@
-"""The ComposerModel: how Composer's loop asks an MPT for a loss, whole or in stages. No loss, precision or sharding of
-its own."""
+"""The ComposerModel: how Composer's loop asks an MPT for a loss, whole or in stages."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,11 +19,14 @@ from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token
 
 
 class LanguageModel(ComposerModel):
-    """Batches are {"input_ids": int64 [b, t]}; a token id below 0 is no token: it is read as 0 and has no loss."""
+    """A batch is {"input_ids": int64 [b, t]}; a token id below 0 is padding: it is read as 0 and has no loss."""
+
+    num_stages = 1
+    """Stages of the pipeline that this rank is part of."""
 
     def __init__(
         self,
-        model: MPT,
+        model: MPT | Pipeline,
         precision: Precision,
         separator: int | None = None,
         context: Context | None = None,
@@ -34,7 +36,7 @@ class LanguageModel(ComposerModel):
         by_rows: bool = False,
     ):
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.sum_loss = sum_loss
         self.context = context
         """The ranks that divide each sample's tokens, if any do."""
@@ -42,34 +44,31 @@ class LanguageModel(ComposerModel):
         self.separator = separator
         """The token that ends a document, if documents in a sample are not to see each other."""
         self.separator_begins = separator_begins
-        """It is a document's first token instead."""
+        """The separator is a document's first token instead."""
         self.by_rows = by_rows
-        """Each row of a batch has the same weight in training, and not each token. A row counts as full."""
+        """In training, each row of a batch has the same weight, not each token. A row counts as full."""
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
 
-    def part(self, x_bt: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of whole rows."""
-        return x_bt if self.context is None else self.context.part(x_bt)
-
     @property
     def num_parts(self) -> int:
-        """Of each sample, on as many ranks."""
+        """Ranks that divide each sample."""
         return 1 if self.context is None else self.context.size
-
-    num_stages = 1
-    """Of the pipeline that this is a rank's part of."""
 
     @property
     def shared_parameters(self) -> list[torch.nn.Parameter]:
-        """Of this rank, those that another stage has as well."""
+        """This rank's parameters that another stage has as well."""
         return []
 
     @property
     def attn_impl(self) -> str:
         return self.model.transformer.attn_impl
+
+    def part(self, x_bt: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of whole rows."""
+        return x_bt if self.context is None else self.context.part(x_bt)
 
     def documents(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
         if self.separator is None:
@@ -81,9 +80,9 @@ class LanguageModel(ComposerModel):
         return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sum of the loss in nats, and the number of tokens it is the sum over.
+        """Return the sum of the loss in nats, and the number of tokens it is the sum over.
 
-        Of ranks that divide the samples, each gives its part times their number: their mean is the samples' loss.
+        Ranks that divide the samples each return their part times their number: the mean is the samples' loss.
         """
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
@@ -105,9 +104,11 @@ class LanguageModel(ComposerModel):
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Mean over the microbatch's tokens; Composer weights microbatches and ranks by their tokens."""
-        mean = outputs["loss_sum"] / outputs["num_tokens"].clamp(min=1)
-        return mean if self.loss_scale == 1.0 else _ScaleGradient.apply(mean, self.loss_scale)  # type: ignore
+        """Mean over the microbatch's tokens; the trainer weights microbatches and ranks by their tokens."""
+        mean, scale = outputs["loss_sum"] / outputs["num_tokens"].clamp(min=1), self.loss_scale
+        if scale != 1.0 and mean.requires_grad:
+            mean.register_hook(lambda gradient: gradient * scale)
+        return mean
 
     def eval_forward(self, batch: Any, outputs: Any | None = None) -> dict[str, torch.Tensor]:
         return outputs if outputs is not None else self(batch)
@@ -120,22 +121,10 @@ class LanguageModel(ComposerModel):
 
 
 class PipelinedLanguageModel(LanguageModel):
-    """The same of a pipeline, of which this rank has some stages. Losses are where the last stage is, 0 elsewhere."""
+    """The stages of a pipeline that this rank has. Losses are where the last stage is, 0 elsewhere."""
 
-    model: Pipeline  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        model: Pipeline,
-        precision: Precision,
-        separator: int | None = None,
-        context: Context | None = None,
-        *,
-        separator_begins: bool = False,
-        by_rows: bool = False,
-    ):
-        options: dict[str, Any] = {"separator_begins": separator_begins, "by_rows": by_rows}
-        super().__init__(cast(Any, model), precision, separator, context, **options)
+    def __init__(self, model: Pipeline, *arguments: Any, **options: Any):
+        super().__init__(model, *arguments, **options)
         self.num_stages = model.num_ranks
 
     @property
@@ -147,13 +136,13 @@ class PipelinedLanguageModel(LanguageModel):
         return cast(MPT, self.model.stages[0]).transformer.attn_impl
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Without a gradient."""
+        """Evaluate, without a gradient."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
-        num_tokens, documents_bt = (labels_bt != IGNORED).sum(), self.documents(tokens_bt)
         loss_sum = self.model.run_forward(
-            self.part(tokens_bt.clamp(min=0)), labels_bt=self.part(labels_bt), documents_bt=documents_bt
+            self.part(tokens_bt.clamp(min=0)), labels_bt=self.part(labels_bt), documents_bt=self.documents(tokens_bt)
         )
+        num_tokens = (labels_bt != IGNORED).sum()
         if loss_sum is None:
             return {"loss_sum": torch.zeros((), device=tokens_bt.device), "num_tokens": torch.zeros_like(num_tokens)}
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
@@ -164,7 +153,7 @@ class PipelinedLanguageModel(LanguageModel):
         """Add up the gradient of a batch, in microbatches of so many samples; returns its weighted loss.
 
         `share` is what a data rank has of the global batch on average, in tokens with a loss or in samples. A batch
-        that is too small is filled up with rows that have no tokens.
+        that is too small is filled up with rows of padding.
         """
         tokens_bt = batch["input_ids"]
         missing = num_microbatches * num_samples - len(tokens_bt)
@@ -187,7 +176,6 @@ class TokenCrossEntropy(Metric):
     """Mean loss in nats over all tokens of all ranks, each counted once."""
 
     full_state_update = False
-
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
 
@@ -202,14 +190,3 @@ class TokenCrossEntropy(Metric):
 
     def compute(self) -> torch.Tensor:
         return self.loss_sum / self.num_tokens.clamp(min=1)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value, scale):
-        ctx.scale = scale
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[override]
-        return gradient * ctx.scale, None

@@ -1,8 +1,8 @@
 """What ranks tell each other between two batches: one sum over integers that lie in host memory, and nothing else.
 
 It is made at the end of each batch. By then the next one has been read ahead, so that its tokens and its digest are
-counted before it goes to the device. An epoch's first batch needs a sum of its own. The gradient step has the other
-collective of a batch: the one for numbers that lie on devices (`gradients.measure`).
+counted before it goes to the device. An epoch's first batch needs a sum of its own. The other collective of a batch,
+for numbers that lie on devices, is `gradients.measure`.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ class Upcoming(NamedTuple):
     is_there: bool
     """Every rank has its share of one."""
     num_filled: int
-    """Samples. Rows without tokens, which fill up an epoch's last batch, are none."""
+    """Samples. Rows of padding, which fill up an epoch's last batch, do not count."""
     num_tokens: int
     num_losses: int
     """Tokens that have a loss."""
@@ -37,17 +37,17 @@ NOTHING = Upcoming(False, 0, 0, 0, 0)
 class Agreement(Callback):
     """Reads batches one ahead, and carries what callbacks want to know of other ranks."""
 
-    def __init__(self, ranks: DataRanks, preemption: Preemption):
+    def __init__(self, ranks: DataRanks, preemption: Preemption, changed: Callable[[State], Iterator[Any] | None]):
         self.ranks = ranks
         self.preemption = preemption
+        self.changed = changed
+        """Returns batches to go on with instead, where this rank has other rows from now on."""
         self.is_writing: Callable[[], bool] = lambda: False
         """Whether this rank's part of a save is not written yet."""
         self.is_saving: Callable[[], bool] = lambda: False
         """Whether a save is on its way, on any rank."""
         self.wants_save: Callable[[State], bool] = lambda state: False
         """Whether rank 0 wants a save after this batch; the other ranks are not asked."""
-        self.changed: Callable[[State], Iterator[Any] | None] = lambda state: None
-        """Batches to go on with instead, where this rank has other rows from now on."""
         self.current = NOTHING
         """The batch that is being trained."""
         self.upcoming = NOTHING
@@ -58,16 +58,14 @@ class Agreement(Callback):
         self._batch: Any = None
         self._error: Exception | None = None
 
-    # ------------------------------------------------------------------------------------------------- for the Trainer
-
     def begin_epoch(self, batches: Iterator[Any]) -> None:
-        """An epoch begins. Every rank must call this together."""
+        """Read the first batch. Every rank must call this together."""
         self._batches = batches
         self._agree(self._read_ahead())
 
     def take(self) -> Any:
-        """This rank's share of the next batch; None at the epoch's end, which is the end for all ranks. Raises what
-        the loader has raised."""
+        """Return this rank's share of the next batch; None at the epoch's end, which is the end for all ranks. Raises
+        what the loader has raised."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -78,8 +76,6 @@ class Agreement(Callback):
     def end_epoch(self) -> None:
         self._batches = self._batch = self._error = None
 
-    # ------------------------------------------------------------------------------------------------------- the event
-
     def batch_end(self, state: State, logger: Logger) -> None:
         assert state.max_duration is not None
         reason = self.preemption.look()
@@ -88,7 +84,7 @@ class Agreement(Callback):
         self.preemption.settle(self._agree(counted, reason, self.ranks.is_first and self.wants_save(state)))
 
     def _read_ahead(self) -> Upcoming:
-        """What this rank knows of it."""
+        """Read this rank's share of the next batch, and count it."""
         assert self._batches is not None
         try:
             self._batch = next(self._batches, None)
@@ -96,13 +92,11 @@ class Agreement(Callback):
             self._error = error
         if self._batch is None:
             return NOTHING._replace(is_there=self._error is not None)
-        tokens_bt = self._batch["input_ids"]
-        count, digest = count_tokens(self._batch), batch_digest(tokens_bt)
-        filled = count_filled(self._batch)
-        return Upcoming(True, filled, count["total"], count["loss_generating"], digest)
+        count, digest = count_tokens(self._batch), batch_digest(self._batch["input_ids"])
+        return Upcoming(True, count_filled(self._batch), count["total"], count["loss_generating"], digest)
 
     def _agree(self, counted: Upcoming, reason: int = 0, wants_save: bool = False) -> int:
-        """The highest reason to leave that any rank has."""
+        """Return the highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
         missing, filled, tokens, losses, digest, writing, wanting, *having = all_reduce_sum(
@@ -114,11 +108,11 @@ class Agreement(Callback):
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
-    """All tokens, and those with a loss: the last of each sample has no successor. Of a batch in host memory."""
+    """Count all tokens, and those with a loss: the last of each sample has no successor. In host memory."""
     is_real_bt = batch["input_ids"].cpu().numpy() >= 0
     return {"total": int(is_real_bt.sum()), "loss_generating": int(is_real_bt[:, 1:].sum())}
 
 
 def count_filled(batch: dict[str, torch.Tensor]) -> int:
-    """Samples that have tokens. Of a batch in host memory."""
+    """Count the samples that are not all padding. In host memory."""
     return int((batch["input_ids"].cpu().numpy() >= 0).any(1).sum())

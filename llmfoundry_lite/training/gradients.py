@@ -1,16 +1,17 @@
 """Between backward and optimizer: sum over devices, unscale, measure, agree on whether the batch is sound, clip.
 
-All of it needs the gradient's norm, so one pass computes it once: the same number is logged, compared with the
-clipping threshold and asked whether it is finite.
+One pass computes the gradient's norm. The same number is logged, compared with the clipping threshold, and checked for
+being finite.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,49 +25,68 @@ LOSS = "loss/train/total"
 
 
 class Measured(NamedTuple):
-    """Of a batch, the same on every rank."""
+    """A batch's numbers, the same on every rank."""
 
     norm: float
     """L2, of the whole gradient."""
     loss: float
-    """The mean of the data ranks'."""
+    """Mean of the data ranks' losses."""
     num_bad_losses: int
     """Microbatches whose loss is not finite."""
 
 
-class GradientStep(Callback):
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling for fp16: halve on overflow, double after a long run of sound batches.
+
+    Starting value, factors and interval are those of torch's GradScaler, whose state lives on the device and only
+    there. This state is two numbers, the same on all ranks.
+    """
+
+    scale: float = 2.0**16
+    num_sound_batches: int = 0
+    growth_interval = 2000
+
+    def update(self, finite: bool) -> bool:
+        """Adapt to one batch. Returns whether the batch overflowed and a lower scale may cure it."""
+        if not finite:
+            curable = self.scale > 1.0
+            self.scale, self.num_sound_batches = max(self.scale / 2, 1.0), 0
+            return curable
+        self.num_sound_batches += 1
+        if self.num_sound_batches == self.growth_interval:
+            self.scale, self.num_sound_batches = self.scale * 2, 0
+        return False
+
+    def state_dict(self) -> dict[str, float | int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self.scale, self.num_sound_batches = float(state["scale"]), int(state["num_sound_batches"])
+
+
+@dataclass(kw_only=True)
+class GradientStep:
     """Says when gradients are summed over devices, and guards every optimizer step: a batch that any rank finds
-    non-finite is skipped, or ends the run, on all ranks."""
+    non-finite is skipped, or ends the run, on all ranks. The trainer calls the methods in their order."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        clipping: GradientClippingConfig | None,
-        on_non_finite: str,
-        max_skipped_batches: int,
-        scaler: "LossScaler | None" = None,
-        reduces_every_microbatch: bool = True,
-    ):
-        self.model = model
-        self.reduces_every_microbatch = reduces_every_microbatch
-        self.clipping = clipping
-        self.on_non_finite = on_non_finite
-        self.max_skipped_batches = max_skipped_batches
-        self.scaler = scaler
-        self.num_skipped_batches = 0
-        self.digest = ""
-        """Of the batch in hand, for messages; the data digest callback sets it."""
-        self.agreed: Measured | None = None
-        """What several islands have found of the batch in hand, whose gradient is that of all of them by now."""
+    model: LanguageModel
+    clipping: GradientClippingConfig | None = None
+    on_non_finite: str
+    max_skipped_batches: int
+    scaler: LossScaler | None = None
+    reduces_every_microbatch: bool = True
+    num_skipped_batches: int = 0
+    agreed: Measured | None = None
+    """What `partners` have measured of the batch in hand, whose gradient is that of all of them by now."""
 
-    def before_train_batch(self, state: State, logger: Logger) -> None:
-        self.bad_losses = torch.zeros((), device=state.device._device)
+    def begin(self, num_microbatches: int, device: torch.device) -> None:
+        self.bad_losses = torch.zeros((), device=device)
         self.model.loss_scale = self.scaler.scale if self.scaler else 1.0
-        assert state.device_train_microbatch_size is not None
-        self.num_microbatches_left = math.ceil(len(state.batch["input_ids"]) / state.device_train_microbatch_size)
+        self.num_microbatches_left = num_microbatches
 
-    def before_forward(self, state: State, logger: Logger) -> None:
-        """Gradients stay on their device until the batch's last microbatch; FSDP2 would sum them after each.
+    def before_forward(self) -> None:
+        """Keep gradients on their device until the batch's last microbatch; FSDP2 would sum them after each.
 
         Where each microbatch's are shared out among the shards, the sum over replicas still waits for the last. Not
         in 16 bits: FSDP2 would add the microbatches up in them.
@@ -77,24 +97,23 @@ class GradientStep(Callback):
             self.model.model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
             self.model.model.set_requires_all_reduce(is_last or self.model.precision.reduction != torch.float32)
 
-    def after_loss(self, state: State, logger: Logger) -> None:
-        assert isinstance(state.loss, torch.Tensor)
-        self.bad_losses += (~torch.isfinite(state.loss.detach())).float()
+    def after_loss(self, loss: torch.Tensor) -> None:
+        self.bad_losses += (~torch.isfinite(loss.detach())).float()
 
-    def after_train_batch(self, state: State, logger: Logger) -> None:
+    def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
+        """Make the gradient ready for the optimizer, or drop it. Returns the global batch's loss.
+
+        `loss`: this rank's. `digest`: of the batch, for messages. Raises NonFiniteError.
+        """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [local(p.grad) for p in parameters]
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
-        norm, loss, num_bad_losses = self.agreed or measure(
-            parameters,
-            cast(torch.Tensor, state.total_loss_dict[LOSS]),
-            self.bad_losses,
-            self.model.num_stages,
-            self.model.shared_parameters,
+        found = self.agreed or measure(
+            parameters, loss, self.bad_losses, self.model.num_stages, self.model.shared_parameters
         )
-        state.total_loss_dict = {LOSS: loss}
-        metrics = {LOSS: loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
+        norm, mean_loss, num_bad_losses = found
+        metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
         finite = math.isfinite(norm) and num_bad_losses == 0
         if finite and self.clipping is not None:
             clip(gradients, norm, self.clipping)
@@ -108,12 +127,12 @@ class GradientStep(Callback):
             metrics["skipped_batches"] = self.num_skipped_batches
         logger.log_metrics(metrics)
         if not finite:
-            self._non_finite(state, norm, num_bad_losses, overflowed)
+            where = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
+            self._skip_or_stop(where, norm, num_bad_losses, overflowed)
+        return mean_loss
 
-    def _non_finite(self, state: State, norm: float, num_bad_losses: int, overflowed: bool) -> None:
-        batch = int(state.timestamp.batch) + 1
+    def _skip_or_stop(self, where: str, norm: float, num_bad_losses: int, overflowed: bool) -> None:
         what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
-        where = f"batch {batch} (data/digest {self.digest})"
         if overflowed:
             assert self.scaler is not None
             what = f"the fp16 gradient overflowed; the loss scale is now {self.scaler.scale:g}"
@@ -138,7 +157,8 @@ def measure(
     num_stages: int = 1,
     shared: Sequence[torch.nn.Parameter] = (),
 ) -> Measured:
-    """The only collective of a batch, and the only time that the host waits for the device, beside FSDP.
+    """Measure the batch in the only collective that it has beside FSDP's, and the only time the host waits for the
+    device.
 
     Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
     all ranks; ranks that divide layers among them each count the one they have in common. Of `num_stages` pipelined
@@ -159,7 +179,7 @@ def measure(
 def _by_replicas(
     parameters: list[torch.nn.Parameter], stage_size: int, shared: set[int]
 ) -> dict[int, list[torch.Tensor]]:
-    """A parameter is on all ranks of its stage, of which some share it out."""
+    """Group gradients by the number of ranks that hold the same shard; a stage's ranks have or share each parameter."""
     groups: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         replicas = stage_size * (2 if id(parameter) in shared else 1)
@@ -174,40 +194,10 @@ def _by_replicas(
 
 
 def clip(gradients: list[torch.Tensor], norm: float, clipping: GradientClippingConfig) -> None:
-    """By norm: scale the whole gradient down to the threshold. By value: clamp each of its numbers."""
+    """Scale the whole gradient down to the threshold (by norm), or clamp each of its numbers (by value)."""
     threshold = clipping.clipping_threshold
     if clipping.clipping_type == "value":
         torch._foreach_clamp_min_(gradients, -threshold)
         torch._foreach_clamp_max_(gradients, threshold)
     elif norm > threshold:
         torch._foreach_mul_(gradients, threshold / (norm + 1e-6))
-
-
-class LossScaler:
-    """Dynamic loss scaling for fp16: halve on overflow, double after a long run of sound batches.
-
-    Starting value, factors and interval are those of torch's GradScaler. Its state is two numbers, the same on all
-    ranks, which is why it is ours: Composer's lives on the device and only there.
-    """
-
-    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
-        self.scale = scale
-        self.growth_interval = growth_interval
-        self.num_sound_batches = 0
-
-    def update(self, finite: bool) -> bool:
-        """Adapt to one batch. Returns whether the batch overflowed and a lower scale may cure it."""
-        if not finite:
-            curable = self.scale > 1.0
-            self.scale, self.num_sound_batches = max(self.scale / 2, 1.0), 0
-            return curable
-        self.num_sound_batches += 1
-        if self.num_sound_batches == self.growth_interval:
-            self.scale, self.num_sound_batches = self.scale * 2, 0
-        return False
-
-    def state_dict(self) -> dict[str, float | int]:
-        return {"scale": self.scale, "num_sound_batches": self.num_sound_batches}
-
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        self.scale, self.num_sound_batches = float(state["scale"]), int(state["num_sound_batches"])

@@ -1,15 +1,16 @@
 """Evaluation in context while a run trains: the same tasks and scores as `scripts/eval.py`, in the run's own log."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DataRanks
-from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
@@ -19,34 +20,22 @@ from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
 from llmfoundry_lite.training.adapter import LanguageModel
 
 
+@dataclass(kw_only=True, eq=False)
 class InContext(Callback):
-    """Evaluates whenever the validation loss is due. The ranks share the items and end with the same numbers.
+    """Evaluates whenever the validation loss is due. The ranks share the items and end with the same numbers."""
 
-    `leave_if_asked` is called by all ranks together before each of their batches, and raises when the run must go.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        tokenizer: Tokenizer,
-        tasks: Sequence[TaskConfig],
-        is_due: Callable[[State, Event], bool],
-        leave_if_asked: Callable[[State, Logger], None],
-        max_batch_tokens: int,
-        limit: int | None,
-        ranks: DataRanks,
-    ):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.tasks = tasks
-        self.is_due = is_due
-        self.leave_if_asked = leave_if_asked
-        self.max_batch_tokens = max_batch_tokens
-        self.limit = limit
-        self.ranks = ranks
+    model: LanguageModel
+    tokenizer: Tokenizer
+    tasks: Sequence[TaskConfig]
+    is_due: Callable[[State], bool]
+    leave_if_asked: Callable[[State, Logger], None]
+    """All ranks together call it before each of their batches. It raises when the run must go."""
+    max_batch_tokens: int
+    limit: int | None
+    ranks: DataRanks
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if self.is_due(state, Event.BATCH_END):
+        if self.is_due(state):
             self.evaluate(state, logger)
 
     def evaluate(self, state: State, logger: Logger) -> None:
@@ -90,5 +79,5 @@ class InTraining(TreeModel):
         with self._precision():
             yield from super().write(context, num_tokens)
 
-    def _precision(self) -> Any:
+    def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()

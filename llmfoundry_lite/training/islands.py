@@ -1,8 +1,7 @@
 """One run on several islands at once: what a batch asks of the other islands, and what comes of it.
 
-Owns the seam between training and `llmfoundry_lite.islands`: this island's rows, its gradient's way to the others, the
-verdict on each batch, the state of those that join, and who saves. Leaves membership and commits to the coordinator,
-and sockets to `islands.exchange`.
+The seam between training and `llmfoundry_lite.islands`: this island's rows, its gradient's way to the others, the
+verdict on each batch, the state of islands that join, and who saves. The coordinator decides on membership and commits.
 
 A batch counts on all islands or on none. Until the coordinator says so, nothing but gradients has been touched: they
 are dropped, and the batch is computed again with the rows of a new view.
@@ -11,23 +10,24 @@ are dropped, and the batch is computed again with the rows of a new view.
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from composer import Trainer
 from composer.core import State
-from composer.loggers import Logger
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.manifest import decode_segment, encode_segment
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.checkpoint.state import local_part, parameter_names, read_state, write_optimizer
 from llmfoundry_lite.config.changes import what_is_trained
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.islands.exchange import (
     Box,
     Boxes,
@@ -41,96 +41,91 @@ from llmfoundry_lite.islands.exchange import (
 )
 from llmfoundry_lite.islands.member import Lost, Member, View, found_coordinator
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
-from llmfoundry_lite.ranks.codec import decode_value, encode_value
+from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_sum, broadcast_json, max_of, raise_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.gradients import GradientStep, Measured, measure
+from llmfoundry_lite.training.gradients import Measured, measure
 from llmfoundry_lite.training.optimizers import clear_gradients, local
+from llmfoundry_lite.training.partners import Partners
 
 LOOK_SECONDS = 0.5
-"""Between two looks whether a launch that waits is asked to leave."""
-Described = dict[str, list[Message]]
-"""Islands, each by what its ranks have said of themselves."""
+"""Interval at which a launch that waits checks whether it is asked to leave."""
 LABELS = 64
-"""Of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
+"""Labels of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
 
 
-class Islands:
-    """This rank's part. Every rank of the island calls every method at the same places."""
+class Islands(Partners):
+    """This rank's part of an island."""
+
+    takes_lease_at_start = False
+    instead_of_saving = "the other islands carry on"
 
     def __init__(self, config: TrainConfig):
-        """Connects, so that a launch is refused before anything heavy starts. Raises UserError on all ranks."""
         assert config.islands is not None
         self.config = config.islands
         self.fingerprints = what_is_trained(as_dict(config))
+        self.run_folder = Path(config.run_folder)
         self.num_rows = config.global_train_batch_size
         self.by_tokens = config.accumulate_train_batch_on_tokens
         self.loader = config.train_loader
         self.name = self.config.name
         self.rank, self.num_ranks, *_ = this_rank()
+        self.member: Any = None
+        """None until this rank has connected."""
         self.view = View(0, 0, {}, {}, "", "", [])
         self.next_view: View | None = None
         self.trained: dict[str, dict[str, Any]] = {}
         """Each island that has trained since this one began: its machine, and its rows since then."""
-        self.metrics: dict[str, float] = {}
-        """Of the batch that was committed last."""
+        self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
         self.weights = ""
-        """Their digest, where they are to be compared now."""
+        """Digest of the weights, where they are to be compared now."""
         self.tokens_elsewhere = 0
-        """That other islands have trained in this time."""
-        error = None
+        self.newest_lease: int | None = None
+        """On rank 0: the store's when this island was told to save."""
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def connect(self) -> None:
+        """Dial the coordinator, and listen for other islands."""
+        error, member, exchange = None, None, None
         coordinator = parse_address(self.config.coordinator, "islands.coordinator")
         try:
             if self.config.begin_with is not None and self.rank == 0:
-                found_coordinator(coordinator, self.config.begin_with, Path(config.run_folder) / "coordinator.txt")
+                found_coordinator(coordinator, self.config.begin_with, self.run_folder / "coordinator.txt")
         except ConfigError as caught:
             error = caught
         raise_on_all_ranks(error)
         try:
             token = find_token()
-            self.member = Member(coordinator, token, self.name, self._say_waiting)
-            self.exchange = Exchange(self.name, self.rank, self.config.address, token)
+            member = Member(coordinator, token, self.name, self._say_waiting)
+            exchange = Exchange(self.name, self.rank, self.config.address, token)
         except ConfigError as caught:
             error = caught
         except (OSError, UnicodeError) as caught:  # the latter: no name of a host
             reason = getattr(caught, "strerror", None) or caught
             error = ConfigError(f"islands.address: {self.config.address}: {reason}")
         raise_on_all_ranks(error)
-        self.member.on_newer_view = self.exchange.abort
-        self.member.on_lost = lambda: self.exchange.abort(math.inf)
-        self.member.count_bytes = lambda: self.exchange.num_bytes
-        self.exchange.on_transfer = self._note_transfer
+        assert member is not None and exchange is not None
+        member.on_newer_view = exchange.abort
+        member.on_lost = lambda: exchange.abort(math.inf)
+        member.count_bytes = lambda: exchange.num_bytes
+        exchange.on_transfer = self._note_transfer
+        self.member, self.exchange = member, exchange
 
     def _say_waiting(self, reason: str) -> None:
         if self.rank == 0:
             print(f"islands: still waiting: {reason}", flush=True)
 
-    def attach(self, agreement: Agreement, guard: GradientStep) -> None:
-        self.agreement = agreement
-        self.guard = guard
-        agreement.changed = self.move_on
-
-    @property
-    def this_one_saves(self) -> bool:
-        """It is the scribe; and if it leaves, nobody is left to go on."""
-        following = None if self.next_view is None else self.next_view.members
-        return self.view.scribe == self.name and (not following or self.name in following)
-
-    @property
-    def has_lost_the_others(self) -> bool:
-        """As far as this rank has heard; it leaves at the next batch."""
-        return self.member.lost is not None
-
-    # ------------------------------------------------------------------------------------------- coming and going
-
-    def enter(self, state: State, logger: Logger, checkpointing: Checkpointing) -> None:
+    def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
         """Say what this rank has, and wait for the first view; take over the state of a run that is under way."""
-        self.checkpointing = checkpointing
-        self.save_before_leaving = lambda reason: checkpointing.save_before_leaving(reason, state, logger)
+        state: State = trainer.state
+        self.checkpointing: Checkpointing = checkpointing
+        self.agreement, self.guard = checkpointing.agreement, trainer.gradient_step  # type: ignore[attr-defined]
+        self.save_before_leaving = lambda reason: self._save_before_leaving(reason, state, trainer.logger)
+        self.member.on_evicted = lambda reason: on_evicted("preempted", reason)
         dataset: Any = state.train_dataloader.dataset  # type: ignore[union-attr]
         self.dataset: TextDataset = dataset
         optimizer = state.optimizers[0]
@@ -138,6 +133,7 @@ class Islands:
         self.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
         launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
+        machine = {"device": devices.device_name(), "num_devices": self.num_ranks, "torch": str(torch.__version__)}
         self.member.say_hello(
             {
                 "island": self.name,
@@ -146,11 +142,7 @@ class Islands:
                 "size": self.num_ranks,
                 "address": list(self.exchange.address),
                 "boxes": self.boxes,
-                "machine": {
-                    "device": devices.device_name(),
-                    "num_devices": self.num_ranks,
-                    "torch": str(torch.__version__),
-                },
+                "machine": machine,
                 "fingerprints": {**self.fingerprints, "order of the data": dataset.order.fingerprint},
                 "batch": first_batch,
                 "rows": self.num_rows,
@@ -160,28 +152,23 @@ class Islands:
         )
         if self.rank == 0:
             print("islands: waiting until as many are here as the run begins with, or its next batch ends", flush=True)
-        self._wait_for_others()
-        self._take_up(self._hear_view(), state)
-
-    def _wait_for_others(self) -> None:
-        """For as long as it takes. Who asks this launch to leave is answered at once: there is nothing to save."""
         preemption = self.agreement.preemption
         while not max_of([int(self.member.wait(LOOK_SECONDS))])[0]:
-            if asked_by := preemption.agree_on_reason():
+            if asked_by := preemption.agree_on_reason():  # answered at once: there is nothing to save
                 why = preemption.because(asked_by)
                 raise Preempted(f"{why} while waiting for other islands; run the same command again", orderly=True)
-
-    def close(self, *, has_finished: bool = False) -> None:
-        self.member.close(has_finished=has_finished)
-        self.exchange.close()
-
-    def _hear_view(self) -> View:
         verdict = self._hear()
         assert verdict["kind"] == "view", verdict["kind"]
-        return View.of(verdict)
+        self._take_up(View.of(verdict), state)
+
+    def close(self, *, has_finished: bool = False) -> None:
+        if self.member is not None:
+            self.member.close(has_finished=has_finished)
+            self.exchange.close()
+            self.member = None
 
     def _hear(self) -> Message:
-        """The next verdict that rank 0 hears, on all ranks.
+        """Return the next verdict that rank 0 hears, on all ranks.
 
         When there is none to come, raises Preempted, after a save if this island is the scribe; ConfigError when the
         island is refused.
@@ -202,9 +189,9 @@ class Islands:
             raise Preempted(f"left the run: {lost.reason}; run the same command again", orderly=True)
         raise Preempted(self.save_before_leaving(lost.reason), orderly=True)
 
-    def _describe(self, view: View) -> tuple[Described, Lost | None]:
-        """What rank 0 knows of the view's islands, or why it knows nothing."""
-        described: Described = {}
+    def _describe(self, view: View) -> tuple[dict[str, list[Message]], Lost | None]:
+        """Return what the ranks of the view's islands have said of themselves, or why rank 0 does not know."""
+        described: dict[str, list[Message]] = {}
         lost: Lost | None = None
         if self.rank == 0:
             try:
@@ -214,14 +201,15 @@ class Islands:
         described, lost = broadcast_json([described, lost])
         return described, Lost(*lost) if lost is not None else None
 
-    def _take_up(self, view: View, state: State, described: Described | None = None) -> None:
-        """A new view, between two batches or before one is repeated."""
+    def _take_up(self, view: View, state: State, described: dict[str, list[Message]] | None = None) -> None:
+        """Begin with a new view, between two batches or before one is repeated."""
         if described is None:
             described, lost = self._describe(view)
             if lost is not None:
                 self._leave(lost)
-        if view.scribe == self.name != self.view.scribe:
-            self.checkpointing.note_leases()
+        if view.scribe == self.name != self.view.scribe and self.rank == 0:
+            with suppress(OSError):
+                self.newest_lease = self.checkpointing.store.leases.highest()
         self.view, self.next_view = view, None
         pieces = {name: share_out([_boxes_of(one) for one in ranks]) for name, ranks in described.items()}
         self.pieces = pieces[self.name][self.rank]
@@ -239,14 +227,53 @@ class Islands:
         self.member.phase = "compute"
 
     def _note_transfer(self, is_transferring: bool) -> None:
-        """Nothing else counts as silence of a link: `exchange` is said while sockets wait, `wait` while this rank waits
+        """Tell the coordinator in which phase this rank is silent: `exchange` while sockets wait, `wait` while it waits
         for its own island or for the coordinator, `compute` whenever the host or the device works."""
         self.member.phase = "exchange" if is_transferring else "compute"
+
+    # ------------------------------------------------------------------------------------------------- who saves
+
+    @property
+    def saves_here(self) -> bool:  # type: ignore[override]
+        """This island is the scribe; and if it leaves, nobody is left to go on."""
+        following = None if self.next_view is None else self.next_view.members
+        return self.view.scribe == self.name and (not following or self.name in following)
+
+    @property
+    def segment(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"islands": {name: dict(one) for name, one in self.trained.items()}}
+
+    def may_save(self) -> bool:
+        """A rank that has lost the others leaves at the next batch; they may carry on without this island."""
+        return self.saves_here and not (broadcast_json(self.member.lost is not None) and self._is_followed())
+
+    def _is_followed(self) -> bool:
+        """Tell whether another island has begun to save since: taking the lease from it would end the others. Every
+        rank must ask."""
+        is_followed = False
+        if self.rank == 0:
+            lease = self.checkpointing.saver.lease
+            known = lease.epoch if lease is not None else self.newest_lease
+            with suppress(OSError):
+                is_followed = known is not None and self.checkpointing.store.leases.highest() > known
+        return broadcast_json(is_followed)
+
+    def _save_before_leaving(self, reason: str, state: State, logger: Any) -> str:
+        """Save in the middle of a batch, of which nothing has been trained yet. Returns what to say when leaving."""
+        saves = self.saves_here and not self._is_followed()
+        try:
+            (self.checkpointing.save_now if saves else self.checkpointing.fit_end)(state, logger)
+        except CheckpointError:
+            if not self._is_followed():
+                raise
+            saves = False
+        saved = f"saved as ba{self.checkpointing.last_saved_batch}" if saves else "another island saves"
+        return f"{reason} after batch {int(state.timestamp.batch)}, {saved}; run the same command again"
 
     # --------------------------------------------------------------------------------------------------- the data
 
     def batches(self, state: State) -> Iterator[Any]:
-        """This rank's rows of the epoch's batches, from the next one on. Every rank must begin to read together."""
+        """Read this rank's rows of the epoch's batches, from the next one on. Every rank must begin together."""
         lanes = self.view.lanes[self.name]
         num_rows = len(lanes) // self.num_ranks
         mine = lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
@@ -263,7 +290,6 @@ class Islands:
         )
 
     def move_on(self, state: State) -> Iterator[Any] | None:
-        """At the end of a batch: batches to go on with instead, if there is a new view with other rows."""
         view, before = self.next_view, self.view
         if view is not None and self.name in view.members:
             described, lost = self._describe(view)
@@ -274,11 +300,6 @@ class Islands:
         self.weights = self._digest_weights() if is_due else ""
         return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
 
-    def _now(self) -> float:
-        """When the device has done what was asked of it: shares follow what it computes, not what it is sent."""
-        devices.finish()
-        return time.monotonic()
-
     def _digest_weights(self) -> str:
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
@@ -287,9 +308,9 @@ class Islands:
 
     # -------------------------------------------------------------------------------------------------- the batch
 
-    def begin(self) -> None:
-        """The batch is computed from here on. An evaluation or a save before it says nothing of this island's pace."""
-        self.began_at = self._now()
+    def begin_batch(self) -> None:
+        """Start the clock. An evaluation or a save before the batch says nothing of this island's pace."""
+        self.began_at = _now()
 
     def settle(self, state: State, loss: torch.Tensor) -> bool:
         """Exchange the gradient of this island's rows, and hear the verdict. `loss` is a data rank's, as for `measure`.
@@ -297,7 +318,7 @@ class Islands:
         True: the gradient is the whole batch's, and the guard and the agreement know what all have found of it. False:
         the gradient is gone, and the batch is to be computed again, with the rows of the new view.
         """
-        seconds = self._now() - self.began_at
+        seconds = _now() - self.began_at
         here = self.agreement.current
         weight = here.num_losses if self.by_tokens else here.num_filled
         with torch.no_grad():
@@ -306,17 +327,8 @@ class Islands:
         if self.rank == 0:
             place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch)}
             counts = {"weight": weight, "samples": here.num_filled, "tokens": here.num_tokens}
-            self.member.say(
-                {
-                    **place,
-                    **counts,
-                    "losses": here.num_losses,
-                    "digest": here.digest,
-                    "seconds": seconds,
-                    "weights": self.weights,
-                    **report,
-                }
-            )
+            counts |= {"losses": here.num_losses, "digest": here.digest}
+            self.member.say({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
         self.member.phase = "wait"
         verdict = self._hear()
         while verdict["epoch"] < self.view.epoch or (verdict["kind"] == "view" and verdict["epoch"] == self.view.epoch):
@@ -327,16 +339,20 @@ class Islands:
             self.num_repeats += 1
             self._take_up(View.of(verdict), state)
             return False
-        self.num_drifts += len(verdict["drifted"])
-        self.metrics = {
+        self.measured = {
             "islands/members": len(self.view.members),
             "islands/rows": here.num_filled,
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
-            "islands/repeats": self.num_repeats,
-            "islands/drifts": self.num_drifts,
         }
+        self._commit(verdict)
+        return True
+
+    def _commit(self, verdict: Message) -> None:
+        """Tell the others of this rank what all islands have found of the batch."""
+        here = self.agreement.current
+        self.num_drifts += len(verdict["drifted"])
         self.guard.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])
         for name, rows in verdict["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
@@ -348,7 +364,9 @@ class Islands:
             digest=verdict["digest"] % (1 << 64),
         )
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
-        return True
+
+    def metrics(self) -> dict[str, float]:
+        return {**self.measured, "islands/repeats": self.num_repeats, "islands/drifts": self.num_drifts}
 
     def _exchange(self, state: State, weight: int, loss: torch.Tensor) -> Message:
         """Put the whole gradient in place of this island's, if all ranks could exchange it. Returns what to report."""
@@ -387,29 +405,31 @@ class Islands:
     # -------------------------------------------------------------------------------------------------- the state
 
     def _give_state(self, state: State) -> None:
-        """To islands that join: numbers through the coordinator, tensors from rank to rank."""
-        found = read_state(self.checkpointing.model.model, state.optimizers[0])
+        """Give it to islands that join: numbers through the coordinator, tensors from rank to rank."""
+        run = self.checkpointing
+        found = read_state(run.model.model, state.optimizers[0])
         kinds = sorted({key.rsplit("/", 1)[1] for key in found.tensors if key.startswith("optim/")})
         if self.rank == 0:
-            told = {"optimizer": encode_value(found.optimizer), "kinds": kinds, **self.checkpointing.tell(state)}
+            segments = run.segments_until(state) if int(state.timestamp.batch) >= run.first_batch else ()
+            told = {
+                "optimizer": encode_value(found.optimizer),
+                "kinds": kinds,
+                "scalars": encode_value(run.run_state.collect(state)),
+                "segments": [encode_segment(segment) for segment in segments],
+            }
             self.member.say({"kind": "state", "epoch": self.view.epoch, "state": told})
         with suppress(OSError):  # who joins has gone: the next exchange fails, and the batch is repeated without
-            for number, tensors in enumerate(self._kinds_of(found.tensors, kinds), 1):
-                self.exchange.give(
-                    tensors, self.pieces, self.view.joiners, int(state.timestamp.batch) * LABELS + number
-                )
-
-    def _kinds_of(self, tensors: dict[str, torch.Tensor], kinds: list[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """The parameters' pieces, then those of each kind of slot."""
-        for pattern in ("model/{}", *(f"optim/{{}}/{kind}" for kind in kinds)):
-            yield {
-                name: local_part(tensors[pattern.format(name)])[piece.within(self.boxes[name])]
-                for name, piece in self.pieces.items()
-            }
+            for number, pattern in enumerate(("model/{}", *(f"optim/{{}}/{kind}" for kind in kinds)), 1):
+                tensors = {
+                    name: local_part(found.tensors[pattern.format(name)])[piece.within(self.boxes[name])]
+                    for name, piece in self.pieces.items()
+                }
+                label = int(state.timestamp.batch) * LABELS + number
+                self.exchange.give(tensors, self.pieces, self.view.joiners, label)
 
     @torch.no_grad()
     def _take_state(self, state: State) -> None:
-        """All that the donor has; nothing of what this island has begun with is left."""
+        """Take all that the donor has; nothing of what this island has begun with is left."""
         self.member.phase = "wait"
         message = self._hear()
         if message["kind"] != "state":  # a newer view: nobody knows that this island has nothing to train on
@@ -437,13 +457,16 @@ class Islands:
         }
         like = {key: self.parameters[key.split("/", 1)[1].rsplit("/", 1)[0]].detach() for key in slots}
         write_optimizer(state.optimizers[0], self.parameters, decode_value(told["optimizer"]), slots, like)  # type: ignore[arg-type]
-        self.checkpointing.take_over(told, state)
+        run = self.checkpointing
+        run.say(*run.run_state.restore(decode_value(told["scalars"]), state))
+        run.segments = tuple(decode_segment(Item(one, "segment")) for one in told["segments"])
+        run.begin(state)
 
     def _joined_in_vain(self) -> Preempted:
         return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
 
     def _complete(self, pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Pieces of parameters -> this rank's parts of them."""
+        """Turn pieces of parameters into this rank's parts of them."""
         parts = {}
         for name, parameter in self.parameters.items():
             parts[name] = torch.zeros_like(local_part(parameter))
@@ -451,6 +474,12 @@ class Islands:
                 parts[name][self.pieces[name].within(self.boxes[name])] = pieces[name].to(parts[name])
         complete(self.parameters, parts, self.pieces, self.boxes)
         return parts
+
+
+def _now() -> float:
+    """Return the time when the device has done what was asked of it: an island's share follows what it computes."""
+    devices.finish()
+    return time.monotonic()
 
 
 def _boxes_of(described: Message) -> Boxes:

@@ -5,7 +5,7 @@ the backward pass. Here the forward pass walks over chunks of tokens, computes e
 gradient, and keeps only the gradients of hidden states and embedding. Exact in value and gradient, and no
 product is computed twice.
 
-Where tensor parallelism divides the vocabulary, the logits stay divided: ranks tell each other two numbers a token.
+Where tensor parallelism divides the vocabulary, the logits stay divided: ranks exchange two numbers per token.
 
 Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v vocabulary or this rank's part of it.
 """
@@ -26,22 +26,21 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 CHUNK_BYTES = LOSS_CHUNK_MIB * MIB
-"""Of fp32 logits at a time, unless told otherwise."""
+"""Size of a chunk's fp32 logits, unless told otherwise."""
 
 CPU_ROWS = 8192
-"""Of the embedding's gradient at a time on a CPU, where it takes a quarter longer as one product."""
+"""Rows of the embedding's gradient in one product on a CPU, where a single product takes a quarter longer."""
 
 
 def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
-    """The token that follows each; IGNORED for the last one and where there is no next token (ids below 0)."""
+    """Label each token [b, t] with the next one; IGNORED for the last one and before padding (ids below 0)."""
     labels_bt = torch.roll(tokens_bt, shifts=-1, dims=1)
     labels_bt[:, -1] = IGNORED
     return labels_bt.masked_fill(labels_bt < 0, IGNORED)
 
 
 def row_weights(labels_bt: torch.Tensor) -> torch.Tensor:
-    """Weights of tokens [b, t], with which each row that has a loss adds up to as much as a row full of them: 1 for all
-    in a full row."""
+    """Weights of tokens [b, t] that make each row with a loss count as much as a full one, whose weights are 1."""
     counts_b1 = (labels_bt != IGNORED).sum(dim=1, keepdim=True)
     return ((labels_bt.size(1) - 1) / counts_b1.clamp(min=1).float()).expand(labels_bt.shape)
 
@@ -55,14 +54,13 @@ def cross_entropy_sum(
     backward_runs_once: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """Sum over tokens of -log p(label), in nats, each times its weight if there are any. It is fp32, whatever the dtype
-    of its arguments.
+    """Sum over tokens of -log p(label) in nats, weighted if there are weights; fp32, whatever its arguments are.
 
-    With an embedding whose rows ranks have divided (a DTensor) all of them get the sum, and each its part of the
-    hidden states' gradient, which the model adds up.
+    Where ranks divide the embedding's rows (a DTensor), all of them get the sum, and each its part of the hidden
+    states' gradient, which the model adds up.
 
-    A backward pass that runs once may scale the embedding's gradient where it lies. Zero-bubble schedules run it for
-    the hidden states, and again for the embedding.
+    A backward pass that runs once may scale the embedding's gradient in place. Zero-bubble schedules run it for the
+    hidden states, and again for the embedding.
     """
     part = None
     if isinstance(unembedding_vd, DTensor):
@@ -77,14 +75,12 @@ def cross_entropy_sum(
 
 
 class _Part(NamedTuple):
-    """What a rank has of the vocabulary."""
+    """A rank's part of the vocabulary."""
 
     mesh: DeviceMesh
-    """Of the ranks that share it."""
     start: int
-    """Its first token."""
     num_rows: int
-    """Tokens that a rank has; the last one may have fewer."""
+    """Tokens of each rank; the last one may have fewer."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -94,7 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_tokens = hidden_nd.size(0)
         # All ranks that share a vocabulary need as many chunks as the others.
         most = max(128, chunk_bytes // (4 * (vocabulary.num_rows if vocabulary else unembedding_vd.size(0))))
-        # Alike, so that none is small; and whole blocks of the products, which others take a half longer for on a CPU.
+        # Equal chunks in multiples of 128: other sizes take half as long again on a CPU.
         chunk = math.ceil(num_tokens / math.ceil(num_tokens / most) / 128) * 128
         rows = CPU_ROWS if hidden_nd.device.type == "cpu" else unembedding_vd.size(0)
         total = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
@@ -148,8 +144,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _normalise(logits_cv: torch.Tensor, label_logits_c: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A rank's part of the logits becomes, in its place, that of the log-probabilities. Returns the labels', given the
-    logits of those that the rank has and zeros for the others."""
+    """Turn a rank's part of the logits into log-probabilities in place, and return those of the labels.
+
+    `label_logits_c` has zeros for labels that other ranks have.
+    """
     known_2c = torch.stack([logits_cv.logsumexp(dim=-1), label_logits_c])
     known_r2c = all_gather(known_2c, mesh.get_group().group_name, mesh.size())
     total_c = known_r2c[:, 0].logsumexp(dim=0)

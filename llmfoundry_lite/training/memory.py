@@ -1,60 +1,259 @@
-"""What to say when memory ran out: what was needed, what there was, and the advice of `plan`."""
+"""Memory of a rank's device: `device_train_microbatch_size: auto`, and what to say when memory ran out.
+
+When one rank runs out of memory in the middle of a step, the others wait for it in a collective that never ends. So
+nothing is tried that might not fit. The search measures one sample, then doubles while every rank predicts that the
+next size fits: what a step takes grows linearly with the samples, so the last two measurements tell the rest. The
+gradient does not depend on the choice; its last digits do, as with any microbatch.
+"""
 
 import dataclasses
+import itertools
+import math
 import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import psutil
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import OutOfMemoryError
+from llmfoundry_lite.config.stages import takes_microbatches
+from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_lite.plan.memory import advise_less_memory, estimate_training_memory
+from llmfoundry_lite.plan.memory import advise_less_memory, estimate_training_memory, slots_of
+from llmfoundry_lite.ranks.exchange import max_of
+from llmfoundry_lite.ranks.memory import return_freed_memory
 from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
+from llmfoundry_lite.training.optimizers import clear_gradients, local
+
+MARGIN = 0.95
+"""Part of the limit that is planned for: allocators fragment, and other ranks' buffers come and go."""
+
+
+def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Optimizer) -> int:
+    """Return the samples of a microbatch. Call it when model and optimizer state are in place; every rank must.
+
+    Raises ConfigError when not even one sample fits.
+    """
+    layout, is_main, is_cpu = layout_here(config), dist.get_rank() == 0, devices.device_type() == "cpu"
+    device_batch_size = config.global_train_batch_size // layout.num_data_ranks
+    size = config.first_microbatch_size(device_batch_size)
+    if config.device_train_microbatch_size == "auto":
+        size, measured = choose_microbatch_size(
+            model,
+            optimizer,
+            device_batch_size,
+            config.max_seq_len,
+            slots_of(config),
+            accumulates=not config.reduces_every_microbatch,
+            advise=partial(advise_less_memory, config, layout, devices.device_type()),
+            takes=partial(takes_microbatches, config.pipeline)
+            if layout.pipeline > 1
+            else lambda num_microbatches: True,
+        )
+        if config.compile_config is not None or model.attn_impl == "flex":
+            torch._dynamo.reset()  # sizes compiled in the search count towards its limit, and make sizes dynamic
+        if is_main:
+            print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)
+    elif config.device_train_microbatch_size is None and is_main and layout.pipeline == 1 and not is_cpu:
+        print(  # LLM Foundry measures on GPUs; Composer cannot on a CPU
+            f"device_train_microbatch_size: not given, so each device computes its {size} samples at once; auto, "
+            "LLM Foundry's default, computes as many at a time as fit",
+            flush=True,
+        )
+    return size
+
+
+def choose_microbatch_size(
+    model: LanguageModel,
+    optimizer: Optimizer,
+    device_batch_size: int,
+    seq_len: int,
+    num_optimizer_slots: Sequence[int],
+    *,
+    accumulates: bool = False,
+    advise: Callable[[], str] = lambda: "",
+    takes: Callable[[int], bool] = lambda num_microbatches: True,
+) -> tuple[int, str]:
+    """Return samples, and what was measured in words; the same on every rank. Every rank must call this together.
+
+    `num_optimizer_slots`: numbers that the optimizer keeps per parameter, by group; the last also for groups after it.
+    `accumulates`: whole gradients stay on each device until the batch's last microbatch. `advise`: settings that take
+    less memory, for the error. `takes`: whether a batch may have so many microbatches.
+    """
+    meter = device_meter()
+    had = meter.limit_bytes()
+    sizes = [size for size in range(1, device_batch_size + 1) if takes(-(-device_batch_size // size))]
+
+    def refuse(needs: str) -> ConfigError:
+        what = f"device_train_microbatch_size: auto: one sample of {seq_len} tokens needs {needs}"
+        return ConfigError(f"{what}, and this device can give {had / GIB:.2f} GiB{advise()}")
+
+    def measure(num_samples: int) -> int:
+        meter.reset()
+        try:
+            count = -(-device_batch_size // num_samples)
+            run_step(model, num_samples, count, seq_len, accumulates=accumulates and device_batch_size > 1)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if num_samples == sizes[0]:
+                raise refuse(f"more than the {meter.peak_bytes() / GIB:.2f} GiB that it got") from None
+            raise ConfigError(
+                f"device_train_microbatch_size: auto: {num_samples} samples ran out of memory where "
+                f"{_expect(peaks, num_samples) / GIB:.2f} of {had / GIB:.2f} GiB were expected (does another process "
+                f"use this device?); set it to {num_samples // 2}"
+            ) from None
+        return meter.peak_bytes()
+
+    # Offloaded parameters and optimizer state lie in the host's memory, which is not what is measured here.
+    is_offloaded = devices.device_type() == "cuda" and next(model.parameters()).device.type == "cpu"
+    parameters = 0 if is_offloaded else _bytes(model.parameters())
+    state = 0 if is_offloaded else _state_bytes(optimizer, num_optimizer_slots)
+    reserved = 0 if optimizer.state else state
+    size = sizes[0]
+    measure(size)  # the first step also allocates what stays: gradients, communication buffers
+    if dist.is_initialized():  # and so does the collective that a batch has beside the model's own
+        dist.all_reduce(torch.zeros(1, device=_device()))
+    had = min(had, meter.limit_bytes())  # by now without NCCL's buffers, which torch does not count
+    limit = int(had * MARGIN) - reserved
+    # Without a sample there would be parameters, gradients and optimizer state at least.
+    peaks = {0: 2 * parameters + state - reserved, size: measure(size)}
+    while size < sizes[-1]:
+        larger = [following for following in sizes if following > size]
+        following = max((one for one in larger if one <= 2 * size), default=larger[0])
+        if max_of([_expect(peaks, following) > limit])[0]:
+            break
+        size = following
+        peaks[size] = measure(size)
+    most = -max_of([-_most_that_fits(peaks, limit, sizes)])[0]
+    clear_gradients(optimizer)
+    if most < 1:
+        had = int(had * MARGIN)
+        raise refuse(f"{(peaks[sizes[0]] + reserved) / GIB:.2f} GiB")
+    even = math.ceil(device_batch_size / math.ceil(device_batch_size / most))  # no small remainder at the end
+    expected = (_expect(peaks, even) + reserved) / GIB
+    return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
+
+
+def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, *, accumulates: bool) -> None:
+    """Compute the gradient of one microbatch, or of all that a batch has where stages keep several."""
+    model.train()
+    is_pipeline = isinstance(model, PipelinedLanguageModel)
+    num_rows = num_samples * num_microbatches if is_pipeline else num_samples
+    batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}
+    if is_pipeline:
+        model.train_on(batch, num_microbatches, num_samples, share=1.0)
+        return
+    parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
+    for is_last in (False, True) if parallel else (True,):
+        if parallel:
+            parallel.set_requires_gradient_sync(is_last)
+        model.loss(model(batch), batch).backward()
+
+
+def _device() -> torch.device:
+    is_cuda = devices.device_type() == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def _expect(peaks: dict[int, int], size: int) -> int:
+    """Predict the peak along the line through the last two measurements."""
+    if size in peaks:
+        return peaks[size]
+    *_, (before, lower), (last, peak) = peaks.items()
+    return peak + max(0, peak - lower) * (size - last) // (last - before)
+
+
+def _most_that_fits(peaks: dict[int, int], limit: int, sizes: Sequence[int]) -> int:
+    return next((size for size in reversed(sizes) if _expect(peaks, size) <= limit), 0)
+
+
+def _state_bytes(optimizer: Optimizer, num_slots: Sequence[int]) -> int:
+    groups = itertools.zip_longest(optimizer.param_groups, num_slots[: len(optimizer.param_groups)])
+    return sum(_bytes(group["params"]) * (num_slots[-1] if slots is None else slots) for group, slots in groups)
+
+
+def _bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Count the bytes of this rank's parts."""
+    return sum(local(p).numel() * p.element_size() for p in parameters)
+
+
+class CudaMeter:
+    """Memory that torch's allocator has taken from the device, fragments included."""
+
+    def reset(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved()
+
+    def limit_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved()
+
+
+class ResidentMeter:
+    """Memory of a process on a CPU; the ranks of a machine share evenly what is free."""
+
+    def reset(self) -> None:
+        return_freed_memory()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak becomes what is resident now, says proc(5)
+
+    def peak_bytes(self) -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+
+    def limit_bytes(self) -> int:
+        return psutil.Process().memory_info().rss + devices.available_memory_bytes() // this_rank().local_world_size
+
+
+def device_meter() -> CudaMeter | ResidentMeter:
+    return CudaMeter() if devices.device_type() == "cuda" else ResidentMeter()
+
+
+# ------------------------------------------------------------------------------------------------- out of memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is torch's, numpy's or Python's word for memory that could not be had."""
+    """Tell whether this is torch's, numpy's or Python's error for memory that could not be had."""
     is_cpu_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return is_cpu_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def explain_out_of_memory(
-    error: BaseException, config: TrainConfig, when: str, microbatch_size: int
-) -> OutOfMemoryError:
-    """`when`: what was being done."""
+def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
+    """Say what was asked for, what there was, and the advice of `plan`. `when`: what was being done."""
     layout = layout_here(config)
-    as_run = dataclasses.replace(config, device_train_microbatch_size=microbatch_size)
+    as_run = dataclasses.replace(config, device_train_microbatch_size=size)
     estimated = estimate_training_memory(as_run, layout)
-    used, had = _used_and_had()
-    advice = advise_less_memory(config, layout, devices.device_type(), microbatch_size)
+    if devices.device_type() == "cuda":
+        used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    else:
+        used, free = psutil.Process().memory_info().rss, devices.available_memory_bytes()
     return OutOfMemoryError(
         f"out of memory on rank {this_rank().rank} {when}: {_asked_for(str(error))} asked for with "
-        f"{used / GIB:.2f} of {had / GIB:.2f} GiB in use; by the estimate {microbatch_size} x {config.max_seq_len} "
-        f"tokens at a time take {estimated.total_bytes / GIB:.2f} GiB{advice}"
+        f"{used / GIB:.2f} of {(used + free) / GIB:.2f} GiB in use; by the estimate {size} x {config.max_seq_len} "
+        f"tokens at a time take {estimated.total_bytes / GIB:.2f} GiB"
+        f"{advise_less_memory(config, layout, devices.device_type(), size)}"
     )
 
 
 def _asked_for(text: str) -> str:
-    """Torch "tried to allocate 2.00 GiB" on an accelerator, "8192 bytes" on a CPU; numpy was "unable to" have 2 GiB."""
+    """Read torch's "tried to allocate 2.00 GiB" or "8192 bytes", or numpy's "unable to allocate 2 GiB"."""
     found = re.search(r"(?:ried|nable) to allocate ([\d.]+) ([A-Za-z]+)", text)
     if found is None:
         return "more was"
     if found[2] != "bytes":
         return f"{found[1]} {found[2]} more were"
     asked_bytes = int(found[1])
-    return (
-        f"{asked_bytes / GIB:,.2f} GiB more were" if asked_bytes >= GIB else f"{asked_bytes / MIB:,.2f} MiB more were"
-    )
-
-
-def _used_and_had() -> tuple[int, int]:
-    """Bytes: in use by this process, and what it could have at most, others being as they are."""
-    if devices.device_type() == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        used = torch.cuda.memory_reserved()
-        return used, used + free
-    used = psutil.Process().memory_info().rss
-    return used, used + devices.available_memory_bytes()
+    unit, name = (GIB, "GiB") if asked_bytes >= GIB else (MIB, "MiB")
+    return f"{asked_bytes / unit:,.2f} {name} more were"

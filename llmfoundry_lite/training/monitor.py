@@ -1,44 +1,32 @@
-"""What is measured while a run runs: the data it saw, its speed, its memory, the time it still needs."""
+"""Callbacks of a batch: the seed of its dropout, its speed and memory, and torch's profiler."""
 
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
-from llmfoundry_lite.config.schema import Duration
-from llmfoundry_lite.data.loader import format_digest
+from llmfoundry_lite.config.schema import ProfilerConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.agreement import Agreement
-from llmfoundry_lite.training.gradients import GradientStep
+from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.schedule import progress_of
-
-
-class DataDigest(Callback):
-    """`data/digest`: two runs that print the same ones saw the same data in the same batches."""
-
-    def __init__(self, gradient_step: GradientStep, agreement: Agreement):
-        self.gradient_step = gradient_step
-        self.agreement = agreement
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Not before: a batch that several islands train may have to be divided again."""
-        text = format_digest(self.agreement.current.digest)
-        self.gradient_step.digest = text
-        logger.log_metrics({"data/digest": text})  # pyright: ignore[reportArgumentType]
 
 
 class DropoutSeed(Callback):
     """Dropout as a function of (seed, batch), and of the row: no generator's state needs to be saved.
 
-    That of attention is drawn inside its kernels, by (seed, batch, rank). Ranks that divide layers among them then have
-    the same seed (`parallel` tells their heads apart), stages and ranks with other tokens of a sequence another one.
+    Attention draws its own inside kernels, by (seed, batch, rank). Ranks that divide layers then share a seed
+    (`parallel` tells their heads apart); stages and ranks with other tokens of a sequence have different ones.
     """
 
     def __init__(self, seed: int, model: LanguageModel, ranks: DataRanks, place: Coordinates, *, has_runs: bool):
@@ -62,38 +50,31 @@ def _number_of(name: str) -> int:
 class RunMonitor(Callback):
     """Throughput, MFU, memory, elapsed and remaining time.
 
-    Rates are of tokens really consumed over the wall-clock time between ends of batches, evaluation left out.
+    Rates are of tokens really consumed over the wall-clock time between ends of batches, without evaluation.
     """
 
     def __init__(
-        self,
-        window_size: int,
-        flops_per_token: int,
-        max_duration: Duration,
-        compute_dtype: str,
-        tokens_elsewhere: Callable[[], int] = lambda: 0,
+        self, window_size: int, flops_per_token: int, max_duration: Duration, compute_dtype: str, partners: Partners
     ):
-        """`tokens_elsewhere`: how many of the run's tokens devices of other islands have trained."""
-        self.tokens_elsewhere = tokens_elsewhere
+        self.partners = partners
         self.flops_per_token = flops_per_token
         self.max_duration = max_duration
         self.history: deque[tuple[int, int, float]] = deque(maxlen=window_size + 1)
+        """Tokens of the run, those of them that were trained here, seconds."""
         accelerator = devices.accelerator()
         self.peak_flops = accelerator.peak_flops(compute_dtype) if accelerator else None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.launched_at = time.monotonic()
         self.first_progress = progress_of(state, self.max_duration)
-        self.history.append(self._mark(state))
+        self._mark(state)
         if self.peak_flops is None and dist.get_rank() == 0 and devices.device_type() == "cuda":
             print(f"{devices.device_name()} is not in the table of accelerators: no MFU is reported", flush=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self.history.append(self._mark(state))
-        tokens, tokens_here, seconds = (
-            last - first for first, last in zip(self.history[0], self.history[-1], strict=True)
-        )
-        rate, rate_here = tokens / max(seconds, 1e-9), tokens_here / max(seconds, 1e-9)
+        self._mark(state)
+        tokens, here, seconds = (last - first for first, last in zip(self.history[0], self.history[-1], strict=True))
+        rate, rate_here = tokens / max(seconds, 1e-9), here / max(seconds, 1e-9)
         world_size = dist.get_world_size()
         metrics = {
             "throughput/tokens_per_sec": rate,
@@ -111,7 +92,54 @@ class RunMonitor(Callback):
             metrics["time/remaining_seconds"] = max(0.0, remaining)
         logger.log_metrics(metrics)
 
-    def _mark(self, state: State) -> tuple[int, int, float]:
-        """Tokens of the run, those of them that were trained here, seconds."""
+    def _mark(self, state: State) -> None:
         tokens = int(state.timestamp.token)
-        return tokens, tokens - self.tokens_elsewhere(), state.timestamp.total_wct.total_seconds()
+        here = tokens - self.partners.tokens_elsewhere
+        self.history.append((tokens, here, state.timestamp.total_wct.total_seconds()))
+
+
+class Profiler(Callback):
+    """torch's profiler over a few batches: a trace for chrome://tracing or Perfetto.
+
+    A batch is traced from the end of the one before it to its own: evaluation and saves in between included.
+    """
+
+    def __init__(self, config: ProfilerConfig, run_folder: Path):
+        self.config = config
+        self.folder = Path(config.folder) if config.folder is not None else run_folder / "traces"
+        self.profile: profile | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        options = asdict(self.config)
+        del options["folder"]
+        if not options.pop("all_ranks") and dist.get_rank() != 0:
+            return
+        is_cuda = devices.device_type() == "cuda"
+        names = ("record_shapes", "profile_memory", "with_stack")
+        self.profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+            on_trace_ready=partial(self._write, state),
+            **{name: options.pop(name) for name in names},
+            schedule=schedule(**options),
+        )
+        self.profile.start()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self.profile is not None:
+            self.profile.step()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.close(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self.profile is not None:
+            profile, self.profile = self.profile, None
+            profile.stop()
+
+    def _write(self, state: State, profile: profile) -> None:
+        """Write a file named for its rank and the last batch in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"rank{dist.get_rank()}.ba{int(state.timestamp.batch)}.json"
+        profile.export_chrome_trace(str(path))
+        if dist.get_rank() == 0:
+            print(f"profiler: {path}; `llmfoundry-lite bench profile {path}` says where the time went", flush=True)

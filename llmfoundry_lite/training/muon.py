@@ -7,9 +7,8 @@ the result back. q, k and v are matrices of their own where one parameter holds 
 fused model takes the same steps as one that is not, also where tensor parallelism divides it by heads.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,12 +19,13 @@ from torch.optim import AdamW, Optimizer
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order
 from llmfoundry_lite.config.layout import Runs
-from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, ModelConfig, OptimizerConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Newton and Schulz' iteration, by Jordan: steepest at 0, at the price of singular values between 0.7 and 1.2."""
+"""Jordan's for Newton and Schulz' iteration: steepest at 0, at the price of singular values between 0.7 and 1.2."""
 EPS = 1e-7
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -48,8 +48,11 @@ def build_muon(
     group: dist.ProcessGroup | None = None,
     row_orders: Mapping[str, Runs] = NO_ORDERS,
 ) -> "Muon":
-    """`named`: all parameters, or this rank's rows of them. `group`: the ranks that have the same blocks; None: all.
-    `row_orders`: by name, of parameters whose rows ranks have in another order than their own."""
+    """Build Muon for `named`, all parameters or this rank's rows of them.
+
+    `group`: the ranks that have the same blocks; None: all. `row_orders`: by name, the order in which ranks have a
+    parameter's rows, if not in its own.
+    """
     matrices, others = [], []
     for name, parameter in named.items():
         if "blocks" not in name.split(".") or parameter.ndim != 2:
@@ -95,15 +98,10 @@ class Muon(Optimizer):
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         if any(matrix.parameter.grad is not None for matrix in self.matrices):
             self._step_matrices()
         self.adamw.step()
-        return loss
 
     def _step_matrices(self) -> None:
         options = self.param_groups[0]
@@ -134,7 +132,7 @@ class Muon(Optimizer):
 
 
 def newton_schulz(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """About U V^T of a matrix U S V^T, in the matrix's dtype."""
+    """Return about U V^T of a matrix U S V^T, in the matrix's dtype."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=EPS)
@@ -145,18 +143,17 @@ def newton_schulz(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def scale_of(matrix: torch.Tensor, adjust_lr_fn: str) -> float:
-    """As torch.optim.Muon's: `original` is Jordan's; with `match_rms_adamw` updates are as large as AdamW's, so that
-    its learning rate and weight decay serve (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
+    """Scale an update as torch.optim.Muon does. `original` is Jordan's; with `match_rms_adamw` updates are as large as
+    AdamW's, whose learning rate and weight decay then serve (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
     rows, columns = matrix.shape
-    return (
-        0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-    )
+    is_matched = adjust_lr_fn == "match_rms_adamw"
+    return 0.2 * math.sqrt(max(rows, columns)) if is_matched else math.sqrt(max(1, rows / columns))
 
 
 class Owners:
-    """Which rank computes with which whole matrix, and which part of each every rank has. Alike on all ranks.
+    """Plan of which rank computes with which whole matrix, and which part of each every rank has. All ranks agree.
 
-    In each round every rank owns one matrix, the largest first, so that those of a round are about as large.
+    In each round every rank owns one matrix, the largest first, so that the matrices of a round are about equal.
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup | None):
@@ -169,36 +166,27 @@ class Owners:
         self.rounds = [order[i : i + self.size] for i in range(0, len(order), self.size)]
 
     def apply(
-        self,
-        part: Callable[[int], torch.Tensor],
-        compute: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> "itertools.chain[tuple[int, torch.Tensor]]":
-        """(matrix, this rank's part of what `compute` makes of the whole), given this rank's part of each."""
-        return itertools.chain.from_iterable(self._round(indices, part, compute) for indices in self.rounds)
-
-    def _round(
-        self,
-        indices: list[int],
-        part: Callable[[int], torch.Tensor],
-        compute: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> list[tuple[int, torch.Tensor]]:
-        parts = [part(index) for index in indices]
-        owned = indices[self.rank] if self.rank < len(indices) else None
-        sent = [p if self.rank in self._senders(i) else p[:0] for i, p in zip(indices, parts, strict=True)]
-        senders = self._senders(owned) if owned is not None else {}
-        pieces = self._exchange(sent, [math.prod(senders[r][1]) if r in senders else 0 for r in range(self.size)])
-        answers = [parts[0].new_empty(0)] * self.size
-        if owned is not None:
-            whole = parts[0].new_empty(self.shapes[owned])
-            for rank, box in senders.items():
-                _cell(whole, box).copy_(pieces[rank].view(box[1]))
-            whole = compute(owned, whole)
-            answers = [_cell(whole, boxes[owned]) for boxes in self.boxes]
-        results = self._exchange(answers, [p.numel() for p in parts])
-        return [(i, result.view_as(p)) for i, result, p in zip(indices, results, parts, strict=False)]
+        self, part: Callable[[int], torch.Tensor], compute: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (matrix, this rank's part of what `compute` makes of the whole), given this rank's `part` of each."""
+        for indices in self.rounds:
+            parts = [part(index) for index in indices]
+            owned = indices[self.rank] if self.rank < len(indices) else None
+            sent = [p if self.rank in self._senders(i) else p[:0] for i, p in zip(indices, parts, strict=True)]
+            senders = self._senders(owned) if owned is not None else {}
+            pieces = self._exchange(sent, [math.prod(senders[r][1]) if r in senders else 0 for r in range(self.size)])
+            answers = [parts[0].new_empty(0)] * self.size
+            if owned is not None:
+                whole = parts[0].new_empty(self.shapes[owned])
+                for rank, box in senders.items():
+                    _cell(whole, box).copy_(pieces[rank].view(box[1]))
+                whole = compute(owned, whole)
+                answers = [_cell(whole, boxes[owned]) for boxes in self.boxes]
+            results = self._exchange(answers, [p.numel() for p in parts])
+            yield from ((i, found.view_as(p)) for i, found, p in zip(indices, results, parts, strict=False))
 
     def _senders(self, index: int) -> dict[int, Box]:
-        """For each different part the first rank that has it."""
+        """Find the first rank that has each different part."""
         found: dict[Box, int] = {}
         for rank, boxes in enumerate(self.boxes):
             if math.prod(boxes[index][1]):
@@ -206,7 +194,7 @@ class Owners:
         return {rank: box for box, rank in found.items()}
 
     def _exchange(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """A piece for each rank; from each rank so many numbers."""
+        """Send each rank a piece, and receive so many numbers from each."""
         if self.size == 1:
             return [piece.flatten() for piece in pieces]
         counts = [*counts, *[0] * (self.size - len(counts))]

@@ -1,6 +1,7 @@
 """Optimizers over sharded parameters: torch's fused AdamW, and Lion."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,21 +31,11 @@ def build_lion(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig
 class Lion(Optimizer):
     """Sign of an interpolated momentum (Chen et al. 2023, algorithm 2). One moment of state per parameter."""
 
-    def __init__(
-        self,
-        params: Iterable[torch.nn.Parameter],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ):
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, betas: Any = (0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -61,12 +52,13 @@ class Lion(Optimizer):
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-lr)
             torch._foreach_lerp_(moments, gradients, 1 - beta2)
-        return loss
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Also those of whole parameters of which the optimizer has rows (ZeRO-1). The model cannot be asked: after a
-    forward pass without a gradient FSDP shows other parameters."""
+    """Drop all gradients, also those of whole parameters of which the optimizer has rows (ZeRO-1).
+
+    The model cannot be asked: after a forward pass without a gradient FSDP shows other parameters.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             getattr(parameter, "share_of", parameter).grad = None
@@ -74,6 +66,6 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor:
-    """This rank's share of a sharded tensor, as memory that can be written."""
+    """Return this rank's share of a sharded tensor, as memory that can be written."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,8 +4,8 @@ Python's signal handlers do not run while the main thread sits in a collective, 
 through a pipe that the interpreter's C handler writes into, and on rank 0 it looks for the file. It notes the reason
 and starts the clock. The main threads of all ranks agree at the next end of a batch, save, and leave; if they cannot
 in time, because a batch, a collective or a disk takes longer, the thread ends the process and the last periodic save
-stands. Who sends a signal kills soon after; who writes the file does not, and is given the time of two batches more.
-A second Ctrl-C, more than two seconds after the first, ends the process at once.
+stands. A scheduler that sends a signal kills soon after. Nobody kills after writing the file, so it allows the time of
+two batches more. A second Ctrl-C, more than two seconds after the first, ends the process at once.
 """
 
 import os
@@ -35,7 +35,7 @@ from llmfoundry_lite.ranks.exchange import max_of
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
-"""What ranks tell each other is an index of these; the highest wins."""
+"""Ranks exchange an index of these; the highest wins."""
 STOP = "STOP"
 BY_FILE = REASONS.index("the file STOP")
 BY_KEY = REASONS.index("SIGINT")
@@ -49,24 +49,20 @@ class Preemption:
         run_folder: Path,
         grace_seconds: float,
         max_wall_seconds: float | None,
-        on_timeout: Callable[[str], None],
         on_request: Callable[[str], None],
-        on_second_press: Callable[[str], None],
+        on_leave: Callable[[str, str], None],
     ):
+        """`on_request` is called with a new reason, from any thread. `on_leave` is called with a status and why, just
+        before the process is ended: for being late, or because Ctrl-C was pressed again."""
         self.stop_file = run_folder / STOP
-        self.grace_seconds = grace_seconds
         self.deadline = time.monotonic() - age_of_launch() + max_wall_seconds if max_wall_seconds is not None else None
-        self.on_timeout = on_timeout
-        """Called with the reason just before the process is ended for being late; rank 0 writes status.json here."""
         self.on_request = on_request
-        """Called with the reason when there is one, from any thread."""
-        self.on_second_press = on_second_press
-        """Called just before the process is ended because Ctrl-C was pressed again."""
+        self.on_leave = on_leave
         self.reason = 0
         self.agreed = 0
         self.leave_by: float | None = None
         self.saved: str | None = None
-        """What has been published since there is a reason; on rank 0."""
+        """The save that has been published since there is a reason; on rank 0."""
         self._pressed_at: list[float] = []
         self._seconds_left = grace_seconds
         self._longest_step_seconds = 0.0
@@ -78,7 +74,7 @@ class Preemption:
     # ---------------------------------------------------------------------------------------------- the main thread
 
     def listen(self) -> None:
-        """From the main thread, after Composer has installed its handlers. For the rest of the process's life."""
+        """Start the threads, for the rest of the process's life; after Composer has installed its handlers."""
         self._is_main = dist.get_rank() == 0
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -91,11 +87,11 @@ class Preemption:
         threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
 
     def agree_on_reason(self) -> str:
-        """The reason to leave that any rank knows of, or nothing. Every rank must call this at the same places."""
+        """Return the reason to leave that any rank knows of, or "". Every rank must call this at the same places."""
         return self.settle(max_of([self.look()])[0])
 
     def look(self) -> int:
-        """What this rank knows of, at the end of a batch or of a part of an evaluation."""
+        """Return what this rank knows of, at the end of a batch or of a part of an evaluation."""
         now = time.monotonic()
         if self._last_step is not None:
             self._longest_step_seconds = max(self._longest_step_seconds, now - self._last_step)
@@ -104,31 +100,31 @@ class Preemption:
         return self.reason
 
     def settle(self, reason: int) -> str:
-        """All ranks have agreed on that one."""
+        """Take over the reason that all ranks have agreed on."""
         self.agreed = reason
         if self.agreed and not self.reason:
             self._request(self.agreed)
         return REASONS[self.agreed]
 
     def because(self, agreed: str) -> str:
-        """Why the run leaves, for people. A Ctrl-C is named even when it came in after the ranks had agreed on the
-        SIGTERM that a launcher sent after it: which of two signals a thread hears first is the kernel's choice."""
+        """Say why the run leaves. Ctrl-C is named even if the ranks had agreed on the SIGTERM that a launcher sent
+        after it: which of two signals a thread hears first is the kernel's choice."""
         return leaving_because(REASONS[BY_KEY] if self.reason == BY_KEY else agreed)
 
     def note_saved(self, name: str) -> None:
-        """From any thread: `name` has been published."""
+        """Note from any thread that `name` has been published."""
         if self.reason:
             self.saved = name
 
     def stop_polling_store(self) -> None:
-        """The process is about to end: the thread asks torch for nothing any more. Python ends daemon threads without
-        unwinding them, and one that is inside of C++ then takes the process down with an abort."""
+        """Stop asking torch: the process is about to end. Python ends daemon threads without unwinding them, and one
+        that is inside of C++ then takes the process down with an abort."""
         self._may_ask = False
         if self._asking.acquire(timeout=2.0):
             self._asking.release()
 
     def consume_stop_file(self) -> None:
-        """What it asked for is done; the next launch must not find it."""
+        """Remove the file: the next launch must not find it."""
         if self._is_main and (self.agreed or self.reason):
             try:
                 self.stop_file.unlink(missing_ok=True)
@@ -140,12 +136,13 @@ class Preemption:
     def _listen(self) -> None:
         while True:
             wake_at = self.leave_by if self.leave_by is not None else self.deadline
-            timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-            # Looks up once a second at least: another rank, or our own main thread, may have learnt of a reason.
-            ready, _, _ = select.select([self._pipe], [], [], 1.0 if timeout is None else min(timeout, 1.0))
+            # At least once a second: another rank, or our own main thread, may have learnt of a reason.
+            timeout = 1.0 if wake_at is None else min(max(0.0, wake_at - time.monotonic()), 1.0)
+            ready, _, _ = select.select([self._pipe], [], [], timeout)
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number == signal.SIGINT and is_second_press(self._pressed_at):
-                    self._leave_at_once()
+                    text = "interrupted by Ctrl-C a second time: nothing more was saved; the last save stands"
+                    self._leave("failed", text, EXIT_INTERRUPTED)
                 if number in LEAVING_SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
             self._look_for_file()
@@ -156,8 +153,8 @@ class Preemption:
                 self._request(REASONS.index("max_wall_time"))
 
     def _ask(self) -> None:
-        """What other ranks have announced. A thread of its own: when the rank that keeps the store is frozen or gone,
-        the question is never answered, and the other thread must go on listening."""
+        """Poll what other ranks have announced. In a thread of its own: when the rank that keeps the store is frozen
+        or gone, the store never answers, and the other thread must go on listening."""
         while not self.reason:
             with self._asking:
                 if not self._may_ask:
@@ -173,7 +170,7 @@ class Preemption:
 
     def _request(self, reason: int) -> None:
         # A launcher answers Ctrl-C with SIGTERM. Of two signals that wait for a process, the kernel runs the handler of
-        # the later one first: whoever pressed Ctrl-C is the reason, whichever came in first.
+        # the later one first: Ctrl-C is the reason, whichever came in first.
         if self.reason and (reason != BY_KEY or self.reason == BY_KEY):
             return
         if reason == BY_FILE:
@@ -186,39 +183,32 @@ class Preemption:
         announce_preemption(REASONS[reason])
 
     def _leave_late(self) -> None:
-        because = leaving_because(REASONS[self.reason])
-        text = f"{because}: nothing could be saved within {self._seconds_left:.3g} s; the last save stands"
+        because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
+        text = f"{because}: nothing could be saved within {seconds}; the last save stands"
         if self.saved is not None:
-            text = f"{because}: saved as {self.saved}; what came after took more than the rest of "
-            text += f"{self._seconds_left:.3g} s"
-        with suppress(Exception):
-            self.on_timeout(text)
-            if self._is_main and self.reason == BY_FILE:
-                self.stop_file.unlink(missing_ok=True)
-        _exit(EXIT_PREEMPTED)
+            text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
+        self._leave("preempted", text, EXIT_PREEMPTED)
 
-    def _leave_at_once(self) -> None:
+    def _leave(self, status: str, text: str, exit_code: int) -> None:
         with suppress(Exception):
-            self.on_second_press("interrupted by Ctrl-C a second time: nothing more was saved; the last save stands")
-        _exit(EXIT_INTERRUPTED)
+            self.on_leave(status, text)
+            if self._is_main and status == "preempted" and self.reason == BY_FILE:
+                self.stop_file.unlink(missing_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 def age_of_launch() -> float:
-    """Seconds, restarts of ranks included. torchrun's agent, which restarts them, is their parent."""
+    """Return its seconds, restarts of ranks included. torchrun's agent, which restarts them, is their parent."""
     if LAUNCHED_AT in os.environ:
         return max(0.0, uptime() - float(os.environ[LAUNCHED_AT]))
     return age_seconds(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
-def _exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _forget() -> None:
-    """In a forked child: signals do what they do by default, but for Ctrl-C, which a terminal sends to children too.
-    It is the parent that leaves, and loader workers must serve it until then."""
+    """Reset signals in a forked child to their defaults, except Ctrl-C, which a terminal sends to children too: the
+    parent leaves, and loader workers must serve it until then."""
     with suppress(ValueError):  # forked from another thread than the main one, which has no handlers to lose
         signal.set_wakeup_fd(-1)
         for number in LEAVING_SIGNALS:

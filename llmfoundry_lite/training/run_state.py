@@ -1,24 +1,30 @@
-"""What a save holds besides tensors: clocks, place in the data, loss scale, what evaluation runs on, users' callbacks.
+"""What a save holds besides tensors, and where it was made.
 
-No generator's state is among it: everything random is a function of seed and position. Leaves tensors and files to
-`checkpoint`, and when to save to `save_policy`.
+Clocks, place in the data, loss scale, what evaluation runs on, users' callbacks; and the segment, which says where a
+launch runs. No generator's state is among it: everything random is a function of seed and position.
 """
 
 import datetime
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from composer.core import Callback, Evaluator, State, Timestamp
 
+from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.gradients import GradientStep
-from llmfoundry_lite.training.loggers import wandb_run_id
+from llmfoundry_lite.training.mirrors import wandb_run_id
 
-COUNTS = ("iteration", "epoch", "batch", "sample", "token")
-COUNTS_WITHIN = (
-    *("epoch_in_iteration", "token_in_iteration"),
+COUNTS = (
+    *("iteration", "epoch", "batch", "sample", "token", "epoch_in_iteration", "token_in_iteration"),
     *("batch_in_epoch", "sample_in_epoch", "token_in_epoch"),
 )
 CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
@@ -33,13 +39,13 @@ class RunState:
         self.owes_evaluation = False
         """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
         self.eval_subset_samples: int | None = None
-        """What the run has evaluated on elsewhere; None: what the configuration says here."""
+        """Samples that the run has evaluated on elsewhere; None: as many as the configuration says here."""
 
     def collect(self, state: State) -> dict[str, Any]:
         stamp = state.timestamp
         return {
             "timestamp": {
-                **{name: int(getattr(stamp, name)) for name in (*COUNTS, *COUNTS_WITHIN)},
+                **{name: int(getattr(stamp, name)) for name in COUNTS},
                 **{name: getattr(stamp, name).total_seconds() for name in CLOCKS},
             },
             "data": _data_state(state),
@@ -48,13 +54,13 @@ class RunState:
             "owes_evaluation": self.owes_evaluation,
             "eval_subset": self._eval_subset(state),
             "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
-            "callbacks": {_name(c): c.state_dict() for c in self._users_callbacks(state)},
+            "callbacks": {name: callback.state_dict() for name, callback in self._users_callbacks(state).items()},
         }
 
     def restore(self, scalars: dict[str, Any], state: State) -> list[str]:
-        """Lines for the user about what could not be restored as it was."""
+        """Return lines for the user about what could not be restored as it was."""
         clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
-        counts = {name: scalars["timestamp"][name] for name in (*COUNTS, *COUNTS_WITHIN)}
+        counts = {name: scalars["timestamp"][name] for name in COUNTS}
         state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
         dataset = getattr(state.train_dataloader, "dataset", None)
         if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
@@ -64,14 +70,13 @@ class RunState:
         self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
-        for callback in self._users_callbacks(state):
-            saved = scalars["callbacks"].get(_name(callback))
-            if saved:
-                callback.load_state_dict(saved)
+        for name, callback in self._users_callbacks(state).items():
+            if scalars["callbacks"].get(name):
+                callback.load_state_dict(scalars["callbacks"][name])
         return self._restore_eval_subset(scalars["eval_subset"], state)
 
     def _restore_eval_subset(self, saved: list[int] | None, state: State) -> list[str]:
-        """As many samples as before, though a batch of evaluation has as many more as there are devices."""
+        """Evaluate as many samples as before, though the batch of an evaluation depends on the number of devices."""
         here = self._eval_subset(state)
         if saved is None or here is None or saved[0] != here[0]:  # the user has asked for something else now
             return []
@@ -89,18 +94,20 @@ class RunState:
         ]
 
     def _eval_subset(self, state: State) -> list[int] | None:
-        """[eval_subset_num_batches, samples of so many batches]; None if all are evaluated."""
+        """Return [eval_subset_num_batches, samples of so many batches]; None if all are evaluated."""
         count = self.config.eval_subset_num_batches
         batch_size = next(filter(None, map(_rows_of_batch, state.evaluators)), None)  # the same for each
         return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
 
-    def _users_callbacks(self, state: State) -> list[Callback]:
+    def _users_callbacks(self, state: State) -> dict[str, Callback]:
         wanted = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
-        return [c for c in state.callbacks if type(c).__name__ in wanted]
+        kinds = ((type(callback), callback) for callback in state.callbacks)
+        return {f"{kind.__module__}:{kind.__qualname__}": c for kind, c in kinds if kind.__name__ in wanted}
 
 
 def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
-    """What the configuration says of a group of the optimizer, whatever a checkpoint says: see `config.changes`."""
+    """Return the optimizer group's options that the configuration decides, whatever a checkpoint says: see
+    `config.changes`."""
     chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
     values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
     return {**values, "initial_lr": values["lr"]}
@@ -117,10 +124,72 @@ def _data_state(state: State) -> dict[str, Any] | None:
     if not hasattr(dataset, "state_dict"):
         return None
     num_samples = int(state.timestamp.sample_in_epoch)
-    if isinstance(dataset, TextDataset):  # rows that fill up the last batch of an epoch are no samples, but places
+    if isinstance(dataset, TextDataset):  # padding rows of an epoch's last batch are no samples, but take places
         num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size
     return dataset.state_dict(num_samples, True)  # type: ignore[union-attr]
 
 
-def _name(callback: Callback) -> str:
-    return f"{type(callback).__module__}:{type(callback).__qualname__}"
+# --------------------------------------------------------------------------------------------------- the segment
+
+DIGITS_DEPEND_ON = {
+    "device": "device",
+    "devices": "num_devices",
+    "runtime": "runtime",
+    "torch": "torch",
+    "sharding": "sharding",
+    "shard degree": "shard_degree",
+    "tensor parallel degree": "tensor_parallel_degree",
+    "context parallel": "context",
+    "pipeline": "pipeline",
+    "microbatch": "device_train_microbatch_size",
+    "precision": "precision",
+    "attention": "attention",
+    "reduction after": "reduction",
+    "compile_config": "compile_config",
+}
+"""Names for people of a segment's fields that change digits, though not the mathematics."""
+
+
+def build_segment(
+    config: TrainConfig, model: LanguageModel, first_batch: int, last_batch: int, **measured: Any
+) -> Segment:
+    """Describe where this launch runs. Its environment is as it is, where the shell has overruled the configuration."""
+    fsdp, layout = config.sharding, layout_here(config)
+    return Segment(
+        first_batch=first_batch,
+        last_batch=last_batch,
+        vendor=devices.vendor(),
+        device=devices.device_name(),
+        num_devices=dist.get_world_size(),
+        driver=devices.driver(),
+        runtime=devices.runtime(),
+        torch=str(torch.__version__),
+        world_size=dist.get_world_size(),
+        sharding=fsdp.sharding_strategy,
+        shard_degree=layout.shard if fsdp.sharding_strategy == "HYBRID_SHARD" else None,
+        tensor_parallel_degree=layout.tensor if layout.tensor > 1 else None,
+        context=f"{layout.context}, {config.context.kind}" if layout.context > 1 else None,
+        pipeline=f"{layout.pipeline} stages, {config.pipeline.schedule}" if layout.pipeline > 1 else None,
+        precision=f"{devices.computed_precision(config.precision)} {fsdp.mixed_precision}",
+        attention=model.attn_impl,
+        reduction="each microbatch" if config.reduces_every_microbatch else "each batch",
+        compile_config=config.compile_config,
+        environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
+        **measured,
+    )
+
+
+def find_differences(last: Segment, here: Segment) -> list[str]:
+    """Say what may change digits between two launches: `devices 8 -> 4`."""
+    pairs = {name: (getattr(last, field), getattr(here, field)) for name, field in DIGITS_DEPEND_ON.items()}
+    names = sorted({*last.environment, *here.environment})
+    pairs |= {name: (last.environment.get(name), here.environment.get(name)) for name in names}
+    if here.device_train_microbatch_size is None:  # not chosen yet
+        del pairs["microbatch"]
+    return [f"{name} {_say(before)} -> {_say(now)}" for name, (before, now) in pairs.items() if before != now]
+
+
+def _say(value: Any) -> str:
+    if value is None:
+        return "none"
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,17 +1,28 @@
 """When a run saves, and whether it leaves after that batch. Knows nothing of what is saved, or where."""
 
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
 from composer.core import State, Timestamp
 
-from llmfoundry_lite.config.schema import Duration, SaveInterval, TrainConfig
+from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE, choose_save_interval
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.spans import Duration, SaveInterval
+from llmfoundry_lite.launch.log_lines import duration_text
 from llmfoundry_lite.launch.status import seconds_between_failures
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption
-from llmfoundry_lite.training.save_timer import SaveTimer
 from llmfoundry_lite.training.schedule import elapsed, is_evaluation_due
+
+FIRST_SECONDS = 60.0
+"""Training before the first save of `auto`, which tells what one costs."""
+NUM_COSTS, NUM_BATCHES = 5, 50
+"""Remembered costs of saves, and lengths of batches."""
+WORTH_A_LINE = 1.5
+"""The user is told of an interval that is so many times longer or shorter."""
 
 
 class Decision(NamedTuple):
@@ -25,7 +36,7 @@ class Decision(NamedTuple):
 
 
 class SavePolicy:
-    """A save at every `save_interval`, by spans of training or by the clock; after the last batch of the run or the
+    """Saves at every `save_interval`, by spans of training or by the clock; after the last batch of the run or the
     launch; and before leaving early."""
 
     def __init__(self, config: TrainConfig, preemption: Preemption, agreement: Agreement):
@@ -34,25 +45,27 @@ class SavePolicy:
         self.agreement = agreement
         interval = SaveInterval.parse(config.save_interval)
         self.span = interval.span
-        self._batch_ended_at = time.monotonic()
-        """Or the launch began. Composer measures batches by the wall clock, which may step."""
         self.timer: SaveTimer | None = None
-        """Of rank 0 is the one that counts."""
+        """Rank 0's is the one that counts: the other ranks hear from it when a save is due (`agreement`)."""
         if self.span is None:
             self.timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
-            agreement.wants_save = self._is_time
+            agreement.wants_save = lambda state: self._timer.note_batch_end(agreement.is_saving())
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
 
+    @property
+    def _timer(self) -> "SaveTimer":
+        assert self.timer is not None
+        return self.timer
+
     def start(self, at: Timestamp) -> None:
-        """This launch begins `at` that time of the run."""
+        """Begin this launch `at` that time of the run."""
         self.started_at = at
-        self._batch_ended_at = time.monotonic()
         if self.timer is not None:
-            self.timer.note_begun()
+            self.timer.start()
 
     def decide(self, state: State) -> Decision:
-        """After each batch; the same on every rank."""
+        """Decide after each batch; the same on every rank."""
         is_last = elapsed(state, self.end.unit) >= self.end.value
         is_launch_over = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
         agreed = REASONS[self.preemption.agreed]
@@ -71,12 +84,66 @@ class SavePolicy:
         before = elapsed(state, self.span.unit, state.previous_timestamp) // self.span.value
         return elapsed(state, self.span.unit) // self.span.value > before
 
-    def _is_time(self, state: State) -> bool:
-        assert self.timer is not None
-        before, self._batch_ended_at = self._batch_ended_at, time.monotonic()
-        self.timer.note_batch(self._batch_ended_at - before, self.agreement.is_saving())
-        return self.timer.is_due()
-
     def _elapsed_in_launch(self, state: State) -> float:
         assert self.stop_after is not None
         return elapsed(state, self.stop_after.unit) - elapsed(state, self.stop_after.unit, self.started_at)
+
+
+class SaveTimer:
+    """Saves by the clock, and for `auto` the interval that follows from what a save costs.
+
+    The cost of a save is what training loses to it: the batches from its beginning until it is published, less as many
+    undisturbed ones; never less than the stall. All by monotonic clocks: the wall clock may step.
+    """
+
+    def __init__(self, seconds: float | None, seconds_between_failures: float | None = None):
+        """`seconds` None: auto."""
+        self.is_auto = seconds is None
+        self.seconds = FIRST_SECONDS if seconds is None else seconds
+        """The interval."""
+        self.seconds_between_failures = seconds_between_failures
+        self.cost_seconds: float | None = None
+        self._undisturbed: deque[float] = deque(maxlen=NUM_BATCHES)
+        self._disturbed: list[float] = []
+        self._costs: deque[float] = deque(maxlen=NUM_COSTS)
+        self._is_first = True
+        self._told_seconds: float | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._since = self._batch_ended_at = time.monotonic()
+
+    def note_batch_end(self, is_saving: bool) -> bool:
+        """Return whether a save is due. `is_saving`: a save went on behind this batch, or held it up."""
+        before, self._batch_ended_at = self._batch_ended_at, time.monotonic()
+        (self._disturbed if is_saving else self._undisturbed).append(self._batch_ended_at - before)
+        return self._batch_ended_at - self._since >= self.seconds
+
+    def note_begun(self) -> None:
+        self._since = time.monotonic()
+
+    def note_published(self, stall_seconds: float, durable_seconds: float) -> str | None:
+        """Choose the interval. Returns a line for the user when it has changed much."""
+        usual = statistics.median(self._undisturbed) if self._undisturbed else float("inf")
+        lost = sum(seconds - usual for seconds in self._disturbed)
+        self._disturbed = []
+        if self._is_first and self._costs:  # the first save of a launch makes its plan and its buffers
+            self._costs.clear()
+            self._is_first = False
+        self._costs.append(max(stall_seconds, lost))
+        self.cost_seconds = statistics.median(self._costs)
+        if not self.is_auto:
+            return None
+        # A save that would begin before the last one has ended waits for it.
+        self.seconds = max(durable_seconds, choose_save_interval(self.cost_seconds, self.seconds_between_failures))
+        told = self._told_seconds
+        if told is not None and 1 / WORTH_A_LINE < self.seconds / told < WORTH_A_LINE:
+            return None
+        self._told_seconds = self.seconds
+        why = f"{LARGEST_SHARE:.0%} at that interval"
+        if self.seconds_between_failures is not None:
+            why = f"and this run fails every {duration_text(self.seconds_between_failures)}"
+        return (
+            f"save_interval: auto is {duration_text(self.seconds)}: "
+            f"a save costs {self.cost_seconds:.3g} s of training, {why}"
+        )

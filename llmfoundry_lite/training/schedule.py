@@ -6,7 +6,8 @@ from collections.abc import Callable
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 
-from llmfoundry_lite.config.schema import Duration, SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.schema import SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 
 Clock = Callable[[str], float]
@@ -16,11 +17,11 @@ Clock = Callable[[str], float]
 def learning_rate_multiplier(
     schedule: SchedulerConfig, max_duration: Duration, elapsed: Clock, batches_per_epoch: int = 1
 ) -> float:
-    """What the learning rate is multiplied by for the next batch. Formulas as in Composer and LLM Foundry.
+    """Return the factor of the learning rate for the next batch. Formulas as in Composer and LLM Foundry.
 
-    All spans are counted in the unit of `max_duration` (config.check checks that they can be): batches and epochs are
-    converted by an epoch's length. A fraction of the run is cut to a whole number of them, and of epochs to one of
-    batches. Composer's `_convert_time` does both. `t_scale` is no span, and stays a fraction.
+    All spans are counted in the unit of `max_duration` (config.check checks that they can be). An epoch's length
+    converts batches and epochs. A fraction of the run is cut to a whole number of units, or of batches where the unit
+    is epochs, as in Composer's `_convert_time`. `t_scale` is no span, and stays a fraction.
     """
 
     def span(text: str | int, *, is_cut: bool = True) -> float:
@@ -72,7 +73,7 @@ def _inverse_square_root(
 
 
 def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_decay: float) -> float:
-    """MiniCPM's schedule (Hu et al. 2024); 1-sqrt is the decay of Hägele et al. 2024.
+    """Follow MiniCPM's schedule (Hu et al. 2024); 1-sqrt is the decay of Hägele et al. 2024.
 
     Before t_max - t_decay nothing depends on when the run ends. So any checkpoint from before it can be carried on
     with another end, or decay at once.
@@ -121,12 +122,12 @@ class LearningRate(Callback):
 
 
 def progress_of(state: State, max_duration: Duration) -> float:
-    """Fraction of the run that is done."""
+    """Return the fraction of the run that is done."""
     return elapsed(state, max_duration.unit) / max_duration.value
 
 
 def is_evaluation_due(config: TrainConfig, state: State) -> bool:
-    """After the batch that has just been trained: every `eval_interval`, and after the last."""
+    """Tell whether the batch just trained is followed by an evaluation: every `eval_interval`, and after the last."""
     if config.eval_interval == 0 or not (config.validation or config.icl_tasks):
         return False
     every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
@@ -135,7 +136,7 @@ def is_evaluation_due(config: TrainConfig, state: State) -> bool:
 
 
 def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
-    """How much has been trained, in `unit`, now or `at` a time; epochs count in fractions, so schedules are smooth."""
+    """Return how much has been trained, in `unit`, now or `at` a time. Epochs count in fractions."""
     stamp = at or state.timestamp
     if unit == "ep":
         return int(stamp.epoch) + int(stamp.batch_in_epoch) / int(state.dataloader_len or 1)

@@ -1,7 +1,7 @@
 """Where a launch begins: at the run's own newest checkpoint, at that of `load_path`, or at batch 1.
 
 Everything that can be refused is refused here, before the model is built and before the lease is taken, which would
-stop a launch that still runs. Restoring is `checkpointing`'s.
+stop a launch that still runs. `checkpointing` restores.
 """
 
 from pathlib import Path
@@ -10,27 +10,36 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.store import CheckpointStore, is_checkpoint, open_checkpoint, refuse_newer
+from llmfoundry_lite.checkpoint.store import (
+    Candidate,
+    Checkpoint,
+    CheckpointStore,
+    is_checkpoint,
+    open_checkpoint,
+    refuse_newer,
+)
 from llmfoundry_lite.checkpoint.where import check_not_from_elsewhere, folder_of_checkpoints
 from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
-from llmfoundry_lite.training.loggers import METRICS, SAVED, read_lines
+from llmfoundry_lite.training.run_folder import METRICS, SAVED
 
 
 class Start(NamedTuple):
     is_own: bool
     """Carries on from the newest intact checkpoint of the run's own folder."""
     note: str
-    """For the user, of a launch that begins at batch 1 though it may carry on."""
+    """Tells the user that a launch that may carry on begins at batch 1."""
     fingerprints: dict[str, str]
 
 
 def find_start(config: TrainConfig) -> Start:
-    """Rank 0 looks, all are told. Raises CheckpointError on all ranks."""
-    fingerprints = fingerprint_tokenizer(config)
+    """Look on rank 0, and tell all. Raises CheckpointError on all ranks."""
+    name = config.tokenizer.name
+    fingerprints = {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
     error, found = None, (False, "")
     if dist.get_rank() == 0:
         try:
@@ -42,11 +51,6 @@ def find_start(config: TrainConfig) -> Start:
     return Start(is_own, note, fingerprints)
 
 
-def fingerprint_tokenizer(config: TrainConfig) -> dict[str, str]:
-    name = config.tokenizer.name
-    return {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
-
-
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
     """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
     if manifest.optimizer is None:  # imported
@@ -56,29 +60,28 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
             "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
         )
     changes = find_changes(manifest.config, as_dict(config))
-    # A default that has changed since is not said by anybody.
+    # A default that has changed since is not a change that the user has asked for.
     unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
-    refuse_changes(changes["never"] + [change for change in changes["by being said"] if change.key in unsaid])
-    if {"tokenizer"} <= fingerprints.keys() & manifest.fingerprints.keys():
-        here, there = fingerprints["tokenizer"], manifest.fingerprints["tokenizer"]
-        if here != there:
-            raise CheckpointError(
-                f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
-                "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
-            )
+    refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
+    here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
+    if here is not None and there is not None and here != there:
+        raise CheckpointError(
+            f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
+            "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
+        )
 
 
 def look(config: TrainConfig, fingerprints: dict[str, str]) -> tuple[bool, str]:
+    """Return `is_own` and `note` of a Start. Raises CheckpointError."""
     store = CheckpointStore(config.checkpoint_folder)
     candidates = store.candidates()
-    if candidates and not config.autoresume:
-        raise CheckpointError(
-            f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
-            "choose another run_name"
-        )
     if candidates:
-        refuse_newer(candidates)
-        newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
+        if not config.autoresume:
+            raise CheckpointError(
+                f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
+                "choose another run_name"
+            )
+        newest = newest_of(candidates)
         if newest is not None:
             check_fit(config, fingerprints, newest.manifest)
         return True, ""
@@ -90,8 +93,14 @@ def look(config: TrainConfig, fingerprints: dict[str, str]) -> tuple[bool, str]:
     return False, (note or f"no checkpoint in {store.root.url} yet; starting at batch 1") if config.autoresume else ""
 
 
+def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
+    """Return the newest checkpoint that can be read. Raises CheckpointError for one of a newer release."""
+    refuse_newer(candidates)
+    return next((found.checkpoint for found in candidates if found.checkpoint is not None), None)
+
+
 def _check_log(config: TrainConfig, checkpoints: str) -> str:
-    """Of a run without checkpoints. It does not start over silently, nor where its checkpoints have gone astray."""
+    """Refuse to start a run without checkpoints over silently, or where its checkpoints have gone astray."""
     log = Path(config.run_folder) / METRICS
     records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
     last_batch = max((record["batch"] for record in records), default=0)
@@ -115,9 +124,7 @@ def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, st
         if is_checkpoint(where):
             newest = open_checkpoint(where)
         else:
-            candidates = CheckpointStore(folder_of_checkpoints(where)).candidates()
-            refuse_newer(candidates)
-            newest = next((c.checkpoint for c in candidates if c.checkpoint is not None), None)
+            newest = newest_of(CheckpointStore(folder_of_checkpoints(where)).candidates())
     except CheckpointError as error:
         raise type(error)(f"load_path: {error}") from error
     if newest is None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.changes import schema_keys
+from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.foundry import LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
 # Fields of TrainConfig; arguments of what its registries build; keys that loaders, optimizers and models look up.
@@ -76,7 +77,7 @@ def every_key() -> list[str]:
 
 
 def test_every_key_of_llm_foundry_is_known():
-    ours = {key[:end] for key in schema_keys() for end in [m.start() for m in re.finditer(r"\.|$", key)]}
+    ours = {key[:end] for key in schema_keys(TrainConfig) for end in [m.start() for m in re.finditer(r"\.|$", key)]}
     tables = {pattern.replace("*", loader) for pattern in {*LEFT_OUT, *WITHOUT_EFFECT} for loader in
               ("train_loader", "eval_loader")}  # fmt: skip
     assert not [key for key in every_key() if key not in ours | tables]
@@ -89,7 +90,7 @@ def test_what_is_left_out_is_refused_by_its_name_with_what_to_use_instead(key):
         load_train_config([str(YAML), f"{key}=[strange]"], {})
     assert str(caught.value) == (
         f"command line: {key}: LLM Foundry's option is left out here; "
-        f"{LEFT_OUT.get(key) or LEFT_OUT[key.replace('train_loader', '*')]}"
+        f"{(LEFT_OUT.get(key) or LEFT_OUT[key.replace('train_loader', '*')]).instead}"
     )
 
 

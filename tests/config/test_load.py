@@ -11,7 +11,8 @@ import yaml
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
-from llmfoundry_lite.config.schema import Duration, as_dict, data_label
+from llmfoundry_lite.config.schema import as_dict, data_label
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
 
@@ -317,7 +318,8 @@ def test_impossible_combinations_of_attention_options_are_refused(argument):
         ),
         (
             ["islands={coordinator: 'h:1', name: a, address: 0.0.0.0}", "save_folder=s"],
-            "command line: islands.address: 0.0.0.0 given, expected an address at which other islands reach this host",
+            "command line: islands.address: '0.0.0.0' given, expected an address at which other islands reach this "
+            "host",
         ),
         *(
             (
@@ -478,7 +480,7 @@ def test_an_overlay_may_not_change_what_is_trained():
     message = refusal("run.yaml", "overlay.yaml")
     assert message.startswith(
         "overlay.yaml: optimizer.lr: a hardware overlay may not change what is trained; set it in the run's YAML "
-        "(an overlay may set device_train_microbatch_size, "
+        "(an overlay may set precision, loss_chunk_mib, "
     )
 
 

@@ -77,7 +77,7 @@ def test_weights_alone_of_such_a_run_are_said_to_be_of_another_model():
 )
 def test_a_span_that_a_schedule_does_not_use_is_no_change(schedule, named):
     arguments = ("max_duration=8ba", "scheduler.t_warmup=0ba", "scheduler.alpha_f=0", *schedule)
-    changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["by being said"]
+    changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["logged"]
     assert [str(change) for change in changes] == named
 
 
@@ -97,7 +97,7 @@ def test_positions_were_scaled_whatever_rope_impl_said():
 def test_a_share_of_the_run_that_is_now_cut_to_whole_batches_is_named():
     for share, named in (("0.05dur", ["scheduler.t_warmup 240.5ba -> 0.05dur"]), ("0.1dur", [])):
         arguments = ("max_duration=4810ba", f"scheduler.t_warmup={share}")
-        changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["by being said"]
+        changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["logged"]
         assert [str(change) for change in changes] == named
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import divide_blocks, stages_of, takes_microbatches
 from tests.helpers.launch import ROOT
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MptConfig
 
-from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.files import published, write_json
 from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,15 +19,14 @@ import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter
-from streaming.base.spanner import Spanner
 from streaming.base.storage.download import S3Downloader
 
-from llmfoundry_lite.data import dataset, shard_cache
-from llmfoundry_lite.data.dataset import PAD_TOKEN, TextDataset
-from llmfoundry_lite.data.lazy_arrays import ShardBounds
+from llmfoundry_lite.data import cache
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import EpochOrder, SampleOrder
-from llmfoundry_lite.data.streams import CheckedStream, _part_name
+from llmfoundry_lite.data.rows import PAD_TOKEN
+from llmfoundry_lite.data.streams import ShardFolder, part_name
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
@@ -50,18 +48,6 @@ def expected_numbers(dataset: TextDataset, epoch: int = 0) -> list[list[int]]:
 @pytest.fixture
 def shards(tmp_path) -> Path:
     return write_shards(tmp_path / "mds")
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """Make this process one rank of a larger world, each rank on a machine of its own, without the other ranks."""
-    monkeypatch.setattr(dataset, "maybe_init_dist", lambda: False)
-
-    def become(rank: int, world_size: int) -> None:
-        for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-            monkeypatch.setenv(name, str(value))
-
-    return become
 
 
 # Order and state ----------------------------------------------------------------------------------------------------
@@ -88,18 +74,9 @@ def test_resuming_anywhere_continues_with_the_next_batch(shards, saved_workers, 
 
         resumed = open_data(shards)
         resumed.load_state_dict(json.loads(json.dumps(state)))
-        assert resumed.state_dict(0, False) == state  # before the first batch
         loader = build_text_loader(resumed, num_workers=resumed_workers)
         assert numbers(loader) == expected_numbers(resumed, 1)[batches_done:]
         assert numbers(loader) == expected_numbers(resumed, 2)
-
-
-def test_state_counts_from_where_this_launch_began_if_asked_to(shards):
-    dataset = open_data(shards)
-    dataset.load_state_dict(dataset.state_dict(36, True))
-    next(iter(build_text_loader(dataset)))
-    assert dataset.state_dict(12, from_beginning=False)["sample_in_epoch"] == 48
-    assert dataset.state_dict(48, from_beginning=True)["sample_in_epoch"] == 48
 
 
 def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypatch):
@@ -204,15 +181,6 @@ def test_two_real_ranks_with_workers_read_what_one_rank_reads(shards, tmp_path):
         assert together == expected_numbers(dataset, epoch)[first_batch:]
     together = [a + b for a, b in zip(*(rank["evaluation"] for rank in ranks), strict=True)]
     assert flat(together) == [*range(100), *[PAD_TOKEN] * 8]
-
-
-def test_samples_are_found_in_the_shards_where_streamingdataset_finds_them():
-    sizes = np.array([3, 1, 0, 2000, 1, 1, 5])
-    ours, theirs = ShardBounds(np.cumsum(sizes)), Spanner(sizes.copy())
-    assert [ours[sample] for sample in range(2011)] == [theirs[sample] for sample in range(2011)]
-    for outside in (-1, 2011):
-        with pytest.raises(IndexError):
-            ours[outside]
 
 
 # Evaluation ---------------------------------------------------------------------------------------------------------
@@ -381,35 +349,6 @@ def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downl
     assert num_shards <= len(downloads) <= num_shards + 6
 
 
-def test_a_thread_that_falls_behind_the_reader_does_not_bring_again_what_was_read(tmp_path, downloads, monkeypatch):
-    """On a busy machine the thread that fetches ahead may get its turn long after the one that waits for shards."""
-    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
-    num_shards, threads, has_its_turn = len(list(remote.glob("*.mds"))), [], threading.Event()
-    prepare_thread, prepare_shard = TextDataset._prepare_thread, TextDataset.prepare_shard
-
-    def note_thread(self, it):
-        threads.append(threading.get_ident())
-        prepare_thread(self, it)
-
-    def prepare_when_it_has_its_turn(self, shard_id, blocking=True):
-        if threading.get_ident() in threads:
-            assert has_its_turn.wait(300)
-        prepare_shard(self, shard_id, blocking)
-
-    monkeypatch.setattr(TextDataset, "_prepare_thread", note_thread)
-    monkeypatch.setattr(TextDataset, "prepare_shard", prepare_when_it_has_its_turn)
-    dataset = open_data(
-        tmp_path / "cache", remote=str(remote), cache_limit=24_000, shuffle_block_size=24, global_batch_size=2
-    )
-    seen = []
-    for batch in build_text_loader(dataset):
-        seen.append(batch["input_ids"][:, 0].tolist())
-        if len(seen) == 200:
-            has_its_turn.set()
-    assert seen == expected_numbers(dataset)
-    assert threads and num_shards <= len(downloads) <= num_shards + 6
-
-
 def test_a_rank_downloads_only_the_shards_of_its_lanes(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
@@ -516,7 +455,6 @@ def test_a_cache_limit_never_removes_what_a_bucket_has_not_shown_to_hold(tmp_pat
         DataError, match=r"cannot be compared with it \(.*may hold the only copy, and nothing is removed"
     ):
         numbers_of(dataset)
-    dataset._executor.shutdown()  # its threads hold it, and with it the folder
     del dataset
     gc.collect()
     assert {**files_of(cache), **before} == files_of(cache)
@@ -594,7 +532,7 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path, nam
 def test_only_downloads_of_ours_that_were_left_are_removed(tmp_path):
     remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
     cache.mkdir()
-    left = [_part_name("shard.00000.mds"), _part_name("index.json") + ".tmp"]
+    left = [part_name("shard.00000.mds"), part_name("index.json") + ".tmp"]
     for name in ("film.part", "film.part.tmp", *left):
         (cache / name).write_text("")
         os.utime(cache / name, (0, 0))
@@ -746,7 +684,7 @@ def test_a_disk_that_fails_is_named_with_its_node(shards, monkeypatch):
     def fail(path, info):
         raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
-    monkeypatch.setattr(shard_cache, "find_damage", fail)
+    monkeypatch.setattr(cache, "find_damage", fail)
     message = message_of(numbers_of, open_data(shards))
     assert f" cannot be read on {socket.gethostname()}: [Errno 5] Input/output error" in message
 
@@ -755,7 +693,7 @@ def test_shared_memory_that_is_too_small_is_named(shards, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shard_cache, "write_table", fail)
+    monkeypatch.setattr(np, "save", fail)
     assert "no space left in /dev/shm for the table of shards" in message_of(open_data, shards)
 
 
@@ -787,15 +725,15 @@ def test_a_shard_that_cannot_be_downloaded_ends_the_run_instead_of_the_epoch(tmp
 def test_whose_fault_a_download_is_comes_out_of_a_worker_process_too(
     tmp_path, monkeypatch, num_workers, number, expected
 ):
-    remote, download = write_shards(tmp_path / "remote"), CheckedStream._download_file
+    remote, download = write_shards(tmp_path / "remote"), ShardFolder.download
 
-    def fail(self, name, *arguments):
+    def fail(self, name):
         if name.startswith("shard.00003"):
             raise OSError(number, os.strerror(number))
-        return download(self, name, *arguments)
+        return download(self, name)
 
     dataset = open_data(tmp_path / "cache", remote=str(remote))
-    monkeypatch.setattr(CheckedStream, "_download_file", fail)
+    monkeypatch.setattr(ShardFolder, "download", fail)
     with pytest.raises(DataError, match=f"^cannot get .*{os.strerror(number)}$") as caught:
         numbers_of(dataset, num_workers)
     assert caught.value.exit_code == expected
@@ -841,7 +779,6 @@ def test_folders_that_are_ambiguous_or_unnamed_are_refused(shards, tmp_path):
     assert "streams a and b both use the folder" in message_of(open_data, None, streams=twice)
     weights = {"a": {"local": str(shards), "repeat": 2, "choose": 3}}
     assert message_of(open_data, None, streams=weights).startswith("stream a: At most one of")
-    assert "stream a: " in message_of(open_data, None, streams={"a": {"local": str(shards), "propotion": 1}})
 
 
 def test_two_data_sets_of_a_run_may_not_download_into_one_folder(shards, tmp_path):
@@ -898,7 +835,7 @@ def test_data_prepared_again_in_the_same_shape_is_refused_unless_the_checkpoint_
     for key in ("content", "streams", "order_version"):
         del state[key]
     again.load_state_dict(state)
-    assert again.state_dict(0, False)["sample_in_epoch"] == 24
+    assert again._next == (0, 24)
 
 
 def test_equal_streams_in_another_order_are_refused(tmp_path):
@@ -987,7 +924,7 @@ def open_with_faults(shards: Path, out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-FAULTS = {"_make_shared": 2, "_open_shared": 1, "_choose_samples": 2, "_check_columns": 1}
+FAULTS = {"_write_table": 2, "_build_order": 1, "_choose_samples": 2, "_check_columns": 1}
 """Where something fails, and on which rank."""
 
 

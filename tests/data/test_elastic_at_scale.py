@@ -1,22 +1,19 @@
 """One run, stopped and carried on again and again, on up to 64 ranks: the same batches, and no shard for nothing."""
 
 import itertools
-import resource
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streaming import MDSWriter
 
-from llmfoundry_lite.data import dataset
-from llmfoundry_lite.data.dataset import PAD_TOKEN, build_text_dataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
+from llmfoundry_lite.data.rows import PAD_TOKEN
 from tests.helpers.data import slices_of_workers
+from tests.helpers.numbered import open_data, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -148,35 +145,12 @@ def test_stops_cost_a_node_few_shards_twice():
 # Real data sets -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    """Make this process one rank of a larger world, on a machine of its own, without the other ranks."""
-    monkeypatch.setattr(dataset, "maybe_init_dist", lambda: False)
-    monkeypatch.setattr("streaming.base.dataset.maybe_init_dist", lambda: False)
-
-    def become(rank: int, world_size: int) -> None:
-        for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-            monkeypatch.setenv(name, str(value))
-
-    return become
-
-
-def write_shards(folder: Path, num_samples: int, first: int) -> Path:
-    with MDSWriter(out=str(folder), columns={"tokens": "bytes"}, size_limit=3_000) as writer:
-        for number in range(first, first + num_samples):
-            writer.write({"tokens": np.arange(number, number + 8).tobytes()})
-    return folder
-
-
 @pytest.mark.long
 def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_more_than_it_reads(
     tmp_path, as_rank, downloads
 ):
     """Each rank a machine whose cache begins empty; the first leg ends in the first epoch, the last in the second."""
-    # All ranks are this one process, and each data set keeps its shared memory open until the process ends.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    remotes = {"a": write_shards(tmp_path / "a", 4_000, 0), "b": write_shards(tmp_path / "b", 2_000, 4_000)}
+    remotes = {"a": write_shards(tmp_path / "a", 4_000, 3_000), "b": write_shards(tmp_path / "b", 2_000, 3_000, 4_000)}
     batch, place, seen = 64, {"epoch": 0, "sample_in_epoch": 0}, []
 
     def read(rank, world_size, leg, num_batches, place):
@@ -186,12 +160,10 @@ def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_mor
             "a": {"remote": str(remotes["a"]), "local": str(cache / "a"), "proportion": 0.5},
             "b": {"remote": str(remotes["b"]), "local": str(cache / "b"), "proportion": 0.5},
         }
-        dataset = build_text_dataset(
-            max_seq_len=8,
+        dataset = open_data(
+            None,
             global_batch_size=batch,
             streams=streams,
-            shuffle=True,
-            shuffle_seed=3,
             shuffle_block_size=batch * 8,
             epoch_size=5_120,
             predownload=batch // world_size,
@@ -201,7 +173,8 @@ def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_mor
         rows = [next(loader)["input_ids"] for _ in range(num_batches)]
         loader.close()
         numbers = torch.cat(rows)[:, 0].tolist()
-        return dataset.order, rows, len({dataset.spanner[number][0] for number in numbers})
+        begins = dataset.order.shard_begins
+        return dataset.order, rows, len(set(begins.searchsorted(numbers, "right").tolist()))
 
     for leg, (world_size, num_batches) in enumerate([(8, 30), (64, 50), (1, 20)]):
         ranks = []

@@ -61,16 +61,6 @@ def test_without_drop_last_nothing_is_dropped_or_repeated(shuffle):
     assert (ids[:-1] != NO_SAMPLE).all()
 
 
-@pytest.mark.parametrize("window", [8, 24, 4_000])
-@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, False), (True, True)])
-def test_missing_samples_are_counted_without_working_any_out(shuffle, drop_last, window):
-    order = make_order(num_lanes=8, shuffle=shuffle, drop_last=drop_last, window_samples=window)
-    ids = whole_epoch(order)
-    for lanes in (range(8), range(3), range(6, 8)):
-        for step in range(order.num_batches):
-            assert order.num_missing(lanes, step) == (ids[step, lanes] == NO_SAMPLE).sum()
-
-
 def test_without_shuffling_samples_come_in_file_order():
     order = make_order(num_lanes=8, shuffle=False, drop_last=False)
     assert whole_epoch(order).ravel().tolist() == [*range(100), *[NO_SAMPLE] * 4]

@@ -1,7 +1,6 @@
 """index.json as columns: what every layout of it says, and what may not be in it."""
 
 import json
-import pickle
 import re
 from pathlib import Path
 
@@ -11,10 +10,7 @@ from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from streaming.base.util import merge_index
 
-from llmfoundry_lite.data import shard_table
-from llmfoundry_lite.data.lazy_arrays import ShardReaders
-from llmfoundry_lite.data.shard_table import ShardTable, write_table
-from llmfoundry_lite.data.streams import build_streams
+from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.errors import DataError
 
 
@@ -26,9 +22,14 @@ def write_mds(folder: Path, num_samples: int = 300, **options) -> Path:
 
 
 def read_table(tmp_path: Path, *folders: Path, hash_name: str | None = None, **options) -> ShardTable:
-    path = tmp_path / f"table-{len(list(tmp_path.glob('table-*')))}"
-    write_table(path, [folder / "index.json" for folder in folders], [hash_name] * len(folders), **options)
-    return ShardTable(path)
+    path = tmp_path / f"table-{len(list(tmp_path.glob('table-*')))}.npy"
+    rows, facts = read_indexes([folder / "index.json" for folder in folders], [hash_name] * len(folders), **options)
+    np.save(path, rows)
+    return ShardTable(path, facts)
+
+
+def readers_of(table: ShardTable, folder: Path) -> list:
+    return [table.reader(shard, str(folder)) for shard in range(len(table))]
 
 
 def reader_fields(reader) -> dict:
@@ -41,31 +42,16 @@ def reader_fields(reader) -> dict:
     [{}, {"hashes": ["xxh64"]}, {"compression": "zstd", "hashes": ["xxh3_64"]}],
     ids=["plain", "hash", "zstd"],
 )
-@pytest.mark.parametrize("chunk_bytes", [2_000, 1 << 20])
-def test_readers_are_those_that_streamingdataset_makes(tmp_path, monkeypatch, options, chunk_bytes):
-    monkeypatch.setattr(shard_table, "_CHUNK_BYTES", chunk_bytes)
+def test_readers_are_those_that_streamingdataset_makes(tmp_path, options):
     a, b = write_mds(tmp_path / "a", **options), write_mds(tmp_path / "b", 90, **options)
-    table = pickle.loads(pickle.dumps(read_table(tmp_path, a, b)))
-    streams = build_streams({"a": {"local": str(a)}, "b": {"local": str(b)}})
-    readers = ShardReaders(table, streams)
+    table = read_table(tmp_path, a, b)
     expected = [
         reader_from_json(str(folder), "", record)
         for folder in (a, b)
         for record in json.loads((folder / "index.json").read_text())["shards"]
     ]
-    assert [reader_fields(readers[i]) for i in range(len(table))] == [reader_fields(reader) for reader in expected]
-    assert table.columns["ends"].tolist() == np.cumsum([reader.samples for reader in expected]).tolist()
-    assert len(table.kinds) == 1
-
-
-def test_an_index_of_another_layout_says_the_same(tmp_path):
-    folder = write_mds(tmp_path / "a", hashes=["sha1", "xxh64"])
-    regular = read_table(tmp_path, folder)
-    content = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps(content, indent=1))
-    other = read_table(tmp_path, folder)
-    assert other.streams == regular.streams and other.kinds[0]["hash_name"] == "xxh64"
-    assert all((other.columns[name] == column).all() for name, column in regular.columns.items())
+    assert list(map(reader_fields, readers_of(table, a))) == list(map(reader_fields, expected))
+    assert [table.stream_of(shard) for shard in (0, table.bounds[1] - 1, table.bounds[1])] == [0, 0, 1]
 
 
 def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
@@ -73,8 +59,8 @@ def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
     write_mds(tmp_path / "all" / "b", 40, hashes=["xxh64"])
     merge_index(str(tmp_path / "all"), keep_local=True)
     table = read_table(tmp_path, tmp_path / "all", allow_unhashed_shards=True)
-    assert {name.decode().split("/")[0] for name in table.columns["raw_name"]} == {"a", "b"}
-    assert table.columns["samples"].sum() == 80
+    assert {name.decode().split("/")[0] for name in table.rows["raw_name"]} == {"a", "b"}
+    assert table.rows["samples"].sum() == 80
     assert [kind["hash_name"] for kind in table.kinds] == ["", "xxh64"]
 
 
@@ -90,25 +76,25 @@ def change_hashes(folder: Path, shard: int, change) -> Path:
 @pytest.mark.parametrize("change", [lambda _: {}, lambda known: dict.fromkeys(known, "")], ids=["none", "empty"])
 def test_one_shard_without_a_hash_among_others_is_refused_unless_told(tmp_path, change):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
-    before = read_table(tmp_path, folder).streams[0].content
+    before = read_table(tmp_path, folder).contents[0]
     change_hashes(folder, 2, change)
     with pytest.raises(DataError, match=r"shard.00002.mds has no hash, .* load it all the same: allow_unhashed_shards"):
         read_table(tmp_path, folder)
     table = read_table(tmp_path, folder, allow_unhashed_shards=True)
-    readers = ShardReaders(table, build_streams({"a": {"local": str(folder)}}))
+    readers = readers_of(table, folder)
     assert [bool(readers[i].raw_data.hashes) for i in range(4)] == [True, True, False, True]
-    assert table.streams[0].content.startswith("mixed:") and table.streams[0].content != before
+    assert table.contents[0].startswith("mixed:") and table.contents[0] != before
 
 
 def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
     changed = change_hashes(folder, 2, lambda known: {"sha1": known["xxh64"]})
     table = read_table(tmp_path, changed)
-    readers = ShardReaders(table, build_streams({"a": {"local": str(folder)}}))
+    readers = readers_of(table, folder)
     assert [list(readers[i].raw_data.hashes) for i in range(4)] == [["xxh64"], ["xxh64"], ["sha1"], ["xxh64"]]
-    digests = {table.streams[0].content}
+    digests = {table.contents[0]}
     for change in (lambda known: {"md5": known["sha1"]}, lambda known: {"md5": known["md5"][::-1]}):
-        digests.add(read_table(tmp_path, change_hashes(folder, 2, change)).streams[0].content)
+        digests.add(read_table(tmp_path, change_hashes(folder, 2, change)).contents[0])
     assert len(digests) == 3, "algorithm and value are both part of what the data is"
     with pytest.raises(DataError, match=r"validate_hash is xxh64, but .* has md5; leave validate_hash out"):
         read_table(tmp_path, folder, hash_name="xxh64")
@@ -117,7 +103,7 @@ def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
 def test_the_digest_of_shards_with_one_algorithm_is_this_one_for_ever(tmp_path):
     """Checkpoints keep it."""
     hashed, plain = write_mds(tmp_path / "a", hashes=["xxh64"]), write_mds(tmp_path / "b")
-    contents = [read_table(tmp_path, folder).streams[0].content for folder in (hashed, plain)]
+    contents = [read_table(tmp_path, folder).contents[0] for folder in (hashed, plain)]
     assert contents == ["xxh64:c0de21416b8955a2c712774c86bbe0a6", "sizes:2cfa14b5dabe97ca3fb48aca8db7cc41"]
 
 
@@ -141,19 +127,17 @@ def test_an_index_that_could_do_harm_is_refused(tmp_path, key, value, words):
 
 
 @pytest.mark.parametrize("value", [-5, 10.0, "10", True], ids=repr)
-@pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
-def test_a_number_of_samples_that_cannot_be_is_refused(tmp_path, value, indent):
+def test_a_number_of_samples_that_cannot_be_is_refused(tmp_path, value):
     folder = write_mds(tmp_path / "a")
     content = json.loads((folder / "index.json").read_text())
     content["shards"][2]["samples"] = value
-    (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match=rf"samples is {re.escape(repr(value))}, expected a whole number of"):
         read_table(tmp_path, folder)
 
 
-@pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
 @pytest.mark.parametrize("change", [{"raw_data": {}}, {"raw_data": None}, {"column_sizes": ...}, ...], ids=repr)
-def test_a_record_that_lacks_what_every_shard_has_is_refused(tmp_path, change, indent):
+def test_a_record_that_lacks_what_every_shard_has_is_refused(tmp_path, change):
     folder = write_mds(tmp_path / "a")
     content = json.loads((folder / "index.json").read_text())
     if change is ...:
@@ -163,7 +147,7 @@ def test_a_record_that_lacks_what_every_shard_has_is_refused(tmp_path, change, i
             record[key] = value
             if value is ...:
                 del record[key]
-    (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match=r"is not an index of MDS version 2"):
         read_table(tmp_path, folder)
 
@@ -181,26 +165,25 @@ def test_a_merged_index_of_folders_with_any_letters_is_read(tmp_path):
     write_mds(tmp_path / "all" / "größe", 40)
     merge_index(str(tmp_path / "all"), keep_local=True)
     table = read_table(tmp_path, tmp_path / "all")
-    assert {table.text("raw_name", i).split("/")[0] for i in range(len(table))} == {"größe"}
+    assert {table.name(i).split("/")[0] for i in range(len(table))} == {"größe"}
 
 
-@pytest.mark.parametrize("indent", [None, 1], ids=["regular", "one at a time"])
-def test_a_single_name_outside_of_the_folder_is_found(tmp_path, indent):
+def test_a_single_name_outside_of_the_folder_is_found(tmp_path):
     folder = write_mds(tmp_path / "a")
     content = json.loads((folder / "index.json").read_text())
     content["shards"][5]["raw_data"]["basename"] = "/etc/shard.0.mds"  # as long as the others
-    (folder / "index.json").write_text(json.dumps(content, sort_keys=True, indent=indent))
+    (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match="names shards outside of its own folder"):
         read_table(tmp_path, folder)
 
 
 def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
-    digest = read_table(tmp_path, folder).streams[0].content
+    digest = read_table(tmp_path, folder).contents[0]
     index = folder / "index.json"
     regular = index.read_text()
     index.write_text(regular.replace("shard.", "piece."))
-    assert read_table(tmp_path, folder).streams[0].content == digest
+    assert read_table(tmp_path, folder).contents[0] == digest
     some_hash = json.loads(regular)["shards"][3]["raw_data"]["hashes"]["xxh64"]
     index.write_text(regular.replace(some_hash, some_hash[::-1]))
-    assert read_table(tmp_path, folder).streams[0].content != digest
+    assert read_table(tmp_path, folder).contents[0] != digest

@@ -4,14 +4,17 @@ import re
 
 import pytest
 
-from llmfoundry_lite.config.changes import schema_keys
-from llmfoundry_lite.config.check_values import ALTERNATIVES
-from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS_VALUES, LEFT_OUT, WITHOUT_EFFECT
+from llmfoundry_lite.config.fields import schema_keys, settings_along
+from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT
+from llmfoundry_lite.config.schema import TrainConfig
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
 
+OF_OTHER_KINDS = [
+    key for key in schema_keys(TrainConfig) if settings_along(TrainConfig, key)[-1].instead and "*" not in key
+]
 PAGE = (ROOT / "docs/coming-from-llm-foundry.md").read_text()
 
 
@@ -33,7 +36,7 @@ def keys(heading: str) -> list[str]:
     [
         ("Accepted without effect", WITHOUT_EFFECT),
         ("Left out", LEFT_OUT),
-        ("Values that are left out", ALTERNATIVES),
+        ("Values that are left out", OF_OTHER_KINDS),
         ("Other defaults", INTENDED),
         ("Evaluation", EVAL_LEFT_OUT),
     ],
@@ -44,7 +47,7 @@ def test_a_table_has_every_key_of_the_code_once(heading, table):
 
 def test_keys_with_harmless_values_are_marked():
     marked = {key for row in rows("Left out") if quoted(row[2]) for key in quoted(row[0])}
-    assert marked == set(HARMLESS_VALUES)
+    assert marked == {key for key, left_out in LEFT_OUT.items() if left_out.harmless}
 
 
 def test_keys_of_tasks_without_effect_are_named():
@@ -54,7 +57,7 @@ def test_keys_of_tasks_without_effect_are_named():
 
 
 def test_keys_that_load_unchanged_are_keys_of_ours():
-    ours = {part for key in schema_keys() for part in key.split(".")}
+    ours = {part for key in schema_keys(TrainConfig) for part in key.split(".")}
     assert not {key for row in rows("Loads unchanged") for key in quoted(row[1])} - ours
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.eval import main as evaluate
 from llmfoundry_lite.evaluation import harness, suite
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.launch import launch
@@ -84,8 +84,8 @@ def read(path):
 
 
 def test_few_items_are_asked_and_the_same_is_found_as_by_all(here, capsys, monkeypatch):
-    real, parts = harness.ask, []
-    monkeypatch.setattr(harness, "ask", lambda *a: parts.append(len(a[2].items)) or real(*a))
+    real, parts = harness.Asker.ask, []
+    monkeypatch.setattr(harness.Asker, "ask", lambda *a: parts.append(len(a[1].items)) or real(*a))
     ask("models.ours=ours", AGAINST)
     record = read(here / "results/s/ours.json")
     assert sum(parts) == record["n"] < NUM / 2 and set(parts) == {NUM // 10}
@@ -139,8 +139,8 @@ def test_without_against_the_task_is_asked_whole(here):
 def test_a_finished_task_is_not_asked_again_by_the_same_rule(here, monkeypatch):
     ask("models.ours=ours", AGAINST)
     first = read(here / "results/s/ours.json")
-    real, parts = harness.ask, []
-    monkeypatch.setattr(harness, "ask", lambda *a: parts.append(1) or real(*a))
+    real, parts = harness.Asker.ask, []
+    monkeypatch.setattr(harness.Asker, "ask", lambda *a: parts.append(1) or real(*a))
     ask("models.ours=ours", AGAINST)
     assert not parts and read(here / "results/s/ours.json") == first
     ask("models.ours=ours", AGAINST, "spending=pocock")

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import re
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -11,15 +10,16 @@ import pytest
 import torch
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.schema import ModelConfig, TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.paired import items_needed
-from llmfoundry_lite.evaluation.reading import load_results, mean_and_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, read_others
+from llmfoundry_lite.evaluation.records import mean_and_error
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from llmfoundry_lite.evaluation.verdicts import panels
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.results import choice, text, write_result
@@ -379,20 +379,24 @@ def error_of(capsys, *arguments):
 def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = write_result(tmp_path, "good", {"t/0-shot": TEN})
+    facts = json.loads(good.read_text())
     assert "good.json alone: name another result" in error_of(capsys, good)
     assert "good.json is given twice" in error_of(capsys, good, "good.json")
     assert "none.json does not exist" in error_of(capsys, good, "none.json")
-    assert "is a folder; name a result in it: good.json" in error_of(capsys, good, tmp_path)
-    assert "name the result, MODEL.json" in error_of(capsys, good, "good.items.jsonl")
+    assert "cannot be read as JSON: [Errno 21] Is a directory" in error_of(capsys, good, tmp_path)
+    assert "cannot be read as JSON: Extra data" in error_of(capsys, good, "good.items.jsonl")
     for content, reason in (
         ("{", "cannot be read as JSON"),
         ("[]", "is no result"),
-        ('{"model": "m", "tasks": {"t": {"n": 1}}}', "t has no 'metric'"),
-        ('{"model": "m", "tasks": {"t": 1}}', "t has no 'n'"),
-        ('{"model": "m", "tasks": {}}', "has no finished task"),
+        ('{"model": "m", "tasks": {}}', "it has suite None, which no result has"),
+        (json.dumps({**facts, "tasks": {"t": {"n": 1}}}), "t has metric None, which no result has"),
+        (json.dumps({**facts, "tasks": {"t": 1}}), "t has n None, which no result has"),
+        (json.dumps({**facts, "tasks": {}}), "has no finished task"),
     ):
         (tmp_path / "bad.json").write_text(content)
-        assert f"bad.json{'' if reason[0] in 'cih' else ':'} {reason}" in error_of(capsys, good, "bad.json")
+        assert f"bad.json{'' if reason[0] in 'ch' or 'is' in reason[:2] else ':'} {reason}" in error_of(
+            capsys, good, "bad.json"
+        )
 
 
 def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):
@@ -403,10 +407,13 @@ def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):
     items.write_text(whole[:-20])
     assert "other.items.jsonl has 9 of the 10 items of t/0-shot (line 10 is torn)" in error_of(capsys, good, other)
     items.write_text(whole.replace('"acc_per_token": 1', '"acc_per_token": 0'))
+    assert "the items of t/0-shot are not those that the result was made from" in error_of(capsys, good, other)
+    items.write_text(whole)
+    told = other.read_text()
+    other.write_text(told.replace('"acc_per_token": 0.4', '"acc_per_token": 0.6'))
     message = error_of(capsys, good, other)
-    assert "give acc_per_token 0.0000, the result says 0.4000; the two files are of different evaluations" in message
-    items.write_text(whole.replace("acc_per_token", "acc_per"))
-    assert "the items of t/0-shot lack acc_per_token" in error_of(capsys, good, other)
+    assert "give acc_per_token 0.4000, the result says 0.6000; the two files are of different evaluations" in message
+    other.write_text(told)
     items.unlink()
     assert "other.items.jsonl is missing, and results are compared item by item" in error_of(capsys, good, other)
 
@@ -486,7 +493,7 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
     [
         ({"n": None}, "t/0-shot has n None, which no result has; evaluate it again with redo=true"),
         ({"n": True}, "t/0-shot has n True, which no result has"),
-        ({"metric": []}, "t/0-shot has no 'metric'|t/0-shot has metric \\[\\], which no result has"),
+        ({"metric": []}, "t/0-shot has metric \\[\\], which no result has"),
         ({"acc_per_token": "x"}, "t/0-shot has acc_per_token 'x', which no result has"),
         ({"acc_per_token": 10**400}, "t/0-shot has acc_per_token 1000*, which no result has"),
         ({"acc_per_token_stderr": None}, "t/0-shot has acc_per_token_stderr None, which no result has"),
@@ -494,7 +501,7 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
         ({"settings": {"limit": "x"}}, "t/0-shot has limit 'x', which no result has"),
         ({"skipped": "x"}, "t/0-shot has skipped 'x', which no result has"),
         ({"code": []}, "t/0-shot has code \\[\\], which no result has"),
-        ({"acc": 0.5}, "the items of t/0-shot lack acc or index; evaluate again with redo=true"),
+        ({"acc": 0.5}, "the items of t/0-shot are not those that the result was made from; evaluate again with"),
     ],
 )
 def test_what_no_evaluation_writes_is_refused_in_one_line_wherever_results_are_read(change, said, tmp_path):
@@ -526,32 +533,22 @@ def test_depth_is_no_reason_for_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ({"acc_per_token": 2}, "acc_per_token 2"),
-        ({"acc_norm": -0.5}, "acc_norm -0.5"),
-        ({"acc_per_token": math.nan}, "acc_per_token nan"),
-        ({"acc_norm": True}, "acc_norm True"),
-        ({"acc_norm": "1"}, "acc_norm '1'"),
-        ({"index": 3}, "index 3 2 times"),
-        ({"index": -1}, "index -1"),
-        ({"index": 2.0}, "index 2.0"),
-        ({"cluster": "a"}, "cluster in some of them alone"),
-        ({"cluster": ["a"]}, "cluster ['a']"),
+        *({"acc_per_token": value} for value in (2, math.nan)),
+        *({"acc_norm": value} for value in (-0.5, True, "1")),
+        *({"index": value} for value in (3, -1, 2.0)),
+        *({"cluster": value} for value in ("a", ["a"])),
     ],
+    ids=str,
 )
-def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change, words):
+def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change):
     record, items = choice(TEN)
     items[2] |= change
     values = [item["acc_per_token"] for item in items]
     with contextlib.suppress(TypeError):  # as if the result agreed
         record["acc_per_token"] = float(np.mean(values))
-    path = write_result(tmp_path, "ours", {"t/0-shot": (record, items)})
-    with pytest.raises(DataError) as caught:
-        load_results([path])
-    assert f"the items of t/0-shot have {words}, which no result has; evaluate again with redo=true" in str(
-        caught.value
-    )
+    refuse_items(tmp_path, record, items)
 
 
 @pytest.mark.parametrize(
@@ -562,7 +559,11 @@ def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change, words):
 def test_a_window_that_no_evaluation_writes_is_refused(tmp_path, change):
     record, items = text([[(2.0, 4)]] * 25)
     items[2] |= change
-    path = write_result(tmp_path, "ours", {"t/0-shot": (record, items)})
-    ((key, value),) = change.items()
-    with pytest.raises(DataError, match=re.escape(f"the items of t/0-shot have {key} {value!r}, which no result has")):
+    refuse_items(tmp_path, record, items)
+
+
+def refuse_items(folder, record, items):
+    """Their hash is the one that the result names, as if both were made up."""
+    path = write_result(folder, "ours", {"t/0-shot": (record, items)})
+    with pytest.raises(DataError, match="the items of t/0-shot are not those that the result was made from; evaluate"):
         load_results([path])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError, UserError

@@ -11,14 +11,15 @@ import pytest
 import torch
 from streaming import MDSWriter
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig, TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.reading import bits_per_byte, bits_per_byte_error, by_document
+from llmfoundry_lite.evaluation.records import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.models.mpt import MPT
 
@@ -204,9 +205,9 @@ def test_results_of_two_tokenizers_are_about_the_same_text(tmp_path, tokenizer) 
         (
             "a.jsonl",
             '{"text": "a"}\n{"body": "b"}\n',
-            "line 2: KeyError('text'); expected a JSON object with the column",
+            "line 2: text is None, expected a text",
         ),
-        ("a.jsonl", '{"text":' + "[" * 200_000, "line 1: RecursionError("),
+        ("a.jsonl", '{"text":' + "[" * 200_000, "line 1 is not JSON: too deep"),
         ("val/index.json", "[]", "is no MDS split of tokens (index.json is no JSON object)"),
         ("a.jsonl", '{"text": 3}\n', "line 1: text is 3, expected a text"),
         ("a.jsonl", '{"text": "a \\ud83d"}\n', "line 1 has half a character, such as"),
@@ -300,7 +301,7 @@ def test_the_separator_is_the_one_that_training_was_told() -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:
-    with pytest.raises(DataError, match=r"cannot be read .*; expected a text or JSONL file or an MDS split"):
+    with pytest.raises(DataError, match=r"no.txt does not exist; `llmfoundry-lite data fetch-tasks`"):
         prepare_text(task(tmp_path / "no.txt"), tokenizer, max_seq_len=8, limit=None)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.packing import Row, Separator, pack
 from llmfoundry_lite.evaluation.plain_models import PlainModel

@@ -19,7 +19,7 @@ from llmfoundry_lite.evaluation.boundaries import (
     nominal_level,
 )
 from llmfoundry_lite.evaluation.compare import compare, is_within
-from llmfoundry_lite.evaluation.reading import load_results
+from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.sequential import LOOKS, Rule, in_order
 from tests.helpers.results import choice, text, write_result
 

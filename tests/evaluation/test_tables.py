@@ -12,7 +12,7 @@ from llmfoundry_lite.evaluation.tables import (
     average_error,
     cell,
     notes,
-    print_table,
+    print_results,
     write_tables,
 )
 from tests.helpers.results import choice, text
@@ -25,7 +25,7 @@ def results(name="ours", **tasks):
 
 def printed(all_results, width=80):
     console = Console(width=width, file=io.StringIO())
-    print_table(all_results, console)
+    print_results(all_results, console)
     return console.file.getvalue()
 
 

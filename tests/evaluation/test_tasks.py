@@ -10,14 +10,13 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
-from llmfoundry_lite.config.schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import is_right, write
 from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.rows import read_rows
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
 from tests.helpers.pieces import Pieces
 
 
@@ -535,8 +534,8 @@ class Scripted:
 
 def written(text, num_tokens=20, **settings):
     tokenizer = Pieces()
-    config = task("generation_task_with_answers", **settings)
-    return write(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), num_tokens, config)
+    config = task("generation_task_with_answers", max_new_tokens=num_tokens, **settings)
+    return write(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), config)
 
 
 def test_an_answer_ends_with_the_text_a_stop_or_its_length():
@@ -837,13 +836,16 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
     ("line", "message"),
     [
         ("continuation_delimeter: x", "did you mean icl_tasks[0].continuation_delimiter?"),
-        ("icl_task_type: multi_choice", "icl_task_type: 'multi_choice' is not known; expected multiple_choice, schema"),
+        ("icl_task_type: multi_choice", "icl_task_type: 'multi_choice' is not known; did you mean multiple_choice?"),
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
-        ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm"),
-        ("tokenization: apart", "tokenization: 'apart' is not known; expected separate, joint"),
+        ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc or acc_norm"),
+        ("tokenization: apart", "tokenization: 'apart' is not known; expected separate or joint"),
         ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, but documents are a text's clusters"),
         ("max_new_tokens: 0", "max_new_tokens: 0 given, expected a number above 0"),
-        ("early_stopping_criteria: ['']", "early_stopping_criteria: an empty text given, at which every answer would"),
+        (
+            "early_stopping_criteria: ['']",
+            "early_stopping_criteria: [''] given, expected no empty text, at which every",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_of_a_task_is_one_line(tmp_path, line, message):

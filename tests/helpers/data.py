@@ -1,39 +1,15 @@
 """Text and a small tokenizer for the data tests; a reader of MDS that is not ours."""
 
-import atexit
-import gc
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from streaming import Stream
 
 from llmfoundry_lite.data.order import SampleOrder, share_of_worker
+from llmfoundry_lite.data.streams import ShardFolder
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-
-
-@pytest.fixture(autouse=True)
-def close_shared_memory(monkeypatch: pytest.MonkeyPatch):
-    """Streaming keeps its blocks open until the process ends, and the tests make a thousand data sets in one."""
-    from streaming.base.shared import memory
-
-    made, initialise = [], memory.SharedMemory.__init__
-
-    def remember(self, *arguments, **options):
-        initialise(self, *arguments, **options)
-        made.append(self)
-
-    monkeypatch.setattr(memory.SharedMemory, "__init__", remember)
-    yield
-    if made:  # it takes half a second, of the tests that make none too
-        gc.collect()
-    for block in made:
-        with suppress(BufferError):  # a data set that something still holds
-            block.cleanup()
-            atexit.unregister(block.cleanup)
 
 
 def make_documents(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
@@ -76,15 +52,14 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def downloads(monkeypatch) -> list[str]:
     """The shards that this process has downloaded so far."""
-    names = []
-    download_file = Stream._download_file
+    names, download = [], ShardFolder.download
 
-    def download_and_note(self, from_basename, to_basename=None):
-        if from_basename != "index.json":
-            names.append(from_basename)
-        return download_file(self, from_basename, to_basename)
+    def download_and_note(self, name):
+        if name != "index.json":
+            names.append(name)
+        return download(self, name)
 
-    monkeypatch.setattr(Stream, "_download_file", download_and_note)
+    monkeypatch.setattr(ShardFolder, "download", download_and_note)
     return names
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from llmfoundry_lite.config.schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)

@@ -1,11 +1,13 @@
 """Shards whose samples begin with their own number, and what a loader makes of them."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 from streaming import MDSWriter
 
-from llmfoundry_lite.data.dataset import TextDataset, build_text_dataset
+from llmfoundry_lite.config.schema import StreamConfig, TextDatasetConfig
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
 
 SEQ_LEN = 8
@@ -20,10 +22,14 @@ def write_shards(folder: Path, num_samples: int = 100, size_limit: int = 1_000, 
 
 
 def open_data(folder: Path | None, **settings) -> TextDataset:
+    """`settings` are those of the YAML's block and those of `TextDataset`; streams as plain dictionaries."""
     settings = {"max_seq_len": SEQ_LEN, "global_batch_size": 12, "shuffle": True, "shuffle_seed": 3} | settings
     if folder:
         settings["local"] = str(folder)
-    return build_text_dataset(**settings)
+    settings["streams"] = {name: StreamConfig(**stream) for name, stream in settings.get("streams", {}).items()}
+    names = {field.name for field in fields(TextDatasetConfig)} - {"max_seq_len"}
+    config = TextDatasetConfig(**{name: value for name, value in settings.items() if name in names})
+    return TextDataset(config, **{name: value for name, value in settings.items() if name not in names})
 
 
 def numbers(loader: TextLoader) -> list[list[int]]:

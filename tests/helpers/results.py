@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.evaluation.reading import mean_and_error
+from llmfoundry_lite.evaluation.records import hash_of, mean_and_error
 
 
 def write_result(folder: Path, model: str, tasks: Mapping[str, Any], **facts: Any) -> Path:
@@ -15,8 +15,9 @@ def write_result(folder: Path, model: str, tasks: Mapping[str, Any], **facts: An
     records, lines = {}, []
     for name, task in tasks.items():
         record, items = task if isinstance(task, tuple) else choice(task)
-        records[name] = record
-        lines += [json.dumps({"task": name, **item}) for item in items]
+        items = [{"task": name, **item} for item in items]
+        records[name] = {"items_hash": hash_of(items), **record}
+        lines += [json.dumps(item) for item in items]
     whole = {"model": model, "suite": "s", "source": model, "save_id": None, "num_tokens_trained": None}
     whole |= {"num_parameters": None, "tokenizer": "sha256:1", "precision": "fp32", "average": None, "tasks": records}
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,7 @@ def choice(answers: Sequence[int], *, per_character: Sequence[int] | None = None
     settings = {"icl_task_type": "multiple_choice", "prompt_string": "", "limit": None}
     record = {"type": "multiple_choice", "n": len(answers), "num_fewshot": 0, "tokenization": "separate"}
     record |= {"fingerprint": "sha256:a", "data_fingerprint": "sha256:d", "settings": settings}
-    record |= {"metric": "acc_per_token", "chance": 0.25}
+    record |= {"metric": "acc_per_token", "chance": 0.25, "code": "0.1.0"}
     for name in scores:
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name)
     return {**record, **changes}, items
@@ -50,5 +51,5 @@ def text(documents: Sequence[Sequence[tuple[float, int]]], **changes: Any) -> tu
     nats, sizes = np.array([window for windows in documents for window in windows], float).sum(axis=0)
     settings = {"icl_task_type": "perplexity", "max_seq_len": 64, "limit": None}
     record = {"type": "perplexity", "n": len(items), "num_fewshot": 0, "tokenization": None, "fingerprint": "sha256:a"}
-    record |= {"data_fingerprint": "sha256:d", "settings": settings, "metric": "bits_per_byte"}
+    record |= {"data_fingerprint": "sha256:d", "settings": settings, "metric": "bits_per_byte", "code": "0.1.0"}
     return {**record, "bits_per_byte": nats / sizes / np.log(2), **changes}, items

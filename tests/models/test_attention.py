@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_ma
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models import attention
 from llmfoundry_lite.models.attention import Mask, alibi_slopes, build_mask
 from llmfoundry_lite.models.mpt import MPT

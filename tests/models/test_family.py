@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmfoundry_lite.config.schema import AttentionConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models import blocked_attention
 from llmfoundry_lite.models.attention import choose_implementation, document_numbers

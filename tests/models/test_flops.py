@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from llmfoundry_lite.config.schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.mpt import MPT

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmfoundry_lite.config.schema import InitConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.initialise import BLOCK, _normal, _uniform, draw_range, initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 

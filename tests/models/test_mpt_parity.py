@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import build_hf_config, layout_sources, to_hugging_face
 from llmfoundry_lite.convert.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT

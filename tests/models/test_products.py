@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmfoundry_lite.config.schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.models import products
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels

@@ -16,7 +16,8 @@ from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import AttentionConfig, ContextParallelConfig, FSDPConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.initialise import initialise_weights

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.layout import Layout, divide_devices
-from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import _compiled_visibly
 from llmfoundry_lite.models.mpt import MPT
@@ -76,15 +77,14 @@ def as_trained(model, mixed_precision="DEFAULT"):
 @pytest.mark.parametrize("every", [False, True])
 def test_a_batch_of_three_microbatches_sums_its_gradients_as_told(one_rank, every):
     model = build_sharded(FSDPConfig())
-    step_guard = GradientStep(as_trained(model), None, "stop", 1, reduces_every_microbatch=every)
-    batch = {"input_ids": torch.arange(5 * 32).view(5, 32) % 96}
-    state = SimpleNamespace(
-        batch=batch, device_train_microbatch_size=2, device=SimpleNamespace(_device=torch.device("cpu"))
+    step_guard = GradientStep(
+        model=as_trained(model), on_non_finite="stop", max_skipped_batches=1, reduces_every_microbatch=every
     )
-    step_guard.before_train_batch(state, None)
+    batch = {"input_ids": torch.arange(5 * 32).view(5, 32) % 96}
+    step_guard.begin(3, torch.device("cpu"))
     has_gradients = []
     for tokens_bt in batch["input_ids"].split(2):
-        step_guard.before_forward(state, None)
+        step_guard.before_forward()
         model(tokens_bt).logsumexp(-1).mean().backward()
         has_gradients.append(model.transformer.norm_f.weight.grad is not None)
     assert has_gradients == ([True] * 3 if every else [False, False, True])
@@ -289,14 +289,16 @@ def step_on_four_ranks():
             SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(divide_devices(fsdp, 4, 2), "cpu"), 1
         )
         every = reduces == "each microbatch"
-        guard = GradientStep(as_trained(model, mixed_precision), None, "stop", 1, reduces_every_microbatch=every)
-        state = SimpleNamespace(
-            batch=batch, device_train_microbatch_size=size, device=SimpleNamespace(_device=torch.device("cpu"))
+        guard = GradientStep(
+            model=as_trained(model, mixed_precision),
+            on_non_finite="stop",
+            max_skipped_batches=1,
+            reduces_every_microbatch=every,
         )
-        guard.before_train_batch(state, None)
+        guard.begin(-(-len(batch["input_ids"]) // size), torch.device("cpu"))
         calls.clear()
         for tokens_bt in batch["input_ids"].split(size):
-            guard.before_forward(state, None)
+            guard.before_forward()
             (model(tokens_bt).logsumexp(-1).mean() * size / 4).backward()
         told["counts"][str(case)] = len(calls)
         told["gradients"][str(case)] = [whole(p.grad).norm().item() for p in model.parameters()]

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel import fsdp
 from llmfoundry_lite.parallel.fsdp import shard_model

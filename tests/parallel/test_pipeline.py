@@ -16,7 +16,8 @@ from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.mpt import MPT

@@ -18,7 +18,8 @@ from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Coordinates, DataRanks, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model

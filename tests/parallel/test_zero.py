@@ -11,7 +11,8 @@ import torch.distributed as dist
 from llmfoundry_lite.checkpoint.state import parameter_names
 from llmfoundry_lite.config.layout import divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel import zero
 from llmfoundry_lite.parallel.fsdp import build_parallel_model

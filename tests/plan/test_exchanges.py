@@ -9,7 +9,8 @@ import pytest
 
 from llmfoundry_lite.config.layout import Coordinates, Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import ModelConfig, TrainConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.plan.network import context_exchanges, stage_sends, stream_reductions
 from llmfoundry_lite.plan.search import work_of

@@ -9,7 +9,7 @@ import torch
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT

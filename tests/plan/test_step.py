@@ -7,7 +7,8 @@ import statistics
 import pytest
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.config.schema import ModelConfig, PipelineConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.network import Group, Node, find_node

@@ -1,3 +1,3 @@
 """Fixtures that tests of data sets and of their preparation share."""
 
-from tests.helpers.data import close_shared_memory, downloads, tokenizer, tokenizer_folder  # noqa: F401
+from tests.helpers.data import downloads, tokenizer, tokenizer_folder  # noqa: F401

@@ -7,7 +7,7 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.evaluation.rows import COLUMNS, read_rows
+from llmfoundry_lite.evaluation.tasks import COLUMNS, read_rows
 from llmfoundry_lite.prepare.fetch_tasks import ORIGINS, convert_rows
 
 HERE = Path(__file__).parent

@@ -4,21 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.schema import LoaderConfig
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.training import in_context, islands
-from llmfoundry_lite.training.train import put_together
-from tests.helpers.devices import offloaded
-
-
-def test_an_offloaded_parameter_is_gathered_on_the_devices():
-    """NCCL takes nothing that lies on a host."""
-    with offloaded((4, 3), Shard(0)) as parameter:
-        assert parameter.device.type == "cpu"
-        assert put_together(parameter).device.type == "cuda"
 
 
 def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):

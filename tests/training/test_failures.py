@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.data.shared_memory import clean_stale_shared_memory
+from llmfoundry_lite.data.shared_memory import PREFIX, SHARED_MEMORY, clean_stale_shared_memory
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -64,8 +64,7 @@ def status(tmp_path: Path):
 
 def blocks_for(data):
     """Registrations in shared memory that name a folder below `data`."""
-    blocks = [Path("/dev/shm", name) for name in os.listdir("/dev/shm") if name.endswith("_locals")]
-    return [block.name for block in blocks if str(data).encode() in block.read_bytes()]
+    return [path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*.json") if str(data) in path.read_text()]
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_names_the_batch(tmp_path, data):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from streaming import MDSWriter
 
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
-from llmfoundry_lite.config.schema import ModelConfig
-from llmfoundry_lite.data.dataset import PAD_TOKEN
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.data.rows import PAD_TOKEN
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT

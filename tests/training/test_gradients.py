@@ -9,7 +9,7 @@ import torch.distributed as dist
 from composer.core import Timestamp
 
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.training.gradients import LOSS, GradientStep, LossScaler
+from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.run_state import RunState
 
 
@@ -28,26 +28,19 @@ class Run:
         self.model.model, self.model.num_stages, self.model.shared_parameters = self.model, 1, ()
         self.weight = self.model.weight
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.step = GradientStep(self.model, None, on_non_finite, max_skipped_batches, scaler)
+        self.step = GradientStep(
+            model=self.model, on_non_finite=on_non_finite, max_skipped_batches=max_skipped_batches, scaler=scaler
+        )
         self.logged = {}
         self.batch = 0
         self.train(1.0)
 
     def train(self, gradient, loss=1.0):
-        state = SimpleNamespace(
-            batch={"input_ids": torch.zeros(1, 1)},
-            device=SimpleNamespace(_device=torch.device("cpu")),
-            device_train_microbatch_size=1,
-            loss=torch.tensor(loss),
-            total_loss_dict={LOSS: torch.tensor(loss)},
-            optimizers=[self.optimizer],
-            timestamp=Timestamp(batch=self.batch),
-        )
-        logger = SimpleNamespace(log_metrics=self.logged.update)
-        self.step.before_train_batch(state, logger)
+        state = SimpleNamespace(optimizers=[self.optimizer], timestamp=Timestamp(batch=self.batch))
+        self.step.begin(1, torch.device("cpu"))
         self.weight.grad = torch.full_like(self.weight, gradient * self.model.loss_scale)
-        self.step.after_loss(state, logger)
-        self.step.after_train_batch(state, logger)
+        self.step.after_loss(torch.tensor(loss))
+        self.step.finish(state, SimpleNamespace(log_metrics=self.logged.update), torch.tensor(loss), "digest")
         self.optimizer.step()
         self.batch += 1
 
@@ -89,7 +82,8 @@ def test_a_gradient_is_unscaled_before_it_is_measured():
 
 
 def test_the_loss_scale_doubles_after_an_interval_of_sound_batches():
-    scaler = LossScaler(scale=4.0, growth_interval=3)
+    scaler = LossScaler(scale=4.0)
+    scaler.growth_interval = 3
     run = Run(scaler=scaler)  # which trains the first batch
     scales = [scaler.scale]
     for gradient in (1.0, 1.0, 1.0, math.nan, 1.0, 1.0, 1.0):
@@ -113,7 +107,8 @@ def test_a_checkpoint_carries_the_loss_scale_and_how_long_it_has_stood(tmp_path)
     config = SimpleNamespace(seed=1, run_folder=str(tmp_path), eval_subset_num_batches=-1, callbacks=nothing)
     place = {"train_dataloader": None, "dataset_resumption": {}, "evaluators": [], "callbacks": []}
     state = SimpleNamespace(timestamp=Timestamp(batch=7), **place)
-    scaler, restored = LossScaler(growth_interval=3), LossScaler(growth_interval=3)
+    scaler, restored = LossScaler(), LossScaler()
+    scaler.growth_interval = restored.growth_interval = 3
     for finite in (False, True, True):
         scaler.update(finite)
     saved = RunState(config, SimpleNamespace(scaler=scaler)).collect(state)

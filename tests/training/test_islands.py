@@ -45,7 +45,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     )
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=0), optimizers=[SimpleNamespace(param_groups=[])])
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
-    islands.begin()
+    islands.begin_batch()
     device_behind_the_host[0] = time.monotonic() + SECONDS
     assert not islands.settle(state, torch.zeros(()))
     assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
@@ -70,7 +70,7 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
         save_before_leaving=lambda reason: f"{reason}; saved",
     )
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=1))
-    assert islands.move_on(state) is None and islands.view == view and islands.this_one_saves
+    assert islands.move_on(state) is None and islands.view == view and islands.saves_here
     with pytest.raises(Preempted, match="the coordinator is gone; saved"):
         islands._take_up(islands.next_view, state)
 
@@ -84,14 +84,18 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody(monk
         member.phase = "compute"  # as `_note_transfer` leaves it
         return {}
 
-    told = {"kinds": ["exp_avg"], "optimizer": encode_value({})}
+    def restore(*_):
+        phases.append(member.phase)
+        return []
+
+    told = {"kinds": ["exp_avg"], "optimizer": encode_value({}), "scalars": encode_value({}), "segments": []}
     islands.__dict__.update(
         member=member,
         view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"]),
         pieces={},
         parameters={},
         exchange=SimpleNamespace(take=take),
-        checkpointing=SimpleNamespace(take_over=lambda *_: phases.append(member.phase)),
+        checkpointing=SimpleNamespace(run_state=SimpleNamespace(restore=restore), say=print, begin=lambda _: None),
         _hear=lambda: {"kind": "state", "state": told},
         _complete=lambda kind: phases.append(member.phase) or kind,
     )

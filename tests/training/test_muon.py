@@ -14,7 +14,8 @@ from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order, row_orders
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import AttentionConfig, FSDPConfig, ModelConfig, OptimizerConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.fsdp import build_parallel_model

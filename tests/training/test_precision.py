@@ -8,16 +8,19 @@ import torch.distributed as dist
 from composer.devices import DeviceCPU
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import Duration, EvalConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.evaluation import suite
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.monitor import RunMonitor
-from llmfoundry_lite.training.segments import build_segment
+from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.run_state import build_segment
 from llmfoundry_lite.training.trainer import GroupedTrainer
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -57,6 +60,8 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
     GroupedTrainer(
         ranks=Layout().data_ranks(0),
         agreement=None,
+        gradient_step=None,
+        partners=Partners(),
         device_batch_size=1,
         model=model,
         device=AllowingDevice(),
@@ -93,7 +98,7 @@ def test_a_device_without_tf32_says_fp32(monkeypatch):
 
 def test_mfu_is_a_share_of_the_peak_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda: ACCELERATORS["A100-80GB"])
-    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype).peak_flops for dtype in ("fp32", "tf32")]
+    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype, Partners()).peak_flops for dtype in ("fp32", "tf32")]
     assert peaks == [19.5e12, 156e12]
 
 
@@ -102,5 +107,5 @@ def test_a_segment_records_what_was_computed(tmp_path, one_rank, monkeypatch):
     config, model = load_train_config([path]).config, LanguageModel(MPT(SMALL), PRECISIONS["tf32", "DEFAULT"])
     for has_tf32, precision in ((True, "tf32 DEFAULT"), (False, "fp32 DEFAULT")):
         monkeypatch.setattr(devices, "has_tf32", lambda answer=has_tf32: answer)
-        segment = build_segment(config, model, first_batch=1, last_batch=2, microbatch_size=1)
+        segment = build_segment(config, model, first_batch=1, last_batch=2)
         assert segment.precision == precision

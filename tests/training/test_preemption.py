@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.schema import parse_seconds
+from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption
-from llmfoundry_lite.training.train import RunFolder
+from llmfoundry_lite.training.run_folder import RunFolder
 from tests.helpers.launch import ROOT, free_port, train
 from tests.helpers.signals import Signal, SignalInEvaluation
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -279,7 +279,7 @@ def test_ctrl_c_again_leaves_at_once(tmp_path, data):
 
 def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came_in_first(tmp_path):
     said = []
-    preemption = Preemption(tmp_path, 30.0, None, said.append, said.append, said.append)
+    preemption = Preemption(tmp_path, 30.0, None, said.append, print)
     preemption._request(REASONS.index("SIGTERM"))
     leave_by = preemption.leave_by
     for name in ("SIGINT", "SIGTERM", "SIGINT"):
@@ -292,7 +292,7 @@ def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came
 
 @pytest.mark.fault
 def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
-    preemption = Preemption(tmp_path, 30.0, None, print, print, print)
+    preemption = Preemption(tmp_path, 30.0, None, print, print)
     preemption._is_main = True
     (tmp_path / "STOP").mkdir()
     preemption.settle(REASONS.index("the file STOP"))
@@ -301,7 +301,7 @@ def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
 
 
 def seconds_left(tmp_path, max_wall_seconds):
-    deadline = Preemption(tmp_path, 30.0, max_wall_seconds, print, print, print).deadline
+    deadline = Preemption(tmp_path, 30.0, max_wall_seconds, print, print).deadline
     assert deadline is not None
     return deadline - time.monotonic()
 

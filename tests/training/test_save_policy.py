@@ -1,14 +1,23 @@
-"""When a run saves and whether it leaves, decided without training."""
+"""When a run saves and whether it leaves; saves by time, and the interval that a run chooses for itself."""
 
+import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from composer.core import Timestamp
+from composer.core import Callback, Timestamp
 
-from llmfoundry_lite.training import preemption
+from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.config.spans import Duration, SaveInterval
+from llmfoundry_lite.launch.status import LAUNCHES, seconds_between_failures
+from llmfoundry_lite.training import preemption, save_policy
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import BY_FILE, BY_KEY, REASONS, Preemption
-from llmfoundry_lite.training.save_policy import Decision, SavePolicy
+from llmfoundry_lite.training.save_policy import FIRST_SECONDS, Decision, SavePolicy, SaveTimer
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
 SIGTERM = REASONS.index("SIGTERM")
 
@@ -63,7 +72,7 @@ def asked(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(preemption, "announce_preemption", lambda reason: None)
-    one = Preemption(tmp_path, 20.0, None, *[lambda reason: None] * 3)
+    one = Preemption(tmp_path, 20.0, None, lambda reason: None, print)
     for _ in range(3):
         one.look()
         clock.now += 7.0
@@ -89,3 +98,114 @@ def test_whoever_pressed_ctrl_c_is_the_reason_whichever_came_first(asked, reason
     for reason in reasons:
         one._request(reason)
     assert one.reason == BY_KEY
+
+
+# --------------------------------------------------------------------------------------------------- saves by time
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    return clock
+
+
+def save(timer, clock, *, stall=0.5, usual=10.0, disturbed=(), durable=3.0):
+    for seconds, is_saving in [*[(usual, False)] * 4, *((each, True) for each in disturbed)]:
+        clock.seconds += seconds
+        timer.note_batch_end(is_saving)
+    timer.note_begun()
+    return timer.note_published(stall, durable)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("1000ba", SaveInterval(span=Duration(1000, "ba"))),
+        (2, SaveInterval(span=Duration(2, "ep"))),
+        ("5m", SaveInterval(seconds=300)),
+        ("90s", SaveInterval(seconds=90)),
+        ("1h30m", SaveInterval(seconds=5400)),
+        ("auto", SaveInterval()),
+    ],
+)
+def test_an_interval_is_a_span_a_time_or_auto(text, parsed):
+    assert SaveInterval.parse(text) == parsed
+
+
+@pytest.mark.parametrize("text", ["5min", "0s", "0ba", "often", "0.1dur", "-5m", "30m1h"])
+def test_what_is_none_of_them_is_refused(text):
+    with pytest.raises(ValueError, match=r"a span such as 1000ba, a time such as 5m, 90s or 1h, or auto|more than 0"):
+        SaveInterval.parse(text)
+
+
+def test_a_save_is_due_when_the_time_since_the_last_one_has_passed(clock):
+    timer = SaveTimer(300.0)
+    clock.seconds = 299.0
+    assert not timer.note_batch_end(is_saving=False)
+    clock.seconds = 300.0
+    assert timer.note_batch_end(is_saving=False)
+    timer.note_begun()
+    assert not timer.note_batch_end(is_saving=False)
+    assert save(timer, clock) is None and timer.seconds == 300.0
+
+
+def test_auto_measures_a_save_first_and_then_lets_saves_cost_two_percent(clock):
+    timer = SaveTimer(None)
+    assert timer.seconds == FIRST_SECONDS
+    assert save(timer, clock, disturbed=[12.0, 11.0]) == (
+        "save_interval: auto is 2:30: a save costs 3 s of training, 2% at that interval"
+    )
+    assert timer.seconds == pytest.approx(3.0 / 0.02)
+
+
+def test_auto_counts_the_stall_where_batches_are_no_slower_and_forgets_the_first_save(clock):
+    timer = SaveTimer(None)
+    save(timer, clock, stall=4.0)
+    assert timer.seconds == pytest.approx(200)
+    assert "auto is 0:25" in (save(timer, clock, stall=0.5, disturbed=[10.0]) or "")
+    assert save(timer, clock, stall=0.52) is None, "hardly another interval"
+    assert timer.seconds == pytest.approx(0.51 / 0.02)
+
+
+def test_auto_never_begins_a_save_before_the_last_has_ended(clock):
+    timer = SaveTimer(None)
+    save(timer, clock, stall=0.01, durable=40.0)
+    assert timer.seconds == 40.0
+
+
+def test_auto_saves_more_often_in_a_run_that_fails_often(clock):
+    timer = SaveTimer(None, 600.0)
+    assert "fails every 10:00" in (save(timer, clock, stall=4.0) or "")
+    assert timer.seconds == pytest.approx(suggest_save_interval(4.0, 600.0)) and timer.seconds < 200
+
+
+def test_time_between_failures_is_that_of_launches_over_those_that_failed(tmp_path):
+    assert seconds_between_failures(tmp_path) is None
+    ends = [("running", 0), ("failed", 100), ("running", 150), ("preempted", 250), ("running", 300), ("running", 400)]
+    events = [{"status": status, "time": at, "has_begun": True} for status, at in ends]
+    (tmp_path / LAUNCHES).write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert seconds_between_failures(tmp_path) == (100 + 100) / 2
+
+
+class ClockOfRank0Counts(Callback):
+    """Rank 0 finds that it is time at once, rank 1 never."""
+
+    def fit_start(self, state, logger):
+        (timer,) = (callback.policy.timer for callback in state.callbacks if isinstance(callback, Checkpointing))
+        timer.seconds = 0.0 if os.environ["RANK"] == "0" else 1e9
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_save_when_rank_0_says_so_and_the_choice_is_recorded(tmp_path):
+    data = write_data(tmp_path / "data")
+    callbacks = {"python:tests.training.test_save_policy:ClockOfRank0Counts": {}}
+    config = tiny_config(
+        data, max_duration="5ba", save_interval="auto", callbacks=callbacks, run_folder=str(tmp_path / "run")
+    )
+    result = train([write_config(tmp_path / "run.yaml", config)], tmp_path, 2).check()
+    assert result.output.count("save_interval: auto is") >= 1 and "save_interval: auto" not in result.outputs[1]
+    saved = {found.name: found.checkpoint for found in CheckpointStore(tmp_path / "run/checkpoints").candidates()}
+    assert {"ba1", "ba5"} <= saved.keys()
+    assert all(seconds > 0 for seconds in values(read_metrics(tmp_path / "run"), "checkpoint/interval_seconds"))
+    assert saved["ba5"].manifest.segments[-1].save_interval_seconds > 0

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry_lite.config.schema import Duration, SchedulerConfig
+from llmfoundry_lite.config.schema import SchedulerConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.schedule import LearningRate, elapsed, learning_rate_multiplier
 

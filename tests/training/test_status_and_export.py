@@ -15,6 +15,7 @@ from composer.core import Callback
 from safetensors.torch import load_file
 
 from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.training import run_folder
 from llmfoundry_lite.training import train as training
 from tests.helpers.runs import run, saved_names, status
 from tests.helpers.tiny import tiny_config
@@ -23,18 +24,14 @@ pytestmark = pytest.mark.multiprocess
 
 
 class Export(Callback):
-    """Collectives may take a second once the weights are on rank 0, which writes for three; or its disk is full."""
+    """Collectives may take a second from now on, and rank 0 writes for three; or its disk is full."""
 
     def __init__(self, fails: bool):
         self.fails = fails
 
     def fit_end(self, state, logger):
-        gather, write = training.gather_weights, training.export_model
-
-        def gather_weights(model):
-            weights = gather(model)
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
-            return weights
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
+        write = training.export_model
 
         def export_model(*arguments, **options):
             assert os.environ["RANK"] == "0"
@@ -43,12 +40,12 @@ class Export(Callback):
             threading.Event().wait(3)
             write(*arguments, **options)
 
-        training.gather_weights, training.export_model = gather_weights, export_model
+        training.export_model = export_model
 
 
 class Watch(Callback):
     def __init__(self):
-        training.STATUS_SECONDS = 0
+        run_folder.STATUS_SECONDS = 0
         self.seen = []
 
     def batch_start(self, state, logger):

@@ -1,0 +1,165 @@
+"""Keys of a configuration: what each may hold, whether it may change in mid-run, and whether hardware may set it.
+
+`setting` writes this beside the key in a schema; `keys_of` and the walks below read it.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+from llmfoundry_lite.config.spans import TIME_UNITS, Duration, describe_span
+
+Rule = Literal["freely", "logged", "never"]
+"""How a key may change in mid-run. logged: it takes effect, is named, and is recorded in the new segment."""
+
+REQUIRED = MISSING
+
+Check = Callable[[Any], Any]
+"""Raises ValueError, saying what was expected."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Setting:
+    """Metadata of a key."""
+
+    checks: Sequence[Check] = ()
+    choices: Sequence[str] = ()
+    """`python:` stands for any import path."""
+    instead: str = ""
+    """Follows a value that is not among the choices; default: their list."""
+    expected: str = ""
+    """Describes a value; default: its type."""
+    change: Rule | None = None
+    """Default: that of the block around it."""
+    only: str = ""
+    """The `name` of the block with which alone the key has a use."""
+    shapes_dropout: bool = False
+    """A change is logged in a run with attn_pdrop: attention draws masks for the heads and rows that it is given."""
+    hardware: bool = False
+    """A hardware overlay may set it. It changes freely: it says how and from where the run is computed."""
+
+    @property
+    def rule(self) -> Rule | None:
+        return "freely" if self.hardware else self.change
+
+
+def setting(default: Any = MISSING, *checks: Check, **metadata: Any) -> Any:
+    """Make a dataclass field; a callable default makes each instance's. `metadata`: fields of Setting."""
+    made: dict[str, Any] = {"metadata": {"setting": Setting(checks=checks, **metadata)}}
+    if default is not MISSING:
+        made["default_factory" if callable(default) else "default"] = default
+    return field(**made)
+
+
+def span(default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_zero: bool = False, **metadata) -> Any:
+    """Make the field of a span of training."""
+
+    def check(value: str | int) -> None:
+        if Duration.parse(value, units).value == 0 and not may_be_zero:
+            raise ValueError("more than 0")
+
+    return setting(default, check, expected=describe_span(units), **metadata)
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def must_be(expected: str, holds: Callable[[Any], Any]) -> Check:
+    def check(value: Any) -> None:
+        if not holds(value):
+            raise ValueError(expected)
+
+    return check
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+POSITIVE = must_be("a number above 0", lambda value: value > 0)
+NON_NEGATIVE = must_be("0 or more", lambda value: value >= 0)
+PROBABILITY = must_be("a probability, 0 <= p < 1", lambda value: 0 <= value < 1)
+LOCAL = must_be("a folder of this machine; save_folder takes a URL", lambda value: "://" not in value)
+
+
+def not_empty(meaning: str) -> Check:
+    return must_be(meaning, lambda value: value.strip())
+
+
+# -------------------------------------------------------------------------------------------------- walks
+
+
+@dataclass(slots=True, frozen=True)
+class Key:
+    """A field of a block."""
+
+    hint: Any
+    default: Any
+    """MISSING where a value must be given."""
+    setting: Setting
+    block: type | None
+    """The dataclass of the block, or blocks, that it holds."""
+    container: type | None
+    """dict or list, of blocks."""
+
+    @property
+    def allows_none(self) -> bool:
+        return self.hint is Any or type(None) in typing.get_args(self.hint)
+
+    def blocks(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the path and the value of each block in a key that stands at `path`."""
+        if self.container is dict and isinstance(value, dict):
+            yield from ((f"{path}.{name}", block) for name, block in value.items())
+        elif self.container is list and isinstance(value, list):
+            yield from ((f"{path}[{number}]", block) for number, block in enumerate(value))
+        elif self.block is not None:
+            yield path, value
+
+
+@functools.cache
+def keys_of(block: type) -> dict[str, Key]:
+    hints = typing.get_type_hints(block)
+    return {one.name: _key_of(one, hints[one.name]) for one in dataclasses.fields(block)}
+
+
+def _key_of(one: dataclasses.Field, hint: Any) -> Key:
+    default = one.default if one.default_factory is MISSING else one.default_factory()
+    if dataclasses.is_dataclass(default):
+        default = dataclasses.asdict(default)  # type: ignore[arg-type]
+    metadata = one.metadata.get("setting", Setting())
+    for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        container = typing.get_origin(option)
+        inner = typing.get_args(option)[-1] if container in (dict, list) else option
+        if dataclasses.is_dataclass(inner):
+            return Key(hint, default, metadata, typing.cast(type, inner), container)
+    return Key(hint, default, metadata, None, None)
+
+
+def schema_keys(block: type, prefix: str = "") -> Iterator[str]:
+    """Yield every key that a YAML of `block` may have; `*` stands for names of the user's choice."""
+    for name, key in keys_of(block).items():
+        if key.block is None or key.container or key.allows_none:
+            yield prefix + name
+        if key.block is not None:
+            yield from schema_keys(key.block, f"{prefix}{name}.*." if key.container else f"{prefix}{name}.")
+
+
+def settings_along(block: type, key: str) -> list[Setting]:
+    """Return the settings of a dotted key, from the outermost block on; those above an unknown part, for one."""
+    found: list[Setting] = []
+    parts, inside = iter(key.split(".")), block
+    for part in parts:
+        known = keys_of(inside).get(part)
+        if known is None:
+            break
+        found.append(known.setting)
+        if known.block is None:
+            break
+        inside = known.block
+        if known.container:
+            next(parts, None)
+    return found

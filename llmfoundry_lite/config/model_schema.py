@@ -1,0 +1,211 @@
+"""The `model` block of a YAML, in LLM Foundry's words."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, PROBABILITY, is_number, must_be, setting
+
+FLEX_HEAD_DIM = 16
+"""The least dimensions of a head in FlexAttention's kernels (Triton's smallest product)."""
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NORMS = ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm")
+
+
+def _is_init_limit(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
+    return is_number(value) and value >= 0
+
+
+def _is_divisor(value: Any) -> bool:
+    if isinstance(value, str) and not value.replace(".", "", 1).isdecimal():
+        return False
+    return isinstance(value, bool) or float(value) > 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RopeScaling:
+    type: str = setting(
+        "no_scaling",
+        choices=("no_scaling", "linear", "dynamic", "ntk", "llama3"),
+        instead="expected no_scaling, linear, dynamic, ntk or llama3",
+    )
+    """linear: positions / factor. dynamic: theta grows with the sequence beyond max_seq_len. ntk: theta is raised by
+    the factor from the start. llama3: only slow frequencies are divided by the factor."""
+    factor: float = setting(1.0, POSITIVE, must_be("1 or more", lambda value: value >= 1))
+    low_freq_factor: float = setting(1.0, POSITIVE)
+    """llama3: a frequency with fewer turns over the original length is divided by the factor."""
+    high_freq_factor: float = setting(4.0, POSITIVE)
+    """llama3: a frequency with more turns stays as it is; between the two it is mixed."""
+    original_max_position_embeddings: int = setting(8192, POSITIVE)
+    """llama3: tokens of the length that was trained before."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AttentionConfig:
+    attn_type: str = setting(
+        "multihead_attention",
+        choices=("multihead_attention", "grouped_query_attention", "multiquery_attention"),
+    )
+    kv_n_heads: int | None = setting(None, POSITIVE)
+    """grouped_query_attention: heads of keys and values, each shared by n_heads / kv_n_heads heads of queries."""
+    attn_pdrop: float = setting(0.0, PROBABILITY)
+    """Dropout of attention probabilities."""
+    attn_impl: str = setting(
+        "auto",
+        choices=("auto", "sdpa", "blocked", "flex", "flash", "reference", "torch"),
+        hardware=True,
+        shapes_dropout=True,
+    )
+    """flash: the flash-attn package where it is installed, else what auto chooses. LLM Foundry's torch is sdpa."""
+    fused_qkv: bool = True
+    """One matrix for q, k and v, under every layout; tensor parallelism divides it by heads."""
+    qk_ln: bool = False
+    """Norm over the whole of q and of k, before heads are split."""
+    qk_gn: bool = False
+    """Norm over each head of q and of k."""
+    norm_type: str = setting("low_precision_layernorm", choices=NORMS)
+    """Kind of norm that qk_ln and qk_gn compute. As in LLM Foundry, it does not follow model.norm_type."""
+    norm_eps: float = setting(1e-5, POSITIVE)
+    """Added to the variance by the norms of q and k."""
+    clip_qkv: float | None = setting(None, POSITIVE)
+    """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
+    softmax_scale: float | None = setting(None, POSITIVE)
+    """Default 1/sqrt(head dimension)."""
+    sliding_window_size: int = setting(
+        -1, must_be("a number of tokens above 0, or -1 to see all", lambda value: value > 0 or value == -1)
+    )
+    """Tokens before itself that a token sees; -1 for all."""
+    attn_uses_sequence_id: bool = False
+    """Documents packed in one sample do not see each other; they end where the tokenizer's end of text stands, or where
+    eos_token_id or bos_token_id of train_loader.dataset says."""
+    alibi: bool = False
+    """Linear distance bias instead of learned positions."""
+    alibi_bias_max: int = setting(8, POSITIVE)
+    """The steepest slope is 2**-(alibi_bias_max / heads)."""
+    rope: bool = False
+    """Rotary positions instead of learned ones."""
+    rope_theta: float = setting(10_000, POSITIVE)
+    """The longest wavelength is 2 * pi * theta tokens."""
+    rope_impl: str = setting("dail", choices=("dail", "hf"))
+    """LLM Foundry's two implementations. Here they compute the same; only hf reads rope_hf_config."""
+    rope_hf_config: RopeScaling = setting(RopeScaling)
+    """Scaling beyond the trained length."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FFNActivation:
+    name: str = setting("gelu", choices=("gelu", "quick_gelu", "relu", "silu"))
+    approximate: str = setting("none", choices=("none", "tanh"))
+    """For gelu; none is exact."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FFNConfig:
+    ffn_type: str = setting(
+        "mptmlp",
+        choices=("mptmlp", "mptglu"),
+        instead="mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
+    )
+    """mptglu: down(act(gate(x)) * up(x))"""
+    ffn_act_fn: FFNActivation = setting(FFNActivation)
+    ffn_hidden_size: int | None = setting(None, POSITIVE)
+    """Width of the feed-forward layer; default: expansion_ratio * d_model."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class InitConfig:
+    name: str = setting(
+        "kaiming_normal_",
+        choices=(
+            *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+            *("small_init_", "neox_init_", "baseline_", "default_"),
+        ),
+    )
+    fan_mode: str = setting("fan_in", choices=("fan_in", "fan_out"))
+    """For kaiming."""
+    init_nonlinearity: str = setting("relu", choices=("relu", "leaky_relu", "linear", "tanh", "sigmoid", "selu"))
+    """For kaiming's gain."""
+    init_div_is_residual: int | float | bool | str = setting(
+        True, must_be("true, false or a number above 0", _is_divisor)
+    )
+    """Divide the weights that write into the residual stream: true for sqrt(2 * n_layers), or by a number."""
+    emb_init_std: float | None = setting(None, NON_NEGATIVE)
+    """Embeddings from N(0, std) instead of the scheme above."""
+    emb_init_uniform_lim: Any = setting(
+        None, must_be("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit)
+    )
+    """Embeddings from U(-lim, lim), or U(a, b) for a pair."""
+    init_std: float | None = setting(None, POSITIVE)
+    """Needed by baseline_."""
+    init_gain: float = setting(0.0, NON_NEGATIVE)
+    """kaiming's negative slope, xavier's gain (0 stands for 1)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelConfig:
+    name: str = setting(
+        "mpt_causal_lm",
+        choices=("mpt_causal_lm",),
+        instead="LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
+    )
+    d_model: int = setting(2048, POSITIVE)
+    n_heads: int = setting(16, POSITIVE)
+    n_layers: int = setting(24, POSITIVE)
+    expansion_ratio: int | float = setting(4, POSITIVE)
+    """Width of the feed-forward layer over d_model; ffn_config.ffn_hidden_size goes before it."""
+    max_seq_len: int = setting(2048, POSITIVE)
+    """Tokens."""
+    vocab_size: int = setting(50368, POSITIVE)
+    """Rows of the embedding; at least the tokenizer's."""
+    resid_pdrop: float = setting(0.0, PROBABILITY)
+    emb_pdrop: float = setting(0.0, PROBABILITY)
+    learned_pos_emb: bool = True
+    """Ignored, as in LLM Foundry, when attn_config.alibi or attn_config.rope is on."""
+    embedding_fraction: float = setting(1.0, must_be("a share, 0 < share <= 1", lambda value: 0 < value <= 1))
+    """Share of the embeddings' gradient that is used."""
+    attn_config: AttentionConfig = setting(AttentionConfig)
+    ffn_config: FFNConfig = setting(FFNConfig)
+    init_config: InitConfig = setting(InitConfig, change="freely")
+    init_device: str = setting("meta", choices=("meta", "cpu", "mixed"), hardware=True)
+    """Accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
+    logit_scale: float | str | None = setting(
+        None,
+        must_be(
+            "a number or inv_sqrt_d_model", lambda value: not isinstance(value, str) or value == "inv_sqrt_d_model"
+        ),
+    )
+    no_bias: bool = False
+    norm_type: str = setting(
+        "low_precision_layernorm",
+        choices=NORMS,
+        instead="use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
+    )
+    """layernorm and rmsnorm in fp32, the others in the compute precision."""
+    norm_eps: float = setting(1e-5, POSITIVE)
+    tie_word_embeddings: bool = True
+    loss_fn: str = setting("auto", choices=("auto", "fused_crossentropy", "torch_crossentropy"), change="freely")
+    """All are the same chunked loss here."""
+
+    @property
+    def uses_learned_positions(self) -> bool:
+        return self.learned_pos_emb and not (self.attn_config.alibi or self.attn_config.rope)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        kinds = {"multihead_attention": self.n_heads, "multiquery_attention": 1}
+        return kinds.get(self.attn_config.attn_type) or self.attn_config.kv_n_heads or self.n_heads
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Approximate number of parameters; `models.flops` counts exactly."""
+        return self.vocab_size * self.d_model + 12 * self.n_layers * self.d_model**2
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        return self.ffn_config.ffn_hidden_size or int(self.d_model * self.expansion_ratio)

@@ -1,0 +1,213 @@
+"""The shards that a node holds: brought when they are needed, checked once, and kept within `cache_limit`.
+
+The processes of a node tell each other about a shard's file in four columns of the table: `state`; `has_come`, whether
+it came from the remote in this launch; `verified`, the state of the file when it was found to be whole, or 0; and
+`read_at`, the time of the last read.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from time import sleep, time_ns
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from streaming.base.format.mds import MDSReader
+
+from llmfoundry_lite.data.agreement import one_line
+from llmfoundry_lite.data.shard_table import ShardTable
+from llmfoundry_lite.data.streams import INDEX, ShardFolder, find_damage
+from llmfoundry_lite.errors import DataError
+
+log = logging.getLogger(__name__)
+
+ABSENT, COMING, HERE = range(3)
+TICK_SECONDS = 0.01
+MOST_TRIES = 8
+"""How often a shard is brought for one read, where others remove it as soon as it has come."""
+
+
+class ShardCache:
+    """Reads samples of shards, and brings the shards first.
+
+    A failure is met by every process that needs the shard, so none waits for ever.
+    """
+
+    def __init__(self, folders: Sequence[ShardFolder], path: Path, facts: dict[str, Any], cache_limit: int | None):
+        """Map the table at `path`. `cache_limit` is in bytes."""
+        self.folders = folders
+        self.table = ShardTable(path, facts)
+        self.cache_limit = cache_limit
+        self._state, self._verified = self.table.rows["state"], self.table.rows["verified"]
+        self._has_come, self._read_at = self.table.rows["has_come"], self.table.rows["read_at"]
+        self._lock_file, self._thread_lock = open(path, "r+b"), Lock()  # noqa: SIM115 (as long as this lives)
+
+    def find_present(self) -> None:
+        """Note which shards are in their folders. One process of a node does that, before any reads."""
+        for i, folder in enumerate(self.folders):
+            rows = self.table.of_stream(i)
+            rows["state"] = np.where(folder.find_present(rows), HERE, ABSENT)
+
+    def check_limit(self) -> None:
+        """Raise DataError for a `cache_limit` that is too small for these shards."""
+        if not self.cache_limit or not any(folder.remote for folder in self.folders):
+            return
+        least = self._index_bytes + 4 * int((self.table.rows["raw_bytes"] + self.table.rows["zip_bytes"]).max())
+        if self.cache_limit < least:
+            raise DataError(
+                f"cache_limit is {self.cache_limit} bytes, expected at least {least}: the indexes and four times the "
+                "largest shard, compressed and not"
+            )
+
+    def is_ready(self, shard: int) -> bool:
+        """Whether `read` most likely finds the shard here and whole, at the cost of two look-ups."""
+        return bool(self._verified[shard]) and self._state[shard] == HERE
+
+    def read(self, shard: int, sample: int) -> dict[str, Any]:
+        """Columns of a sample. Raises DataError."""
+        for _ in range(MOST_TRIES):
+            self.bring(shard)
+            try:
+                return self._reader(shard)[sample]
+            except FileNotFoundError:
+                continue  # given up for another shard since
+            except Exception as error:
+                self._verified[shard] = 0
+                self._is_whole(shard)  # a damaged file explains whatever went wrong
+                raise DataError(f"{self.path(shard)}, sample {sample}: {one_line(error)}") from error
+        raise self._never_stays(shard)
+
+    def bring(self, shard: int) -> None:
+        """Return when the file of a shard is here and whole. Raises DataError."""
+        for _ in range(MOST_TRIES):
+            self._read_at[shard] = time_ns()
+            if self._state[shard] == HERE and self._is_whole(shard):
+                return
+            self._fetch(shard)
+        raise self._never_stays(shard)
+
+    def path(self, shard: int) -> str:
+        return os.path.join(self._folder(shard).path, self.table.name(shard))
+
+    def _folder(self, shard: int) -> ShardFolder:
+        return self.folders[self.table.stream_of(shard)]
+
+    def _reader(self, shard: int) -> MDSReader:
+        return self.table.reader(shard, self._folder(shard).path)
+
+    def _never_stays(self, shard: int) -> DataError:
+        return DataError(f"{self.path(shard)} is removed as often as it is brought; give each run a `local` of its own")
+
+    def _is_whole(self, shard: int) -> bool:
+        """Whether the file is here; raises DataError unless it is what the index says, after bringing it again.
+
+        A file is hashed once on each node, and again if it is replaced.
+        """
+        path, folder = self.path(shard), self._folder(shard)
+        try:
+            state = _state_of(path)
+            if self._verified[shard] == state:
+                return True
+            damage = self._find_damage(shard)
+            if damage and folder.remote:
+                log.warning("%s is damaged: %s; it is downloaded again", path, damage)
+                self._fetch(shard, damage)
+                state, damage = _state_of(path), self._find_damage(shard)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise DataError(f"{path} cannot be read on {socket.gethostname()}: {one_line(error)}") from error
+        if damage:
+            raise DataError(f"{path} is damaged: {damage}; {folder.remedy}")
+        self._verified[shard] = state
+        return True
+
+    def _find_damage(self, shard: int) -> str:
+        """How the file differs from the index, which no hash protects: it may have been written to as well."""
+        path, reader = self.path(shard), self._reader(shard)
+        if damage := find_damage(path, reader.raw_data):
+            return damage
+        num_samples = int(np.fromfile(path, "<u4", 1)[0])  # an MDS shard begins with it
+        is_same = num_samples == reader.samples
+        return "" if is_same else f"it holds {num_samples} samples, {reader.samples} by its index.json"
+
+    def _fetch(self, shard: int, damage: str = "") -> None:
+        """Bring a shard that is missing or has this damage, or wait for the process that does."""
+        with self._locked():
+            is_ours = self._state[shard] != COMING
+            if is_ours:
+                if self._state[shard] == ABSENT and self.cache_limit:
+                    self._make_room(shard)
+                self._state[shard] = COMING
+        if not is_ours:
+            while self._state[shard] == COMING:
+                sleep(TICK_SECONDS)
+            return
+        folder, reader, found = self._folder(shard), self._reader(shard), ABSENT
+        try:
+            damage = damage and self._find_damage(shard)  # unless somebody has mended it since
+            self._verified[shard] = 0
+            came = folder.bring(reader.raw_data, reader.zip_data, reader.compression, again=bool(damage))
+            self._has_come[shard] |= came
+            found = HERE
+        except Exception as error:
+            where = f"from {folder.remote}" if folder.remote else "which is not there, and no `remote` has it"
+            what = f"{self.path(shard)} is damaged: {damage}; cannot get it again" if damage else ""
+            raise DataError(f"{what or f'cannot get {self.path(shard)}'} {where}: {one_line(error)}") from error
+        finally:
+            self._state[shard] = found  # after a failure too: whoever waits for the shard tries it next
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep out other threads, and other processes of the node."""
+        with self._thread_lock:
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._lock_file, fcntl.LOCK_UN)
+
+    # Room: the caller holds the lock ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        """Bytes of `cache_limit` that each shard takes [num_shards]: none where no remote has it too."""
+        sizes = []
+        for i, folder in enumerate(self.folders):
+            rows = self.table.of_stream(i)
+            sizes.append((rows["raw_bytes"] + rows["zip_bytes"] * folder.stream.keep_zip) * bool(folder.remote))
+        return np.concatenate(sizes)
+
+    @cached_property
+    def _index_bytes(self) -> int:
+        return sum(os.stat(os.path.join(folder.path, INDEX)).st_size for folder in self.folders if folder.remote)
+
+    def _make_room(self, shard: int) -> None:
+        """Remove the shards that were read longest ago, until this one fits."""
+        assert self.cache_limit
+        room = self.cache_limit - self._index_bytes - int(self._sizes[self._state != ABSENT].sum())
+        while room < self._sizes[shard]:
+            removable = np.flatnonzero((self._state == HERE) & (self._sizes > 0))
+            if not len(removable):
+                return
+            oldest = int(removable[self._read_at[removable].argmin()])
+            self._remove(oldest)
+            room += int(self._sizes[oldest])
+
+    def _remove(self, shard: int) -> None:
+        reader = self._reader(shard)
+        self._folder(shard).remove(reader.raw_data, reader.zip_data, has_come=bool(self._has_come[shard]))
+        self._state[shard], self._verified[shard], self._has_come[shard] = ABSENT, 0, False
+
+
+def _state_of(path: str) -> int:
+    """A number that changes when the file is replaced or written to; never 0. Raises FileNotFoundError."""
+    status = os.stat(path)
+    return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

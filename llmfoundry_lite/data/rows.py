@@ -1,0 +1,109 @@
+"""A sample's columns -> a row of token ids. Shapes: t = max_seq_len."""
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmfoundry_lite.errors import DataError
+
+TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
+"""Types of tokens in rows of bytes, the widest first."""
+
+MOST_TOKENS = 1 << 24
+"""Limit of token ids where the vocabulary is not known."""
+
+PAD_TOKEN = -100
+"""Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer to read shards of text."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class RowReader:
+    """Decodes rows of one length. Raises DataError for one that is too short, or whose tokens cannot be."""
+
+    def __init__(self, max_seq_len: int, vocab_size: int | None, tokenizer: Tokenizer | None, token_type: str) -> None:
+        self.max_seq_len = max_seq_len
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.token_dtype = np.dtype(token_type)
+        """The type of a column `tokens` of plain bytes."""
+
+    def read(self, sample: dict[str, Any]) -> NDArray[np.int64]:
+        """The token ids of a sample [t]; `PAD_TOKEN` behind a text that is too short."""
+        if "tokens" not in sample:
+            assert self.tokenizer is not None
+            tokens = np.asarray(self.tokenizer.encode(sample["text"])[: self.max_seq_len], np.int64)
+            self._check_vocabulary(tokens)
+            return np.pad(tokens, (0, self.max_seq_len - len(tokens)), constant_values=PAD_TOKEN)
+
+        tokens = sample["tokens"]
+        if isinstance(tokens, bytes):
+            tokens = self._numbers_of(tokens)
+        check_whole_numbers(tokens)
+        if len(tokens) < self.max_seq_len:
+            raise DataError(
+                f"the sample has {len(tokens)} tokens, but max_seq_len is {self.max_seq_len}; set max_seq_len="
+                f"{len(tokens)}, or prepare the data again with --max-seq-len {self.max_seq_len}"
+            )
+        tokens = tokens[: self.max_seq_len].astype(np.int64)
+        self._check_vocabulary(tokens)
+        return tokens
+
+    def _numbers_of(self, raw: bytes) -> NDArray[np.integer]:
+        """Read bytes as token_encoding_type says. Bytes carry no type: a row that is plainly of another one is refused,
+        with its name."""
+        dtype, vocab_size = self.token_dtype, self.vocab_size or MOST_TOKENS
+        if len(raw) % dtype.itemsize:
+            found, tokens = f"{len(raw)} bytes of tokens are not whole {dtype} numbers", None
+        else:
+            tokens = np.frombuffer(raw, dtype)
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            # In a row of another type most are; `_check_vocabulary` finds a damaged one among others.
+            found = f"token id {outside[0]} is outside the vocabulary" if 2 * len(outside) > len(tokens) else ""
+        if found:
+            fitting = [name for name in TOKEN_TYPES if _could_be(raw, name, vocab_size, self.max_seq_len)]
+        else:
+            # No row of narrow numbers is by chance a row of wide ones that are all so small.
+            most = min(vocab_size, (8 if self.vocab_size else 1) << 8 * dtype.itemsize)
+            wider = [name for name in TOKEN_TYPES if np.dtype(name).itemsize > dtype.itemsize]
+            fitting = [name for name in wider if _could_be(raw, name, most, 2)]
+        if fitting:
+            found = f"{found}: " if found else ""
+            raise DataError(
+                f"{found}the bytes of a row are {fitting[0]} numbers, and are read as {dtype}; set "
+                f"token_encoding_type: {fitting[0]} in the loader's dataset"
+            )
+        if tokens is None:
+            raise DataError(f"{found}; set token_encoding_type to the type they were written with")
+        return tokens
+
+    def _check_vocabulary(self, tokens: NDArray[np.int64]) -> None:
+        if self.vocab_size is None or not len(tokens):
+            return
+        for token_id in (int(tokens.max()), int(tokens.min())):
+            if not 0 <= token_id < self.vocab_size:
+                raise DataError(
+                    f"token id {token_id} is outside the vocabulary of {self.vocab_size}: the tokenizer does not "
+                    "match the one the data was prepared with, or the shard is damaged"
+                )
+
+
+def check_whole_numbers(tokens: Any) -> None:
+    if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"):
+        raise DataError(f"column tokens holds {type(tokens).__name__}, not a row of whole numbers")
+
+
+def _could_be(raw: bytes, name: str, vocab_size: int, least: int) -> bool:
+    """Whether a row's bytes may be `least` or more numbers of this type: of the vocabulary, and not mostly the zeros of
+    padding."""
+    if len(raw) % np.dtype(name).itemsize:
+        return False
+    tokens = np.frombuffer(raw, name)
+    if len(tokens) < least or int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        return False
+    return 2 * int(np.count_nonzero(tokens)) > len(tokens)

@@ -1,0 +1,199 @@
+"""Where each record of metrics.jsonl is shown again: console, progress bar, wandb and TensorBoard."""
+
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
+from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.launch.log_lines import Record, console_line, read_lines, validation_losses
+
+WANDB_ID = "wandb_id"
+
+
+class Mirror:
+    """One place. A launch `begin`s, is called with one record after the other, and is `close`d."""
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        """Prepare for the first record, given the log of earlier launches, and those of its records that came with the
+        checkpoint from another machine, in order of batch."""
+
+    def __call__(self, record: Record) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mirror]:
+    """`progress`: the fraction of the run that is done."""
+    folder, max_duration = Path(config.run_folder), Duration.parse(config.max_duration)
+    mirrors: list[Mirror] = []
+    if config.progress_bar:
+        mirrors.append(ProgressBar(max_duration, progress))
+    elif config.log_to_console:
+        mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
+    if config.loggers.wandb is not None:
+        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
+    if config.loggers.tensorboard is not None:
+        mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
+    return mirrors
+
+
+class ConsoleLine(Mirror):
+    """One line each `interval`: where the run is, its loss, its speed, the time it still needs."""
+
+    def __init__(self, max_duration: Duration, interval: Duration):
+        self.max_duration = max_duration
+        self.interval = interval
+        self.last_epoch = -1
+
+    def __call__(self, record: Record) -> None:
+        due = record["batch"] % int(self.interval.value) == 0
+        if self.interval.unit == "ep":
+            due, self.last_epoch = record["time/epoch"] != self.last_epoch, record["time/epoch"]
+        if due or validation_losses(record):
+            print(console_line(record, self.max_duration), flush=True)
+
+
+class ProgressBar(Mirror):
+    """The console line as a bar that stays in place."""
+
+    def __init__(self, max_duration: Duration, progress: Callable[[], float]):
+        from tqdm import tqdm
+
+        self.max_duration = max_duration
+        self.progress = progress
+        # tqdm puts a comma before what it calls the postfix, and a colon behind a description in l_bar.
+        form = "{percentage:3.0f}%|{bar}| {desc}"
+        self.bar = tqdm(total=1.0, initial=progress(), bar_format=form, desc="first batch", dynamic_ncols=True)
+
+    def __call__(self, record: Record) -> None:
+        self.bar.n = self.progress()
+        self.bar.set_description_str(console_line(record, self.max_duration))
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class TensorboardMirror(Mirror):
+    """Every step once: a launch declares void what an earlier one wrote of the batches that it trains again."""
+
+    def __init__(self, config: TensorboardConfig, run_folder: Path):
+        self.folder = config.log_dir or str(run_folder / "tensorboard")
+        self.writer: Any = None
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        for record in missed:
+            self(record)
+        self.close()  # the first record of this launch, too, may go back behind these
+
+    def __call__(self, record: Record) -> None:
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.folder, purge_step=record["batch"])
+        for key, value in numbers_of(record).items():
+            if key != "batch":
+                self.writer.add_scalar(key, value, global_step=record["batch"])
+        # Else a killed launch would leave a hole before the batch that the next one goes back to.
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+class WandbMirror(Mirror):
+    """The same wandb run across launches: its id is in the run directory, and in checkpoints for other machines.
+
+    wandb takes no step twice: of a batch that is trained again after a restore, it keeps the first record. And it
+    writes and sends every 15 seconds only: what a killed launch had logged after that is logged again from our log.
+    """
+
+    def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
+        import wandb
+
+        run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
+        (run_folder / WANDB_ID).write_text(run_id + "\n")
+        self.run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            name=config.name or run_name,
+            tags=config.tags or None,
+            dir=str(run_folder),
+            config=settings,
+            **{"id": run_id, "resume": "allow", **config.init_kwargs},
+        )
+        self.last_step = -1
+        self.lost: list[Record] = []
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        """A server knows its next step. Offline, the other machine's files have what was trained there."""
+        files = Path(self.run.dir).parents[1]  # <files>/offline-run-<time>-<id>/files
+        self.last_step = max([self.run.step - 1, *offline_steps(files, self.run.id)])
+        elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
+        records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))
+        self.lost = in_order(r for r in records if r["batch"] > self.last_step and r["batch"] not in elsewhere)
+
+    def __call__(self, record: Record) -> None:
+        lost, self.lost = self.lost, []
+        for known in (*(known for known in lost if known["batch"] < record["batch"]), record):
+            if known["batch"] > self.last_step:
+                self.run.log(numbers_of(known), step=known["batch"], commit=True)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def wandb_run_id(run_folder: Path) -> str | None:
+    file = run_folder / WANDB_ID
+    return file.read_text().strip() if file.exists() else None
+
+
+def offline_steps(folder: Path, run_id: str) -> list[int]:
+    """List the steps in the files that wandb's offline mode has left in its folder, in the order of writing.
+
+    Only these files say what a killed launch has lost: wandb writes every 15 seconds.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+    records = [
+        Record.FromString(raw)
+        for path in sorted(folder.glob(f"offline-run-*/run-{run_id}.wandb"))
+        for raw in read_records(path.read_bytes())
+    ]
+    return [record.history.step.num for record in records if record.WhichOneof("record_type") == "history"]
+
+
+def read_records(content: bytes) -> Iterator[bytes]:
+    """Yield the whole records of a file in LevelDB's log format (github.com/google/leveldb, doc/log_format.md), which
+    begins with wandb's own header of 7 bytes. A file that was cut off ends before its last record."""
+    at, parts, prefix, block_bytes = 7, b"", struct.Struct("<IHB"), 32768  # prefix: checksum, length, kind
+    whole, first, middle, last = 1, 2, 3, 4
+    while at + prefix.size <= len(content):
+        left = block_bytes - at % block_bytes
+        if left < prefix.size:
+            at += left  # filled with zeros
+            continue
+        _, length, kind = prefix.unpack_from(content, at)
+        begin, at = at + prefix.size, at + prefix.size + length
+        if kind not in (whole, first, middle, last) or at > len(content):
+            return
+        parts = (parts if kind in (middle, last) else b"") + content[begin:at]
+        if kind in (whole, last):
+            yield parts
+
+
+def numbers_of(record: Record) -> Record:
+    return {key: v for key, v in record.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """Keep the last record of each batch, in order of batch."""
+    latest = {record["batch"]: record for record in records}
+    return [latest[batch] for batch in sorted(latest)]
