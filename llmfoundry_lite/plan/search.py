@@ -1,13 +1,12 @@
-"""Which way of dividing the devices trains a run fastest: every layout tried, each rejected one with its reason."""
+"""The way of dividing the devices that trains a run fastest: every layout tried, each rejected one with its reason."""
 
 import bisect
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from llmfoundry_lite.checkpoint.intervals import choose_save_interval
 from llmfoundry_lite.config.check import check_together
@@ -37,11 +36,13 @@ MOST_STAGES = 64
 SLOW = 1.1
 """Layouts that take so much longer than the fastest are not looked at more closely."""
 AS_FAST = 0.01
-"""Times that differ by less are alike: the model of a step is not that exact."""
+"""Relative difference below which two times count as equal: the model of a step is not more exact."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Candidate:
+    """A layout that fits, with its best microbatch and checkpointing."""
+
     layout: Layout
     strategy: str
     """fsdp_config.sharding_strategy"""
@@ -51,38 +52,38 @@ class Candidate:
     mfu: float
 
     def overlay(self, config: TrainConfig) -> dict[str, Any]:
-        """The keys that make the run compute so, those among them that take back what it says itself."""
+        """Return the keys that make the run compute so, and null for keys of the run that say otherwise."""
+        layout, work = self.layout, self.work
         fsdp: dict[str, Any] = {"sharding_strategy": self.strategy}
         if self.strategy == "HYBRID_SHARD":
-            fsdp["data_parallel_shard_degree"] = self.layout.shard
+            fsdp["data_parallel_shard_degree"] = layout.shard
         elif config.sharding.data_parallel_shard_degree is not None:
             fsdp["data_parallel_shard_degree"] = None
-        fsdp["activation_checkpointing"] = self.work.activation_checkpointing
+        fsdp["activation_checkpointing"] = work.activation_checkpointing
         unset = ("activation_checkpointing_reentrant", "activation_cpu_offload")
         fsdp |= {key: False for key in unset if getattr(config.sharding, key)}
         keys: dict[str, Any] = {
             "overlay": "hardware",
-            "device_train_microbatch_size": self.work.microbatch_size,
+            "device_train_microbatch_size": work.microbatch_size,
             "fsdp_config": fsdp,
         }
-        if self.layout.tensor > 1:
-            tensor = {"tensor_parallel_degree": self.layout.tensor}
-            is_said = self.work.sequence_parallel or config.tp_config is not None
-            keys["tp_config"] = tensor | ({"sequence_parallel": self.work.sequence_parallel} if is_said else {})
+        if layout.tensor > 1:
+            keys["tp_config"] = {"tensor_parallel_degree": layout.tensor}
+            if work.sequence_parallel or config.tp_config is not None:
+                keys["tp_config"]["sequence_parallel"] = work.sequence_parallel
         elif config.tp_config is not None:
             keys["tp_config"] = None
-        if self.layout.context > 1:
-            keys["cp_config"] = dataclasses.asdict(self.work.context)
-        if self.layout.pipeline > 1:
-            pipeline = self.work.pipeline
+        if layout.context > 1:
+            keys["cp_config"] = asdict(work.context)
+        if layout.pipeline > 1:
+            blocks = work.pipeline.blocks
             keys["pp_config"] = {
-                "pipeline_parallel_degree": self.layout.pipeline,
-                "schedule": pipeline.schedule,
-                "virtual_stages": pipeline.num_runs,
+                "pipeline_parallel_degree": layout.pipeline,
+                "schedule": work.pipeline.schedule,
+                "virtual_stages": work.pipeline.num_runs,
+                **({} if blocks is None else {"blocks": list(blocks)}),
             }
-            if pipeline.blocks is not None:
-                keys["pp_config"]["blocks"] = list(pipeline.blocks)
-            unset = ("num_microbatches", *(["blocks"] if pipeline.blocks is None else []))
+            unset = ("num_microbatches", *(["blocks"] if blocks is None else []))
             keys["pp_config"] |= {key: None for key in unset if getattr(config.pp_config, key, None) is not None}
         elif config.pipeline.pipeline_parallel_degree > 1:
             keys["pp_config"] = None
@@ -95,9 +96,9 @@ class Rejected:
     strategy: str
     reason: str
     needed: int = 0
-    """Bytes, where memory is the reason."""
+    """Bytes, if memory is the reason."""
     slower: float = 0.0
-    """How many times as long as the fastest it takes, where that is the reason."""
+    """Time over the fastest's, if that is the reason."""
 
 
 def search_layouts(
@@ -109,25 +110,36 @@ def search_layouts(
     pipeline: PipelineConfig | None = None,
     stall_seconds: float | None = None,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """The layouts that fit, the fastest first, each with its best microbatch and checkpointing; and those that do not.
+    """Return the layouts that fit, the fastest first, each with its best microbatch and checkpointing; and the others.
 
-    First of all stands the one that takes the least memory among those that are as fast as the fastest. Stages and
-    parts of a sample are searched where neither `pipeline` nor the run says how many. `stall_seconds`: how long a save
-    holds training up; without it, by what a device copies.
-    Raises ConfigError where the hardware has no peak for the run's precision.
+    The first takes the least memory among those that are as fast as the fastest. Stages and parts of a sample are
+    searched if neither `pipeline` nor the run says how many. `stall_seconds`: how long a save holds training up;
+    without it, while a device copies its state. Raises ConfigError if the hardware has no peak for the run's precision.
     """
-    search = _Search(
-        config, accelerator, node, shares or find_shares(accelerator), pipeline or config.pp_config, stall_seconds
-    )
+    pipeline = pipeline or config.pp_config
+    stages = [degree for degree in divisors(num_devices) if degree <= min(MOST_STAGES, config.model.n_layers)]
+    if pipeline is not None:
+        stages = [pipeline.pipeline_parallel_degree]
+    parts = divisors(min(node.num_devices, num_devices))
+    if config.cp_config is not None:
+        parts = [config.context.context_parallel_degree]
     rejected: list[Rejected] = []
-    divided: list[_Divided] = []
-    for layout, strategy in search.layouts(num_devices):
-        found = search.divide(layout, strategy)
-        (rejected if isinstance(found, Rejected) else divided).append(found)  # type: ignore[arg-type]
+    trials: list[_Trial] = []
+    divide = functools.cache(functools.partial(_divide, config, pipeline))
+    for layout, strategy in layouts_of(num_devices, node.num_devices, stages, parts):
+        divided = divide(layout.pipeline, layout.context, layout.tensor, strategy)
+        trial = _Trial(divided, layout, strategy, accelerator, node, shares or find_shares(accelerator))
+        reason = trial.find_sizes()
+        if reason is None:
+            trials.append(trial)
+        else:
+            rejected.append(trial.reject(reason))
     candidates: list[Candidate] = []
-    for one in sorted(divided, key=lambda one: one.least_seconds):
-        found = search.best(one)
-        (rejected if isinstance(found, Rejected) else candidates).append(found)  # type: ignore[arg-type]
+    for trial in sorted(trials, key=lambda trial: trial.least_seconds):
+        fastest = min((c.time.seconds for c in candidates), default=math.inf)
+        found = trial.find_best(fastest, stall_seconds)
+        candidates += [found] if isinstance(found, Candidate) else []
+        rejected += [found] if isinstance(found, Rejected) else []
     candidates.sort(key=lambda c: (c.time.seconds, c.layout.tensor))
     if candidates:
         best = min(_as_fast_as(candidates), key=lambda c: c.memory.total_bytes)
@@ -136,9 +148,45 @@ def search_layouts(
     return candidates, rejected
 
 
+def _divide(
+    config: TrainConfig, stages: PipelineConfig | None, pipeline: int, context: int, tensor: int, strategy: str
+) -> TrainConfig | str:
+    """Return the run divided so, or the words in which a launch refuses it."""
+    model = config.model
+    divided = replace(
+        config,
+        device_train_microbatch_size=None if config.islands is None else 1,  # found later; an island must say one
+        fsdp_config=replace(
+            config.sharding,
+            sharding_strategy=strategy,
+            data_parallel_shard_degree=None,
+            activation_checkpointing=False,
+            activation_checkpointing_reentrant=False,
+            activation_cpu_offload=False,
+        ),
+        # Divided streams take less memory and no more time.
+        tp_config=TensorParallelConfig(
+            tensor_parallel_degree=tensor, sequence_parallel=config.max_seq_len % (context * tensor) == 0
+        ),
+        cp_config=config.cp_config
+        or ContextParallelConfig(
+            context_parallel_degree=context,
+            kind="gather" if math.gcd(model.n_heads, model.num_kv_heads) % (context * tensor) else "heads",
+        ),
+        pp_config=replace(stages or PipelineConfig(pipeline_parallel_degree=pipeline), num_microbatches=None),
+    )
+    try:
+        check_together(divided)
+    except ConfigError as error:
+        return str(error).removeprefix("configuration: ")
+    return divided
+
+
 def nearest_that_fits(num_devices: int, has_layout: Callable[[int], bool]) -> int | None:
-    """A number of devices that some layout fits: the first of twice, four times … so many, up to 65,536; where there is
-    none, the first of half, a quarter … of the power of two below, such as a batch too small for so many calls for."""
+    """Find a number of devices that some layout fits: the first of twice, four times … so many, up to 65,536.
+
+    If there is none, as for a batch too small: the first of half, a quarter … of the power of two below.
+    """
     below = 1 << (num_devices - 1).bit_length()
     above = (num_devices << power for power in range(1, MOST_DEVICES.bit_length()))
     counts = itertools.chain((n for n in above if n <= MOST_DEVICES), (below >> n for n in range(1, 20)))
@@ -148,7 +196,7 @@ def nearest_that_fits(num_devices: int, has_layout: Callable[[int], bool]) -> in
 def layouts_of(
     num_devices: int, node_size: int, num_stages: Sequence[int] = (1,), num_parts: Sequence[int] = (1,)
 ) -> Iterator[tuple[Layout, str]]:
-    """Every way of dividing so many devices: stages x copies x shards x parts of a sample x parts of a layer.
+    """Yield every way of dividing so many devices: stages x copies x shards x parts of a sample x parts of a layer.
 
     Tensor and context parallelism stay within a node, unless the parts of a sample alone do not. A copy of the model
     takes whole nodes, or a part of one that divides it.
@@ -172,7 +220,7 @@ def layouts_of(
                 node_size=node_size,
             )
             if shard == 1:
-                copies = dataclasses.replace(layout, has_whole_copies=True)
+                copies = replace(layout, has_whole_copies=True)
                 yield copies, "NO_SHARD"
                 if replicate * context > 1:
                     yield copies, "ZERO_1"
@@ -184,155 +232,103 @@ def usable_bytes(accelerator: Accelerator) -> int:
     return accelerator.free_bytes - CONTEXT_BYTES
 
 
-class _Divided(NamedTuple):
-    """A layout that a launch would not refuse."""
+@dataclass(slots=True)
+class _Trial:
+    """A run on one layout."""
 
-    config: TrainConfig
+    divided: TrainConfig | str
+    """Or why a launch refuses it."""
     layout: Layout
     strategy: str
-    sizes: list[int]
-    """Of microbatches, those that `auto` tries."""
-    least_seconds: float
-    """Of a step, if memory did not matter."""
+    accelerator: Accelerator
+    node: Node
+    shares: Shares
+    sizes: Sequence[int] = ()
+    """Microbatches that `auto` tries."""
+    least_seconds: float = math.inf
+    """A step, if memory did not matter."""
 
     def reject(self, reason: str, **facts: Any) -> Rejected:
         return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, **facts)
 
+    @property
+    def config(self) -> TrainConfig:
+        assert isinstance(self.divided, TrainConfig)
+        return self.divided
 
-class _Search:
-    """Of one run on one kind of device."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        node: Node,
-        shares: Shares,
-        pipeline: PipelineConfig | None,
-        stall_seconds: float | None = None,
-    ):
-        self.config, self.accelerator, self.node, self.shares = config, accelerator, node, shares
-        self.pipeline, self.stall_seconds = pipeline, stall_seconds
-        self.fastest = math.inf
-        """Seconds of the fastest so far."""
-        self._configs: dict[tuple[int, int, int, str], TrainConfig | str] = {}
-
-    def layouts(self, num_devices: int) -> Iterator[tuple[Layout, str]]:
-        stages = [degree for degree in divisors(num_devices) if degree <= min(MOST_STAGES, self.config.model.n_layers)]
-        if self.pipeline is not None:
-            stages = [self.pipeline.pipeline_parallel_degree]
-        parts = divisors(min(self.node.num_devices, num_devices))
-        if self.config.cp_config is not None:
-            parts = [self.config.context.context_parallel_degree]
-        return layouts_of(num_devices, self.node.num_devices, stages, parts)
-
-    def divide(self, layout: Layout, strategy: str) -> _Divided | Rejected:
-        """The run, divided so; or why that cannot be."""
-        key = (layout.pipeline, layout.context, layout.tensor, strategy)
-        if key not in self._configs:
-            self._configs[key] = self._configure(*key)
-        config = self._configs[key]
-        if isinstance(config, str):
-            return Rejected(layout=layout, strategy=strategy, reason=config)
+    def find_sizes(self) -> str | None:
+        """Fill `sizes` and `least_seconds`; return a reason if there are none."""
+        if isinstance(self.divided, str):
+            return self.divided
+        config, layout = self.divided, self.layout
         samples = config.global_train_batch_size
         device_batch_size, rest = divmod(samples, layout.num_data_ranks)
-        sizes = [
+        if rest:
+            return f"{samples} samples do not divide over {layout.num_data_ranks} data ranks"
+        self.sizes = [
             size
             for size in divisors(device_batch_size)
             if layout.pipeline == 1 or takes_microbatches(config.pipeline, device_batch_size // size)
         ]
-        if rest:
-            reason = f"{samples} samples do not divide over {layout.num_data_ranks} data ranks"
-            return Rejected(layout=layout, strategy=strategy, reason=reason)
-        if not sizes:
-            reason = f"{config.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
-            return Rejected(layout=layout, strategy=strategy, reason=reason)
+        if not self.sizes:
+            return f"{config.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
         # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
-        works = [work_of(config, strategy, size, False) for size in {sizes[0], sizes[-1]}]
-        least = min(self._time(work, layout).seconds for work in works)
-        return _Divided(config, layout, strategy, sizes, least)
+        works = [work_of(config, self.strategy, size, False) for size in {self.sizes[0], self.sizes[-1]}]
+        self.least_seconds = min(self._time(work).seconds for work in works)
+        return None
 
-    def best(self, divided: _Divided) -> Candidate | Rejected:
-        """The fastest microbatch and checkpointing of a layout, or why there is none."""
-        config, layout, strategy, sizes, least = divided
-        if least > SLOW * self.fastest:
-            slower = least / self.fastest
-            return divided.reject(
+    def find_best(self, fastest: float, stall_seconds: float | None) -> Candidate | Rejected:
+        """Return the fastest microbatch and checkpointing, or why there is none. `fastest`: seconds so far."""
+        config, layout, sizes = self.config, self.layout, self.sizes
+        if self.least_seconds > SLOW * fastest:
+            slower = self.least_seconds / fastest
+            return self.reject(
                 f"takes {slower:.1f} times as long as the fastest, even with memory to spare", slower=slower
             )
+        limit = usable_bytes(self.accelerator)
 
         @functools.cache
         def memory(checkpointing: bool | str, size: int) -> MemoryEstimate:
-            return memory_of(config, layout, strategy, work_of(config, strategy, size, checkpointing))
+            fsdp = replace(config.sharding, activation_checkpointing=checkpointing)
+            return estimate_training_memory(
+                replace(config, device_train_microbatch_size=size, fsdp_config=fsdp), layout
+            )
 
         @functools.cache
         def num_fitting(checkpointing: bool | str) -> int:
-            """Of the sizes, from the smallest on."""
+            """Count sizes that fit, from the smallest on."""
             return bisect.bisect_right(sizes, limit, key=lambda size: memory(checkpointing, size).total_bytes)
 
-        limit = usable_bytes(self.accelerator)
         splits = layout.pipeline > 1 and config.pipeline.splits_backward
         choices = (False,) if splits else CHECKPOINTING
         if not num_fitting(choices[-1]):
             again = "" if splits else " and every block computed again"
             needed = memory(choices[-1], sizes[0]).total_bytes
-            return divided.reject(
+            return self.reject(
                 f"needs {needed / GIB:.1f} GiB of {limit / GIB:.1f}, with one sample at a time{again}", needed=needed
             )
-        works = [work_of(config, strategy, size, choice) for choice in choices for size in sizes]
-        timed = sorted(((self._time(work, layout), work) for work in works), key=lambda of: of[0].seconds)
+        works = [work_of(config, self.strategy, size, choice) for choice in choices for size in sizes]
         fitting: list[Candidate] = []
-        for time, work in timed:
+        for time, work in sorted(((self._time(work), work) for work in works), key=lambda of: of[0].seconds):
             if fitting and time.seconds > (1 + AS_FAST) * fitting[0].time.seconds:
                 break
             if sizes.index(work.microbatch_size) >= num_fitting(work.activation_checkpointing):
                 continue
             needs = memory(work.activation_checkpointing, work.microbatch_size)
-            stall = save_seconds(needs) if self.stall_seconds is None else self.stall_seconds
-            time = dataclasses.replace(time, saves=stall / batches_between_saves(config, time.seconds, stall))
+            stall = save_seconds(needs) if stall_seconds is None else stall_seconds
+            time = replace(time, saves=stall / batches_between_saves(config, time.seconds, stall))
             mfu = time.mfu(work, self.accelerator, layout.world_size)
-            fitting.append(Candidate(layout=layout, strategy=strategy, work=work, memory=needs, time=time, mfu=mfu))
-        best = max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
-        self.fastest = min(self.fastest, best.time.seconds)
-        return best
+            fitting.append(
+                Candidate(layout=layout, strategy=self.strategy, work=work, memory=needs, time=time, mfu=mfu)
+            )
+        return max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
 
-    def _time(self, work: Work, layout: Layout) -> StepTime:
-        return step_time(work, layout, self.accelerator, self.node, self.shares)
-
-    def _configure(self, pipeline: int, context: int, tensor: int, strategy: str) -> TrainConfig | str:
-        """Or the words in which a launch refuses it."""
-        config, model = self.config, self.config.model
-        stages = self.pipeline or PipelineConfig(pipeline_parallel_degree=pipeline)
-        parts = config.cp_config or ContextParallelConfig(
-            context_parallel_degree=context,
-            kind="gather" if math.gcd(model.n_heads, model.num_kv_heads) % (context * tensor) else "heads",
-        )
-        # Divided streams take less memory and no more time.
-        sequence_parallel = config.max_seq_len % (context * tensor) == 0
-        divided = dataclasses.replace(
-            config,
-            device_train_microbatch_size=None if config.islands is None else 1,  # found later; an island must say one
-            fsdp_config=dataclasses.replace(
-                config.sharding,
-                sharding_strategy=strategy,
-                data_parallel_shard_degree=None,
-                activation_checkpointing=False,
-                activation_checkpointing_reentrant=False,
-                activation_cpu_offload=False,
-            ),
-            tp_config=TensorParallelConfig(tensor_parallel_degree=tensor, sequence_parallel=sequence_parallel),
-            cp_config=parts,
-            pp_config=dataclasses.replace(stages, num_microbatches=None),
-        )
-        try:
-            check_together(divided)
-        except ConfigError as error:
-            return str(error).removeprefix("configuration: ")
-        return divided
+    def _time(self, work: Work) -> StepTime:
+        return step_time(work, self.layout, self.accelerator, self.node, self.shares)
 
 
 def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that are as fast as the fastest."""
+    """Return those that are as fast as the fastest."""
     least = min(c.time.seconds for c in candidates)
     return [c for c in candidates if c.time.seconds <= (1 + AS_FAST) * least]
 
@@ -364,7 +360,7 @@ def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpoint
 
 
 def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds: float) -> float:
-    """By the run's `save_interval`; inf where its epochs are as long as data that is not looked at."""
+    """Return batches of the run's `save_interval`; inf for epochs, whose length the data say."""
     interval = SaveInterval.parse(config.save_interval)
     if interval.span is None:
         return (interval.seconds or choose_save_interval(save_seconds)) / step_seconds
@@ -372,16 +368,3 @@ def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds
     per_batch = {"ba": 1, "sp": samples, "tok": samples * config.max_seq_len}
     unit = interval.span.unit
     return max(1.0, interval.span.value / per_batch[unit]) if unit in per_batch else math.inf
-
-
-def memory_of(config: TrainConfig, layout: Layout, strategy: str, work: Work) -> MemoryEstimate:
-    """Of the fullest device."""
-    fsdp = dataclasses.replace(
-        config.sharding, sharding_strategy=strategy, activation_checkpointing=work.activation_checkpointing
-    )
-    divided = dataclasses.replace(
-        config,
-        device_train_microbatch_size=work.microbatch_size,
-        fsdp_config=fsdp,
-    )
-    return estimate_training_memory(divided, layout)
