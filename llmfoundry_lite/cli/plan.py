@@ -1,179 +1,154 @@
-"""`llmfoundry-lite plan`: what a run would take."""
+"""`llmfoundry-lite plan` and `fabric`: what a run and a network would take."""
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmfoundry_lite.cli.options import refuse_beside
+from llmfoundry_lite.cli.options import refuse_beside, takes
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.plan.plan import Plan
 
 DEFAULT_WAN_GIGABITS = 10.0
 
 
-def plan_command(
-    context: typer.Context,
-    arguments: Annotated[list[str] | None, typer.Argument(help="RUN.yaml [HARDWARE.yaml] [key=value ...]")] = None,
-    hardware: Annotated[str, typer.Option(help="The device: h100-80gb, mi250 and so on. Several: a,b,c.")] = "",
-    devices: Annotated[str, typer.Option(help="Devices in all nodes. Several counts, 64,128, make one table.")] = "",
-    check: Annotated[str | None, typer.Option(help="A finished run: its rates beside the predicted ones.")] = None,
-    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node. Default: as it is sold.")] = None,
-    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device within its node.")] = None,
-    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to others.")] = None,
+@dataclass(slots=True)
+class PlanOptions:
+    """Arguments of `plan`."""
+
+    arguments: Annotated[list[str] | None, typer.Argument(help="RUN.yaml [HARDWARE.yaml] [key=value ...]")] = None
+    hardware: Annotated[str, typer.Option(help="The device: h100-80gb, mi250 and so on. Several: a,b,c.")] = ""
+    devices: Annotated[str, typer.Option(help="Devices in all nodes. Several counts, 64,128, make one table.")] = ""
+    check: Annotated[str | None, typer.Option(help="A finished run: its rates beside the predicted ones.")] = None
+    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node. Default: as it is sold.")] = None
+    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device within its node.")] = None
+    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to others.")] = None
     efficiency: Annotated[
         float | None, typer.Option(min=0.01, max=1, help="Of the peak that matrix products reach.")
-    ] = None,
-    calibrate: Annotated[Path | None, typer.Option(help="mfu.json of `bench mfu`, measured on such a device.")] = None,
+    ] = None
+    calibrate: Annotated[Path | None, typer.Option(help="mfu.json of `bench mfu`, measured on such a device.")] = None
     pipeline: Annotated[
         int | None, typer.Option(min=1, help="Stages of a pipeline; default: the run's, else searched.")
-    ] = None,
+    ] = None
     schedule: Annotated[
         str | None, typer.Option(help="Of --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
-    ] = None,
-    virtual: Annotated[int | None, typer.Option(min=1, help="Runs of blocks on a device.")] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None,
-    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None,
+    ] = None
+    virtual: Annotated[int | None, typer.Option(min=1, help="Runs of blocks on a device.")] = None
+    tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None
     stall: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds that a save holds training up, as `report` measures it.")
-    ] = None,
-    join: Annotated[str | None, typer.Option(help="A second cluster, HARDWARE:DEVICES, that trains along.")] = None,
-    wan: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between the two clusters [10].")] = None,
-    exchange_every: Annotated[int | None, typer.Option(min=1, help="Steps between their exchanges [1].")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="A batch of so many samples for each device.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Layouts that are shown.")] = 5,
-    write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
-) -> None:
+    ] = None
+    join: Annotated[str | None, typer.Option(help="A second cluster, HARDWARE:DEVICES, that trains along.")] = None
+    wan: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between the two clusters [10].")] = None
+    exchange_every: Annotated[int | None, typer.Option(min=1, help="Steps between their exchanges [1].")] = None
+    samples: Annotated[int | None, typer.Option(min=1, help="A batch of so many samples for each device.")] = None
+    top: Annotated[int, typer.Option(min=1, help="Layouts that are shown.")] = 5
+    write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False
+
+
+@takes(PlanOptions)
+def plan_command(context: typer.Context, given: PlanOptions) -> None:
     """Predict memory, speed, days and cost of a run. Tries every way to divide the devices; starts nothing.
 
     Exit code 2 when no layout fits.
     """
-    from llmfoundry_lite.config.schema import PipelineConfig
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
-    from llmfoundry_lite.plan.plan import Plan, make_plan, parse_cluster, parse_counts, write_overlay
-    from llmfoundry_lite.plan.plan import join as join_plans
-    from llmfoundry_lite.plan.report import describe_joined, describe_plan, describe_plans, plan_facts
+    from llmfoundry_lite.plan.plan import parse_cluster, parse_counts
+    from llmfoundry_lite.plan.report import describe_plans, plan_facts
 
-    if check is not None:
+    if given.check is not None:
+        from llmfoundry_lite.report.check import check_run
+
         refuse_beside(context, "--check", "a finished run says all of it itself")
-        print(check_run(check))
+        print(check_run(given.check))
         return
-    if not (arguments and hardware and devices):
+    if not (given.arguments and given.hardware and given.devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
-
-    for option, value, needs, given in (
-        ("--schedule", schedule, "--pipeline", pipeline),
-        ("--virtual", virtual, "--pipeline", pipeline),
-        ("--wan", wan, "--join", join),
-        ("--exchange-every", exchange_every, "--join", join),
-    ):
-        if value is not None and given is None:
-            raise ConfigError(f"{option}: {value} given, which needs {needs}")
-    numbers = {"--link": link, "--adapter": adapter, "--price": price, "--mtbf": mtbf, "--stall": stall, "--wan": wan}
-    for option, value in numbers.items():
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{option}: {value} given, expected a finite number")
-    wan, exchange_every = wan or DEFAULT_WAN_GIGABITS, exchange_every or 1
-    stages = None
-    if pipeline:
-        stages = PipelineConfig(pipeline_parallel_degree=pipeline, schedule=schedule or "1f1b", virtual_stages=virtual)
-
-    def plan_on(name: str, number: int) -> Plan:
-        batch = [] if samples is None else [f"global_train_batch_size={samples * number}"]
-        return make_plan(
-            [*arguments, *batch],
-            hardware=name,
-            num_devices=number,
-            per_node=per_node,
-            link_gigabytes=link,
-            adapter_gigabits=adapter,
-            products_share=efficiency,
-            measured=calibrate,
-            pipeline=stages,
-            num_tokens=tokens,
-            dollars_per_device_hour=price,
-            device_hours_between_failures=mtbf,
-            stall_seconds=stall,
-        )
-
-    clusters = [(name, number) for name in hardware.split(",") for number in parse_counts(devices)]
-    second_cluster = parse_cluster(join) if join else None
-    if join and as_json:
+    check_options(given)
+    clusters = [(name, number) for name in given.hardware.split(",") for number in parse_counts(given.devices)]
+    second = parse_cluster(given.join) if given.join else None
+    if given.join and given.as_json:
         raise ConfigError("--join is told in a line for people; leave out --json")
-    if len(clusters) > 1:
-        if join or write:
-            raise ConfigError("--join and --write need one --hardware and one number of --devices")
-        plans = [plan_on(name, number) for name, number in clusters]
-        print(json.dumps([plan_facts(plan) for plan in plans], indent=1) if as_json else describe_plans(plans))
-        raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
-    # What cannot be done is refused before anything is printed.
-    plan, second = plan_on(*clusters[0]), None
-    if second_cluster is not None:
-        name, number = second_cluster
-        batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
-        second = make_plan([*arguments, batch], hardware=name, num_devices=number)
-    if write is not None and plan.candidates:
-        write_overlay(plan, write)
-    print(json.dumps(plan_facts(plan), indent=1) if as_json else describe_plan(plan, top))
-    if second is not None:
-        print(describe_joined(plan, second, join_plans(plan, second, wan, exchange_every), wan, exchange_every))
-    if write is not None and not plan.candidates:
-        write_overlay(plan, write)
-    raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)
+    if len(clusters) == 1:
+        print_plan(given, plan_on(given, *clusters[0]), second)
+    if given.join or given.write:
+        raise ConfigError("--join and --write need one --hardware and one number of --devices")
+    plans = [plan_on(given, name, number) for name, number in clusters]
+    print(json.dumps([plan_facts(plan) for plan in plans], indent=1) if given.as_json else describe_plans(plans))
+    raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
 
 
-def check_run(run: str) -> str:
-    """What each span of the run's batches was predicted to reach, beside what it reached. Raises DataError."""
-    from llmfoundry_lite.config.load_train import load_train_config
-    from llmfoundry_lite.errors import DataError
-    from llmfoundry_lite.plan.check import Measured, describe_check, parts_told, stages_told
-    from llmfoundry_lite.report.reading import read_run
-    from llmfoundry_lite.report.segments import accelerator_of, measure
+def check_options(given: PlanOptions) -> None:
+    """Raises ConfigError for an option that needs another, and for numbers that are not finite."""
+    from llmfoundry_lite.errors import ConfigError
 
-    found = read_run(run)
-    path = Path(run) / "config.yaml"
-    if not path.is_file():
-        raise DataError(f"--check: {path} is not there; it says what was trained")
-    config = load_train_config([str(path)]).config
-    spans, left_out = [], []
-    for segment in found.segments:
-        here = found.log.within(segment.first_batch, segment.last_batch)
-        row, facts = accelerator_of(found.log, here, segment), measure(found.log, segment, {})
-        if row is None:
-            left_out.append(f"{segment.span}: {describe_unknown(segment.device)}, no prediction")
-            continue
-        if not facts.tokens_per_second_per_device or not segment.num_devices:
-            left_out.append(f"{segment.span}: the log does not tell how fast it was, nothing to compare")
-            continue
-        spans.append(
-            Measured(
-                batches=segment.span,
-                accelerator=row,
-                num_devices=segment.num_devices,
-                strategy=segment.sharding or config.sharding.sharding_strategy,
-                shard_degree=segment.shard_degree,
-                tensor=segment.tensor_parallel_degree or 1,
-                microbatch_size=segment.device_train_microbatch_size
-                or config.global_train_batch_size // segment.num_devices,
-                tokens_per_second=facts.tokens_per_second_per_device,
-                pipeline=stages_told(segment.pipeline, config),
-                context=parts_told(segment.context),
-            )
+    for option, value, needs, other in (
+        ("--schedule", given.schedule, "--pipeline", given.pipeline),
+        ("--virtual", given.virtual, "--pipeline", given.pipeline),
+        ("--wan", given.wan, "--join", given.join),
+        ("--exchange-every", given.exchange_every, "--join", given.join),
+    ):
+        if value is not None and other is None:
+            raise ConfigError(f"{option}: {value} given, which needs {needs}")
+    for option in ("link", "adapter", "price", "mtbf", "stall", "wan"):
+        value = getattr(given, option)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{option}: {value} given, expected a finite number")
+
+
+def plan_on(given: PlanOptions, hardware: str, num_devices: int) -> "Plan":
+    from llmfoundry_lite.config.schema import PipelineConfig
+    from llmfoundry_lite.plan.plan import DEVICE_HOURS_BETWEEN_FAILURES, Assumptions, make_plan
+
+    assert given.arguments is not None
+    batch = [] if given.samples is None else [f"global_train_batch_size={given.samples * num_devices}"]
+    stages = None
+    if given.pipeline:
+        stages = PipelineConfig(
+            pipeline_parallel_degree=given.pipeline, schedule=given.schedule or "1f1b", virtual_stages=given.virtual
         )
-    if not found.segments:
-        left_out.append("no checkpoint of this run says where it ran: nothing to compare")
-    return describe_check(config, spans, left_out)
+    assumptions = Assumptions(
+        per_node=given.per_node,
+        link_gigabytes=given.link,
+        adapter_gigabits=given.adapter,
+        products_share=given.efficiency,
+        measured=given.calibrate,
+        pipeline=stages,
+        num_tokens=given.tokens,
+        dollars_per_device_hour=given.price,
+        device_hours_between_failures=given.mtbf or DEVICE_HOURS_BETWEEN_FAILURES,
+        stall_seconds=given.stall,
+    )
+    return make_plan([*given.arguments, *batch], hardware, num_devices, assumptions)
 
 
-def describe_unknown(device: str | None) -> str:
-    """Why nobody knows the row of a device: a run's own MFU says by which peak it was reckoned."""
-    from llmfoundry_lite.hardware import find_accelerator
+def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int] | None) -> None:
+    """Print one plan and exit. Refuses what cannot be done before anything is printed."""
+    from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
+    from llmfoundry_lite.plan.plan import join, make_plan, write_overlay
+    from llmfoundry_lite.plan.report import describe_joined, describe_plan, plan_facts
 
-    if device is None:
-        return "the checkpoint does not name the device"
-    return f"{device} {'has no MFU in the log' if find_accelerator(device) else 'is not in the table'}"
+    assert given.arguments is not None
+    second = None
+    if second_cluster is not None:
+        batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
+        second = make_plan([*given.arguments, batch], *second_cluster)
+    if given.write is not None and plan.candidates:
+        write_overlay(plan, given.write)
+    print(json.dumps(plan_facts(plan), indent=1) if given.as_json else describe_plan(plan, given.top))
+    if second is not None:
+        wan, every = given.wan or DEFAULT_WAN_GIGABITS, given.exchange_every or 1
+        print(describe_joined(plan, second, join(plan, second, wan, every), wan, every))
+    if given.write is not None and not plan.candidates:
+        write_overlay(plan, given.write)
+    raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)
 
 
 def fabric_command(
