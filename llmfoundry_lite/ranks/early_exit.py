@@ -1,7 +1,6 @@
 """Exit code 75 for a request to leave that comes while a program still imports; Python's own answer is 143.
 
-Owns the handlers of the first seconds, and imports nothing that takes time. `ranks.ending`, the launcher and the relay
-replace them with their own.
+It imports nothing that takes time. `ranks.ending`, the launcher and the relay replace its handlers with their own.
 """
 
 import os
@@ -12,7 +11,7 @@ from llmfoundry_lite.errors import EXIT_PREEMPTED
 
 
 def leave_with_75_when_asked() -> None:
-    """First of all, in each program whose exit code 75 means: run the same command again."""
+    """Call this first in each program whose exit code 75 means: run the same command again."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)

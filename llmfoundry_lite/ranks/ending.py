@@ -1,7 +1,5 @@
-"""How a process of a launch begins and ends: its place among the ranks, and the right words and exit code at the end.
-
-Nothing here needs torch; the process group's store is used when there is one.
-"""
+"""How a process of a launch begins and ends: its place among the ranks, what it says at the end, its exit code. No
+torch; the process group's store is used when there is one."""
 
 import os
 import signal
@@ -62,8 +60,8 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
 
 
 def raise_when_interrupted() -> None:
-    """Let the first Ctrl-C, SIGTERM or SIGUSR1 raise Preempted: nothing has been trained yet that could be saved.
-    Composer installs its own handlers: call this again after it."""
+    """Let the first Ctrl-C, SIGTERM or SIGUSR1 raise Preempted: nothing has been trained yet that could be saved. Call
+    this again after Composer, which installs its own handlers."""
     pressed_at: list[float] = []
 
     def leave(number: int, frame: Any) -> None:
@@ -84,7 +82,7 @@ def raise_when_interrupted() -> None:
 
 @contextmanager
 def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """Around what may wait in C++ for ever: the process then ends after so many seconds, with that line."""
+    """End the process with that line after so many seconds in a block that may wait in C++ for ever."""
 
     def end() -> None:
         print(text, file=sys.stderr, flush=True)
@@ -101,8 +99,8 @@ def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
 
 @contextmanager
 def leaving_within(seconds: float) -> Iterator[None]:
-    """Around what keeps the main thread inside of C++, where Python's handlers do not run, with nothing to save yet. A
-    signal that asks to leave then ends the process after so many seconds, if it is still there."""
+    """End the process so many seconds after a signal that asks to leave, if it is still in the block: inside of C++
+    Python's handlers do not run, and nothing is there to save yet."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -131,7 +129,7 @@ def leaving_within(seconds: float) -> Iterator[None]:
 
 
 def is_second_press(pressed_at: list[float]) -> bool:
-    """Note a SIGINT in `pressed_at`. Whether somebody has pressed Ctrl-C before, and this is no echo of that."""
+    """Note a SIGINT in `pressed_at`. Return whether Ctrl-C was pressed before and this is no echo of that."""
     now = time.monotonic()
     pressed_at.append(now)
     return now - pressed_at[0] > ECHO_SECONDS
@@ -143,24 +141,17 @@ def leaving_because(reason: str) -> str:
 
 PREEMPTED = "llmfoundry_lite/preempted"
 STORE_SECONDS = 10.0
-"""For the process group's store to answer a rank that fails."""
+"""How long a rank that fails waits for the process group's store."""
 
 
 def announce_preemption(reason: str) -> None:
     """Let other ranks know, should this one leave before they could agree. Waits a second for them, no longer."""
-
-    def announce() -> None:
-        with suppress(RuntimeError):
-            store.compare_set(PREEMPTED, "", reason)
-
-    if (store := _process_group_store()) is not None:
-        thread = threading.Thread(target=announce, daemon=True)
-        thread.start()
-        thread.join(1.0)
+    with suppress(RuntimeError):
+        _ask_store(lambda store: store.compare_set(PREEMPTED, "", reason), 1.0)
 
 
 def announced_preemption() -> str:
-    """The reason that any rank has announced, or nothing."""
+    """Return the reason that any rank has announced, or nothing."""
     store = _process_group_store()
     with suppress(RuntimeError):
         return store.compare_set(PREEMPTED, "", "").decode() if store is not None else ""
@@ -168,7 +159,7 @@ def announced_preemption() -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line where the reader is a user, everything where the reader must find a bug."""
+    """Return one line where the reader is a user, everything where the reader must find a bug."""
     if isinstance(error, Preempted):
         return printable(str(error))
     if isinstance(error, UserError):
@@ -183,13 +174,13 @@ def describe(error: BaseException) -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because the other side is gone (gloo's and NCCL's words for it)."""
+    """Return whether a collective failed because the other side is gone (gloo's and NCCL's words for it)."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """This rank's, for an error. A rank that has only lost another one leaves with the code of the first to fail."""
+    """Return this rank's exit code. A rank that has only lost another one has the code of the first to fail."""
     code = error.exit_code if isinstance(error, UserError) else EXIT_BUG
     if isinstance(error, UserError) and error.is_transient and RANK_LOGS in os.environ:
         code = EXIT_RETRY_LOST if error.has_lost else EXIT_RETRY
@@ -206,27 +197,26 @@ def report(error: BaseException) -> None:
     When one rank fails the others fail after it, with words that hide the reason: rank 0 prints those of the first.
     A traceback is always printed where it happened: those who heard of the failure may have come first.
     """
-    here, text = this_rank(), describe(error)
+    here, text, first, said = this_rank(), describe(error), None, ""
+    is_bug = text.startswith("Traceback")
     try:
         first = first_error(error)
+        if first is None:
+            said = text if here.local_rank == 0 or is_bug else ""
+        elif first.rank == here.rank or (here.rank == 0 and first.text == text):
+            said = text
+        elif here.rank == 0:
+            said = f"rank {first.rank}: {first.text}"
+        elif is_bug and first.text != text:
+            said = text
     except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
-        if text.startswith("Traceback"):
-            print(text, file=sys.stderr, flush=True)
-        return
-    if first is None:
-        if here.local_rank == 0 or text.startswith("Traceback"):
-            print(text, file=sys.stderr, flush=True)
-    elif here.rank in (0, first.rank) and (first.rank == here.rank or first.text == text):
-        print(text, file=sys.stderr, flush=True)
-    elif here.rank == 0:
-        print(f"rank {first.rank}: {first.text}", file=sys.stderr, flush=True)
-    elif text.startswith("Traceback") and first.text != text:
-        print(text, file=sys.stderr, flush=True)
+        said = text if is_bug else ""
+    if said:
+        print(said, file=sys.stderr, flush=True)
 
 
 def cause_of(error: BaseException) -> str:
-    """The last line of the launch's first error, which names the rank if it is another; that of `error`, if nobody has
-    said anything before."""
+    """Return the last line of the launch's first error, with its rank if it is another; else that of `error`."""
     text = describe(error)
     with suppress(RuntimeError):
         first = first_error(error)
@@ -244,34 +234,34 @@ class FirstError(NamedTuple):
 def first_error(error: BaseException) -> FirstError | None:
     """Return the first failure of any rank, from the process group's store: `error` if this rank is the first. None
     without a process group. Raises RuntimeError when the store is gone."""
-    store = _process_group_store()
-    if store is None:
+    if _process_group_store() is None:
         return None
     code = EXIT_BUG if is_lost_peer(error) else exit_code_of(error)
     mine = f"{this_rank().rank} {code} {describe(error)}"
-    told = answer_in_time(lambda: store.compare_set("llmfoundry_lite/first_error", "", mine).decode())
+    told = _ask_store(lambda store: store.compare_set("llmfoundry_lite/first_error", "", mine).decode(), STORE_SECONDS)
     rank, code, first = (mine if told is None else told).split(" ", 2)
     return FirstError(int(rank), int(code), first)
 
 
-def answer_in_time(ask: Callable[[], str]) -> str | None:
-    """Return the store's answer, None after `STORE_SECONDS`. Rank 0 keeps the store, and torch waits for a frozen one
-    for ever. Raises RuntimeError when rank 0 is gone."""
-    answers: list[str | RuntimeError] = []
+def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
+    """Return the process group's store's answer; None without one, and after so many seconds: rank 0 keeps the store,
+    and torch waits for a frozen one for ever. Raises RuntimeError when rank 0 is gone."""
+    store, answers = _process_group_store(), []
+    if store is None:
+        return None
 
     def run() -> None:
         try:
-            answers.append(ask())
+            answers.append(ask(store))
         except RuntimeError as error:
             answers.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(STORE_SECONDS)
-    answer = answers[0] if answers else None
-    if isinstance(answer, RuntimeError):
-        raise answer
-    return answer
+    thread.join(seconds)
+    if answers and isinstance(answers[0], RuntimeError):
+        raise answers[0]
+    return answers[0] if answers else None
 
 
 def _last_line(text: str) -> str:
@@ -285,7 +275,7 @@ LAUNCHED_AT = "LLMFOUNDRY_LITE_LAUNCHED_AT"
 
 
 def where_outputs_are() -> str:
-    """Where to read what other ranks have said, by the launcher's ways."""
+    """Say where to read what other ranks have printed, by launcher."""
     if RANK_LOGS in os.environ:
         return f"{os.environ[RANK_LOGS]}/rank1.txt and so on"
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -1,10 +1,10 @@
-"""What the C library keeps of memory that this process has freed."""
+"""Memory of the C library."""
 
 import ctypes
 import platform
 
 
 def return_freed_memory() -> None:
-    """What is resident is in use, for a while."""
+    """Give back what this process has freed, so that for a while what is resident is in use."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

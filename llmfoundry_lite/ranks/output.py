@@ -1,7 +1,7 @@
-"""Standard output and standard error of a process that must not fail for want of a listener.
+"""Standard output and error of a process that must not fail for want of a reader.
 
-What is read of a run later is in its files. The words on a screen may be lost: Ctrl-C ends `| tee` before the run has
-saved, a log's disk is full, a batch system closes all three. Neither the run nor its exit code may change for that.
+A run's records are in its files. Its screen may be lost: Ctrl-C ends `| tee` before the run has saved, a log's disk is
+full, a batch system closes all three. Neither the run nor its exit code may change for that.
 """
 
 import io
@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 
-class Words(io.FileIO):
-    """A file that passes over what it cannot write."""
+class Lossy(io.FileIO):
+    """A file that drops what it cannot write."""
 
     def write(self, content, /):  # type: ignore[override]
         try:
@@ -22,8 +22,8 @@ class Words(io.FileIO):
 
 
 def ignore_output_errors() -> None:
-    """From now on whoever prints does not learn whether it could be written. Nothing happens where something else
-    stands for an output, as in tests."""
+    """Drop what cannot be written to standard output and error from now on, unless they have been replaced, as in
+    tests."""
     open_closed_descriptors()
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -34,13 +34,13 @@ def ignore_output_errors() -> None:
             with suppress(OSError):
                 stream.flush()
             options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        file = Words(number if stream is not None else os.devnull, "w", closefd=stream is None)
+        file = Lossy(number if stream is not None else os.devnull, "w", closefd=stream is None)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), **options))
 
 
 def open_closed_descriptors() -> None:
-    """Standard input, output and error that were closed lead nowhere. The next file or socket that is opened would
-    have their numbers, and children would write their words into it."""
+    """Let standard input, output and error that were closed lead nowhere. The next file or socket would have their
+    numbers, and children would write into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -19,13 +19,11 @@ class Rank(NamedTuple):
 
 
 def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Say in torch's words what `srun` says in its own; nothing if another launcher has spoken, or none.
+    """Translate `srun`'s variables to torch's, unless another launcher has set these, or none.
 
-    Raises ConfigError when nodes have different numbers of tasks, or do not have consecutive ranks: local ranks, and
-    which ranks share a node, are computed from both. On all of a node's ranks alike.
-
-    SLURM_STEP_NUM_TASKS is set for the tasks of a step, not for the batch script around it, which would otherwise
-    look like the first task of many.
+    Raises ConfigError, on all of a node's ranks, when nodes have different numbers of tasks, or do not have consecutive
+    ranks: local ranks, and which ranks share a node, are computed from both. SLURM_STEP_NUM_TASKS is set for the tasks
+    of a step, not for the batch script around it, which would otherwise look like the first task of many.
     """
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return
@@ -66,14 +64,14 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's `8(x2),4` is 8, 8, 4."""
+    """Parse SLURM's `8(x2),4` as 8, 8, 4."""
     counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     return [int(count[1]) for count in counts if count for _ in range(int(count[2] or 1))]
 
 
 def host_of_rank_0(environment: Mapping[str, str]) -> str:
-    """The step's first node. The list of a step over several components of a heterogeneous job is sorted, and ranks
-    go through the components in turn: then the first node of the first of them."""
+    """Return the step's first node. The list of a step over several components of a heterogeneous job is sorted, and
+    ranks go through the components in turn: then the first node of the first of them."""
     step = hosts(environment["SLURM_STEP_NODELIST"])
     in_turn = list[str]()
     for number in itertools.count():
@@ -87,7 +85,7 @@ def host_of_rank_0(environment: Mapping[str, str]) -> str:
 
 
 def hosts(node_list: str) -> list[str]:
-    """SLURM's `gpu[003-004,012],login` is gpu003, gpu004, gpu012, login; names may have several brackets."""
+    """Parse SLURM's `gpu[003-004,012],login` as gpu003, gpu004, gpu012, login; names may have several brackets."""
     names = list[str]()
     for text in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
         parts = [[part] if i % 2 == 0 else _numbers(part) for i, part in enumerate(re.split(r"\[([^\]]*)\]", text))]
@@ -96,7 +94,7 @@ def hosts(node_list: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """`003-005,012` is 003, 004, 005, 012."""
+    """Parse `003-005,012` as 003, 004, 005, 012."""
     bounds = [part.split("-") for part in ranges.split(",")]
     return [str(i).zfill(len(b[0])) for b in bounds for i in range(int(b[0]), int(b[-1]) + 1)]
 

@@ -14,11 +14,11 @@ from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import this_rank
 
 RENDEZVOUS_GRACE_SECONDS = 5.0
-"""For a rank that is asked to leave while it waits for others: they may have left without it."""
+"""How long a rank that is asked to leave still waits for others: they may have left without it."""
 
 
 def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_BUG) -> None:
-    """Nothing happens when one has started. A process that no launcher has started is a world of one, on no network.
+    """Start one, unless one has started. A process that no launcher has started is a world of one, on no network.
 
     torch keeps to the timeout where a rank is missing. Where rank 0 is frozen it waits for ever: the process then ends
     after twice that time, with `exit_code`.
@@ -61,8 +61,8 @@ def check_address(address: str) -> None:
 
 
 def choose_device(device_type: str) -> torch.device:
-    """This rank's device; on a CPU, its share of the cores. Raises ConfigError where ranks see too few devices: on
-    all of a node's ranks alike."""
+    """Return this rank's device; on a CPU, take its share of the cores. Raises ConfigError, on all of a node's ranks,
+    where they see too few devices."""
     here = this_rank()
     if device_type == "cuda":
         count = torch.cuda.device_count()
