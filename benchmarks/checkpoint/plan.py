@@ -192,7 +192,7 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
     started = time.perf_counter()
     for rank in range(1, num_ranks):
         entries = [box.entry for box in boxes_in(saver._plan.tensors, rank, seen)]
-        header, _ = build_header(entries, {"save_id": saver._flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
+        header = build_header(entries, {"save_id": saver._flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
         header_bytes = max(header_bytes, len(header))
         size = len(header) + sum(entry.num_bytes for entry in entries)
         hashes = []
@@ -287,7 +287,7 @@ def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
             folder, prefix = store.commits.draft(save_id)
             files = []
             for rank in range(num_ranks):
-                header, _ = build_header([Entry(f"model/w@{rank}", "U8", (1,), 1)], {}, block_bytes=BLOCK_BYTES)
+                header = build_header([Entry(f"model/w@{rank}", "U8", (1,), 1)], {}, block_bytes=BLOCK_BYTES)
                 record = write_shard(folder, file_name(rank), header, [bytes(1)])
                 files.append(replace(record, name=prefix + record.name))
             tensors = {"model/w": TensorRecord("U8", (num_ranks,), Grid((1,), (0,), (1,)))}

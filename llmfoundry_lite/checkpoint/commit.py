@@ -1,13 +1,4 @@
-"""How a save appears whole, and goes: by renames on a disk, by the last put on an object store. No torch.
-
-On a disk a save is written into `.tmp-<save_id>`, synced, and renamed to `ba<batch>`: what has that name is whole. A
-save of a batch that has one already moves the old one to `.replaced-<save_id>` for the moment between two renames; a
-crash there leaves it the checkpoint of that batch, for readers too. A removal looks again at what it has moved to
-`.deleting-…`, and gives back a save that took the name meanwhile. Damaged checkpoints are renamed to `.damaged-…`.
-
-On an object store the shards go to `ba<batch>/<save_id>/`, a name no other save has, and putting
-`ba<batch>/manifest.json` last commits them. Removal goes in reverse: first what commits, then the data.
-"""
+"""How a save appears whole, and goes: by renames on a disk, by the last put on an object store. No torch."""
 
 import contextlib
 import json
@@ -29,8 +20,6 @@ REPLACED = ".replaced-"
 DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
-UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{32}")
-"""Name that `LocalFolder.put` gives an unfinished file. A kill leaves one."""
 HINT = "latest.json"
 LOG = "log"
 """The folder of the parts of the run's log: see `log_parts`."""
@@ -107,7 +96,11 @@ def epoch_of(name: str) -> int:
 
 
 class RenameCommits:
-    """Commits on a disk."""
+    """Commits on a disk: what has a checkpoint's name is whole.
+
+    A save of a batch that has one moves the old one to `.replaced-<save_id>` for the moment between two renames; a
+    crash there leaves it the checkpoint of that batch, for readers too.
+    """
 
     drafts_in_place = False
     """A folder with a checkpoint's name and without a manifest is a save under way."""
@@ -171,23 +164,17 @@ class RenameCommits:
         for name in self.root.names():
             if 0 < epoch_of(name) < epoch and name.startswith((DRAFT, REPLACED)):
                 self.root.child(name).remove_all()
-        self.clear_litter(epoch)
+        self.clear_litter(has_lease=True)
 
-    def clear_litter(self, epoch: int | None) -> None:
-        """Finish removals; under a lease, those of what a save replaced and of unfinished small files too."""
+    def clear_litter(self, *, has_lease: bool) -> None:
+        """Finish removals; under a lease, those of what a save replaced too."""
         for name in self.root.names():
             if name.startswith(DELETING):
                 self._remove_or_put_back(name)
-            elif epoch is not None and name.startswith(REPLACED) and SAVE_ID.fullmatch(save := name[len(REPLACED) :]):
+            elif has_lease and name.startswith(REPLACED) and SAVE_ID.fullmatch(save := name.removeprefix(REPLACED)):
                 with contextlib.suppress(CheckpointError, OSError):
                     if save_id_in(self.root.child(committed_name(save))) == save:
                         self.root.child(name).remove_all()
-        for folder in (self.root, self.root.child(LOG)) if epoch is not None else ():
-            for name in folder.names():
-                unfinished = UNFINISHED.fullmatch(name)
-                if unfinished and (unfinished[1] == HINT or 0 < epoch_of(unfinished[1]) < (epoch or 0)):
-                    with contextlib.suppress(OSError):
-                        folder.remove(name)
 
     def _only_replaced(self, names: Sequence[str]) -> list[str]:
         """Return, for each batch whose save was moved away and never replaced, what was moved."""
@@ -218,7 +205,8 @@ class RenameCommits:
 
 
 class PutCommits:
-    """Commits on an object store. The methods are those of `RenameCommits`."""
+    """Commits on an object store: shards go to `ba<batch>/<save_id>/`, a name no other save has, and putting
+    `ba<batch>/manifest.json` last commits them. The methods are those of `RenameCommits`."""
 
     drafts_in_place = True
 
@@ -279,7 +267,7 @@ class PutCommits:
         with contextlib.suppress(OSError):  # the right to list uploads is one of its own
             self.root.abort_uploads(is_dead)
 
-    def clear_litter(self, epoch: int | None) -> None:
+    def clear_litter(self, *, has_lease: bool) -> None:
         pass
 
 

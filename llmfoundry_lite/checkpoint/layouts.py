@@ -1,9 +1,4 @@
-"""How a tensor is cut into cells, and which file holds which cell. No torch.
-
-A `Grid` cuts each dimension by a rule and numbers the files of its cells by another; every sharding that torch's
-DTensor knows is one, and a few of them describe thousands of tensors on thousands of ranks. Where in its file a cell
-lies is in the file's header.
-"""
+"""How a tensor is cut into cells, and which file holds which cell: arithmetic that many tensors share. No torch."""
 
 import itertools
 import math

@@ -1,7 +1,7 @@
 """Who may write into a run's folder: numbered claims, the highest of which holds. No torch.
 
-A claim is the creation of `.leases/<number>.json`, which must not exist yet. The content says whose it is: a holder
-that does not find its own any more has lost the disk. `store` says what a lease can and cannot prevent.
+A claim is the creation of `.leases/<number>.json`, which must not exist yet. A holder that does not find its own
+content there any more has lost the disk.
 """
 
 import contextlib

@@ -1,9 +1,4 @@
-"""The run's log beside its checkpoints, for the machine that carries on: appended to, not sent again at every save.
-
-`log/<save_id>.jsonl` has the lines that came since an earlier save; a manifest names all parts until its batch, with
-their hashes, so that checkpoints share them. A new part takes in the ones before it that are no longer than itself: a
-log of a million lines is in twenty parts or fewer. `store` removes parts with the last checkpoint that names them. No
-torch.
+"""The run's log beside its checkpoints, in parts `log/<save_id>.jsonl` that checkpoints share. No torch.
 
 A log is not the state. Without a part, the rest of the log is read, and the next launch that has it writes it again.
 """
@@ -49,7 +44,10 @@ def read_log(checkpoint: Checkpoint) -> Log:
 def write_log(
     store: CheckpointStore, save_id: str, content: bytes, before: tuple[FileRecord, ...]
 ) -> tuple[FileRecord, ...]:
-    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError of the disk."""
+    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError of the disk.
+
+    A new part takes in the ones before it that are no longer than itself: a million lines are in twenty parts or fewer.
+    """
     kept: list[FileRecord] = []
     end = 0
     for part in before:

@@ -1,15 +1,7 @@
 """The manifest of a portable checkpoint: everything but the arrays, and how each array lies in the files. No torch.
 
-    raw = encode(manifest)          what manifest.json holds; refuses what `decode` would refuse
-    manifest = decode(raw, where)   DamagedCheckpointError names the item; NewerFormatError for a newer format
-
 Whoever holds a `Manifest` from `decode` may rely on full, disjoint coverage of every tensor by slices in the files it
-names. Size and number of values are capped before anything is built from hostile input.
-
-manifest.json is `{"checksum":"xxh3_128:<hex>","manifest":{…}}`, the checksum being that of the inner object's bytes.
-The envelope and the first two fields, `format` and `version` (a whole number), never change: releases that read format
-1 alone must find there that a newer one is needed. Fields that a later release adds are kept in `extra` and written
-again. docs/checkpoint-format.md describes the rest, and the rule for versions.
+names. docs/checkpoint-format.md describes the JSON, and the rule for versions.
 """
 
 import dataclasses

@@ -1,14 +1,8 @@
-"""Who writes what of a save: each rank works it out from what its own tensors say of their sharding.
+"""Who writes what of a save: each rank computes it from the sharding of its own tensors.
 
-A DTensor knows its mesh and placements, and with these where every rank's part begins and ends. So ranks need not tell
-each other their parts. They compare the digests of their tables (names, dtypes, shapes, meshes, placements), which are
-the same on all ranks but under pipeline parallelism; one rank broadcasts each different table. From the tables each
-rank computes every tensor's layout, with the same result. A tensor that is not a DTensor is replicated. Of replicated
-cells the replica with the fewest bytes so far writes. For a matrix that ranks have divided by heads, the table also
-says in which order they have its rows; the layout is that of the rows' own order.
-
-torch's `DefaultSavePlanner` instead gathers a plan from every rank and merges them on each: 33 s and 2.3 GB a rank
-for MPT-70B on 512 ranks, where this takes 0.8 s and 16 MB on 4,096 (`python -m benchmarks checkpoint --plan`).
+A DTensor's mesh and placements say where every rank's part begins and ends, so ranks need not exchange plans as torch's
+`DefaultSavePlanner` does: 33 s and 2.3 GB a rank for MPT-70B on 512 ranks, where this takes 0.8 s and 16 MB on 4,096
+(`python -m benchmarks checkpoint --plan`).
 """
 
 import itertools
@@ -66,7 +60,9 @@ class Plan:
 
 
 def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Plan:
-    """Raises CheckpointError on all ranks for a sharding that is not a grid."""
+    """Compare tables by digest: they are the same on all ranks but under pipeline parallelism. From them each rank
+    computes every layout, with the same result. Raises CheckpointError on all ranks for a sharding that is not a
+    grid."""
     with exchange.raising_on_all_ranks():
         table = describe(tensors, row_orders)
     tables = exchange.gather_distinct(table)
@@ -80,7 +76,11 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
 
 
 def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
-    """Return, as JSON, what the layout of these tensors follows from."""
+    """Return, as JSON, what the layout of these tensors follows from; without a DTensor a tensor is replicated.
+
+    Of a matrix that ranks have divided by heads, it also says in which order they have its rows; the layout is that of
+    the rows' own order.
+    """
     meshes: dict[int, int] = {}
     described: list[Any] = []
     orders: list[Any] = []
@@ -143,7 +143,7 @@ def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size
 
 
 def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
-    """Return every tensor's layout, by its name."""
+    """Return every tensor's layout, by its name. Of replicas, the one with the fewest bytes so far writes."""
     rows: dict[str, list[tuple[int, list[Any]]]] = {}
     for number, (table, _) in enumerate(tables):
         for row in table["tensors"]:

@@ -1,12 +1,7 @@
 """Safetensors shards -> a model and its optimizer, on any number of ranks; all of it verified, or nothing changed.
 
-    manifest = load(url, model, optimizer)                      one checkpoint; every rank calls
-    restored = load_newest(store, model, optimizer)             the newest intact one
-
-Every rank reads into memory of its own, verifies just the blocks it reads, and all ranks agree, before any of them
-touches the model. Rank 0 judges a file that another rank alone cannot read as it was written: it looks at the file
-itself, and then either the checkpoint is at fault, or that rank's node, which is named. Which slices reach into a
-rank's part of a tensor follows from the tensor's layout; a rank opens the files that have these and no others.
+Every rank reads into memory of its own and verifies just the blocks it reads, and all ranks agree, before any of them
+touches the model.
 """
 
 import math
@@ -143,8 +138,8 @@ def _load_together(
 
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
-    """Return this rank's error as rank 0 sees it: what others complain of becomes rank 0's own error, of whichever
-    kind."""
+    """Return this rank's error as rank 0 sees it. Rank 0 looks itself at a file that another rank alone cannot read:
+    then either the checkpoint is at fault, or that rank's node, which is named."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.max_of([int(is_unsound)])):
         return error
@@ -205,8 +200,11 @@ class Held(NamedTuple):
 def hold_together(model: nn.Module, optimizer: Optimizer | None) -> Held:
     """Raises CheckpointError on all ranks when an optimizer is not of its model."""
     with exchange.raising_on_all_ranks():
-        groups = state.group_names(model, optimizer) if optimizer is not None else []
-        mine = [sorted(state.model_tensors(model)[0]), [sorted(names) for names in groups]]
+        groups = []
+        if optimizer is not None:
+            names = state.parameter_names(model, optimizer)
+            groups = [sorted({names[id(p)] for p in group["params"]}) for group in optimizer.param_groups]
+        mine = [sorted(state.model_tensors(model)[0]), groups]
     held = [value for value, _ in exchange.gather_distinct(mine)]
     groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
     return Held(set().union(*(keys for keys, _ in held)), groups)

@@ -1,15 +1,6 @@
 """A model and its optimizer -> safetensors shards: what all ranks of a run do together to save.
 
-On every rank's main thread:
-
-    saver = open_saver(CheckpointStore(url), parent_save_id=…)     takes the lease
-    saver.save(model, optimizer, about)      returns once the state is copied to the host; the rest is in background
-    saver.poll()                             at each later batch: None, or `Saved` when it has just been published
-    saver.wait()                             the same, but waits
-
-The plan of who writes what is made at the first save, and again only when a tensor has changed its shape or sharding.
-Later saves exchange a few dozen bytes a rank. Background threads never touch a collective: ranks learn of each other's
-progress in `poll`.
+Background threads never touch a collective: ranks learn of each other's progress in `Saver.poll`.
 """
 
 import contextlib
@@ -104,6 +95,10 @@ def open_saver(store: CheckpointStore, *, takes_lease: bool = True, **options: A
 class Saver:
     """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused.
 
+        saver.save(model, optimizer, about)      returns once the state is copied to the host
+        saver.poll()                             at each later batch: `Saved` when it has just been published
+        saver.wait()                             the same, but waits
+
     `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
     flight until it returns, and what it raises ends the run.
     """
@@ -195,11 +190,9 @@ class Saver:
         try:
             exchange.raise_on_all_ranks(_error_of(flight.task))
             if not flight.is_publishing:
-                files = self._gather_files(flight)
-                optimizer, aliases = self._gather_numbers(flight.state)
+                manifest = self._describe(flight)
                 flight.is_publishing = True
                 if self.rank == 0:
-                    manifest = self._describe(flight, files, optimizer, aliases)
                     flight.task = self._background.submit(self._publish, manifest, flight.about.log)
                 return None
         except BaseException:
@@ -261,7 +254,7 @@ class Saver:
         assert self._plan is not None
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
-        header, _ = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        header = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
                 checked = beside.submit(lambda: [key for key, tensor in self._staged.items() if not _is_finite(tensor)])
@@ -277,8 +270,8 @@ class Saver:
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
-    def _gather_files(self, flight: Flight) -> tuple[FileRecord, ...]:
-        """Exchange what each rank has written: 48 bytes a rank."""
+    def _describe(self, flight: Flight) -> Manifest:
+        """Exchange what each rank has written, 48 bytes a rank. Returns the manifest without its log."""
         assert self._plan is not None
         record, numbers = flight.task.result()
         mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
@@ -291,15 +284,22 @@ class Saver:
                 )
         flight.num_bytes = sum(report[0] for report in reports)
         _, prefix = self.store.commits.draft(flight.save_id)
-        return tuple(
-            FileRecord(
-                name=prefix + file_name(rank),
-                num_bytes=num_bytes,
-                block_bytes=BLOCK_BYTES,
-                header_bytes=header_bytes,
-                digest=digest.hex(),
-            )
-            for rank, (num_bytes, header_bytes, digest, _) in enumerate(reports)
+        sizes = {"block_bytes": record.block_bytes}
+        files = [
+            FileRecord(name=prefix + file_name(rank), num_bytes=n, header_bytes=m, digest=digest.hex(), **sizes)
+            for rank, (n, m, digest, _) in enumerate(reports)
+        ]
+        optimizer, aliases = self._gather_numbers(flight.state)
+        return Manifest(
+            **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
+            save_id=flight.save_id,
+            parent_save_id=self.parent_save_id,
+            lease_epoch=flight.lease_epoch,
+            written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            optimizer=optimizer,
+            aliases=aliases,
+            tensors=self._plan.tensors,
+            files=tuple(files),
         )
 
     def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
@@ -309,30 +309,8 @@ class Saver:
             return found.optimizer, found.aliases
         mine = encode_value([found.optimizer, found.aliases])
         parts = [decode_value(exchange.broadcast_json(mine, source=rank)) for rank in self._plan.first_ranks]
-        return state.join_optimizers([optimizer for optimizer, _ in parts]), {
-            alias: name for _, aliases in parts for alias, name in aliases.items()
-        }
-
-    def _describe(
-        self,
-        flight: Flight,
-        files: tuple[FileRecord, ...],
-        optimizer: dict[str, Any] | None,
-        aliases: dict[str, str],
-    ) -> Manifest:
-        assert self._plan is not None
-        about = {one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"}
-        return Manifest(
-            **about,
-            save_id=flight.save_id,
-            parent_save_id=self.parent_save_id,
-            lease_epoch=flight.lease_epoch,
-            written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            optimizer=optimizer,
-            aliases=aliases,
-            tensors=self._plan.tensors,
-            files=files,
-        )
+        aliases = {alias: name for _, more in parts for alias, name in more.items()}
+        return state.join_optimizers([optimizer for optimizer, _ in parts]), aliases
 
     def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:
         """Publish in the background, on rank 0."""

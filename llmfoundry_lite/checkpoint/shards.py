@@ -1,11 +1,7 @@
 """Shard files: safetensors, written and read in one pass over their bytes, which hashes them block by block. No torch.
 
-Data starts at a multiple of 4096 and each slice at a multiple of its item size, so that a file can be mapped.
-
-The hashes of a shard's blocks are its own last tensor, HASHES: 16 bytes for each block of all bytes before it. So a
-file can be streamed from its first byte to its last, needs no second file, and stays plain safetensors. The manifest
-has one digest for header and table together. A reader fetches these two, checks them, and can then trust the byte
-ranges of the one and the hashes of the other.
+The last tensor, HASHES, has the hashes of all blocks before it: a file is streamed from its first byte to its last, and
+stays plain safetensors. The manifest has one digest for header and hashes, which a reader checks first.
 """
 
 import json
@@ -26,11 +22,12 @@ from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTE
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
+ALIGNMENT = 4096
+"""Data starts at a multiple of it, and each slice at one of its item size, so that a file can be mapped."""
 BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 """What one thread writes or reads at a time."""
 NUM_THREADS = 4
-ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors."""
 HASHES = "__hashes__"
@@ -72,13 +69,9 @@ def file_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.key))
 
 
-def build_header(
-    entries: Sequence[Entry], metadata: dict[str, str], *, block_bytes: int = 0
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the file's first bytes, and where in the file each of `entries` (in `file_order`) lies.
-
-    With `block_bytes` the file ends with the hashes of its blocks.
-    """
+def build_header(entries: Sequence[Entry], metadata: dict[str, str], *, block_bytes: int = 0) -> bytes:
+    """Return the first bytes of a file that has `entries` in this order. With `block_bytes` the file ends with the
+    hashes of its blocks."""
     ends = [0, *accumulate(entry.num_bytes for entry in entries)]
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for entry, (begin, end) in zip(entries, pairwise(ends), strict=True):
@@ -93,7 +86,7 @@ def build_header(
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         is_settled = not block_bytes or start == 8 + len(text)
         start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [(start + begin, start + end) for begin, end in pairwise(ends)]
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_shard(

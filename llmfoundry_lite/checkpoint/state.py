@@ -16,29 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """How this machine computes a step, not what the step is: neither saved nor restored."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
+KINDS = {"F": "float", "I": "int", "U": "uint"}
+OTHERS = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, OTHERS.get(name) or KINDS[name[0]] + name[1:]) for name in ITEM_BYTES
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -57,27 +45,24 @@ class State(NamedTuple):
     """Tensors whose rows ranks have in another order."""
 
 
-class Members(NamedTuple):
-    """A model's tensors in the order of its modules, each under every name that it has."""
-
-    parameters: list[tuple[str, torch.Tensor]]
-    buffers: list[tuple[str, torch.Tensor]]
-    """Those that a state dict holds."""
+Named = list[tuple[str, torch.Tensor]]
+"""In the order of the modules, each tensor under every name that it has."""
 
 
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
-    members = _members(model)
-    tensors, aliases = _unique(members)
+    parameters, buffers = _members(model)
+    tensors, aliases = _unique([*parameters, *buffers])
     numbers = None
     if optimizer is not None:
-        slots, numbers = _read_optimizer(_names(members, optimizer), optimizer)
+        slots, numbers = _read_optimizer(_names(parameters, optimizer), optimizer)
         tensors |= slots
     return State(tensors, aliases, numbers, row_orders(model, tensors))
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     """Return what the model's state dict holds, each tensor once, and further names of those that have several."""
-    return _unique(_members(model))
+    parameters, buffers = _members(model)
+    return _unique([*parameters, *buffers])
 
 
 def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
@@ -114,43 +99,40 @@ def in_order_of_ranks(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Return id(parameter) -> name, for all that the optimizer updates."""
-    return _names(_members(model), optimizer)
+    return _names(_members(model)[0], optimizer)
 
 
-def _members(model: nn.Module) -> Members:
-    """Walk over the modules once: torch's own functions take a walk each, all of them in the training's time."""
+def _members(model: nn.Module) -> tuple[Named, Named]:
+    """Return the parameters, and the buffers that a state dict holds, by one walk over the modules."""
     modules = list(model.named_modules(remove_duplicate=False))
     for _, module in modules:  # a forward pass without gradients leaves the root's parameters whole, as other tensors
         if isinstance(module, FSDPModule):
             module.reshard()
-    members = Members([], [])
+    parameters, buffers = [], []
     for prefix, module in modules:
         start = _clean(f"{prefix}.") if prefix else ""
         passing = module._non_persistent_buffers_set
-        members.parameters.extend((start + name, p) for name, p in module._parameters.items() if p is not None)
-        members.buffers.extend(
-            (start + name, b) for name, b in module._buffers.items() if b is not None and name not in passing
-        )
-    return members
+        parameters += [(start + name, p) for name, p in module._parameters.items() if p is not None]
+        buffers += [(start + name, b) for name, b in module._buffers.items() if b is not None and name not in passing]
+    return parameters, buffers
 
 
-def _unique(members: Members) -> tuple[Tensors, dict[str, str]]:
+def _unique(named: Named) -> tuple[Tensors, dict[str, str]]:
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    for name, tensor in (*members.parameters, *members.buffers):
+    first_keys: dict[int, str] = {}
+    for name, tensor in named:
         key = f"model/{name}"
-        first = first_names.setdefault(id(tensor), key)
-        if first == key:
+        if (first := first_keys.setdefault(id(tensor), key)) == key:
             tensors[key] = tensor
         else:
             aliases[key] = first
     return tensors, aliases
 
 
-def _names(members: Members, optimizer: Optimizer) -> dict[int, str]:
+def _names(parameters: Named, optimizer: Optimizer) -> dict[int, str]:
     names: dict[int, str] = {}
-    for name, parameter in members.parameters:
+    for name, parameter in parameters:
         names.setdefault(id(parameter), name)
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -188,21 +170,15 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 tensors[f"optim/{name}/{slot}"] = value.detach() if value.requires_grad else value
-            elif isinstance(value, torch.Tensor):
-                numbers.setdefault(name, {})[slot] = {"value": value, "dtype": DTYPE_NAMES[value.dtype]}
             elif value is not None:
-                numbers.setdefault(name, {})[slot] = {"value": value}
-    groups = [
-        {
-            "params": [names[id(parameter)] for parameter in group["params"]],
-            "options": {k: v for k, v in group.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)},
-        }
-        for group in optimizer.param_groups
-    ]
+                dtype = {"dtype": DTYPE_NAMES[value.dtype]} if isinstance(value, torch.Tensor) else {}
+                numbers.setdefault(name, {})[slot] = {"value": value, **dtype}
     _fetch([number for slots in numbers.values() for number in slots.values()])
-    for group in groups:
-        options = group["options"]
-        options.update({key: local_part(v).item() for key, v in options.items() if isinstance(v, torch.Tensor)})
+    groups = []
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)}
+        options |= {key: local_part(v).item() for key, v in options.items() if isinstance(v, torch.Tensor)}
+        groups.append({"params": [names[id(parameter)] for parameter in group["params"]], "options": options})
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
 
 
@@ -210,7 +186,7 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
     """Turn values that are tensors into Python's, with one transfer for all of a kind."""
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for number in numbers:
-        if isinstance(number["value"], torch.Tensor):
+        if "dtype" in number:
             kinds.setdefault((number["value"].device, number["dtype"]), []).append(number)
     for same in kinds.values():
         values = torch.stack([local_part(number["value"]) for number in same]).tolist()
@@ -285,11 +261,6 @@ def optimizer_targets(
         else:
             targets[key] = torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
     return targets, parameters
-
-
-def group_names(model: nn.Module, optimizer: Optimizer) -> list[set[str]]:
-    names = parameter_names(model, optimizer)
-    return [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[set[str]], saved: Mapping[str, Any], where: str) -> None:

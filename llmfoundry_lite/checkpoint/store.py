@@ -1,24 +1,4 @@
-"""Where the checkpoints of one run live: `<save_folder>/ba200`, local or behind an fsspec URL. No torch.
-
-    store = CheckpointStore("runs/mpt-1b/checkpoints")      any number of readers
-    lease = store.acquire()                                 one writer; whoever acquires last
-    save_id = store.new_save_id(lease, batch=200)
-    folder, prefix = store.open_draft(save_id)              every rank writes its shard here
-    store.publish(manifest, lease)                          one rank; atomic: see `commit`
-    store.prune(lease, keep_newest=3)
-    store.newest_intact()                                   what to restore from
-
-Faults. A file is damaged when its bytes were wrong twice; its checkpoint is passed over and, under a lease, set aside
-unless no other is left to read. A checkpoint that lacks a file is incomplete: passed over where it lies. A file that
-cannot be read stops the search: a mount or a permission can be mended. `latest.json` is a hint for people, never read.
-
-One writer. Each launch that saves acquires a lease, the next number (`lease`). A writer looks there before it commits
-and stops when there is a higher number. Between that look and the commit a stalled writer may still be overtaken, and
-neither a rename nor a put can be fenced. So readers order saves by (lease epoch, batch), and a checkpoint never
-replaces one of a higher epoch. A zombie's save counts as the newest only until the new writer has committed its first;
-after that it loses, whatever its batch. The same rule lets a run that was restarted from an older save go its own way.
-No clock is consulted.
-"""
+"""Where the checkpoints of one run live: `<save_folder>/ba200`, local or behind an fsspec URL. No torch."""
 
 import contextlib
 import os
@@ -147,7 +127,20 @@ def kind_of(error: CheckpointError | None) -> str:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Errors of disk and network surface as CheckpointError."""
+    """The checkpoints of one run. Errors of disk and network surface as CheckpointError.
+
+        store = CheckpointStore("runs/mpt-1b/checkpoints")      any number of readers
+        store.newest_intact()                                   what to restore from
+        lease = store.acquire()                                 one writer; whoever acquires last
+        folder, prefix = store.open_draft(save_id)              every rank writes its shard here
+        store.publish(manifest, lease)                          one rank; atomic
+        store.prune(lease, keep_newest=3)
+
+    A writer looks for a higher lease before it commits. Between that look and the commit a stalled writer may still be
+    overtaken, and neither a rename nor a put can be fenced. So readers order saves by (lease epoch, batch), and a
+    checkpoint never replaces one of a higher epoch: a zombie's save counts as the newest only until the new writer has
+    committed its first. A run that was restarted from an older save goes its own way likewise. No clock is consulted.
+    """
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
         self.root = open_folder(url)
@@ -361,7 +354,7 @@ class CheckpointStore:
             for candidate in doomed:
                 assert candidate.head is not None
                 self.remove(candidate.name, candidate.head.save_id)
-            self.commits.clear_litter(None if lease is None else lease.epoch)
+            self.commits.clear_litter(has_lease=lease is not None)
             if lease is not None:
                 with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
                     self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)

@@ -107,7 +107,7 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
     records = {short: manifest.tensors[name] for short, name in names.items()}
     entries = file_order(Entry(short, r.dtype, r.shape, r.num_bytes) for short, r in records.items())
     metadata = {"format": "pt", "save_id": manifest.save_id, "aliases": json.dumps(manifest.aliases)}
-    header, _ = build_header(entries, metadata)
+    header = build_header(entries, metadata)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | 
     for rank, half in enumerate(np.split(values_of(batch), 2)):
         offset = (rank * ROWS,)
         entry = Entry(f"model/w@{offset[0]}", "I64", (ROWS,), 8 * ROWS)
-        header, _ = build_header([entry], {}, block_bytes=BLOCK_BYTES)
+        header = build_header([entry], {}, block_bytes=BLOCK_BYTES)
         name = f"shard-{rank:05d}.safetensors"
         options = {"block_bytes": BLOCK_BYTES, "num_threads": 2, "on_phase": store.on_phase}
         record = write_shard(folder, name, header, [half.view(np.uint8)], **options)

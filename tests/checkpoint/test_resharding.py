@@ -96,7 +96,7 @@ def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
             for box in plan.mine:
                 assert box_of(tensors[box.name]) == (box.offset, box.lengths)
             pieces = [as_bytes(local_part(tensors[box.name]).contiguous()) for box in plan.mine]
-        header, _ = build_header([box.entry for box in plan.mine], {"save_id": SAVE_ID}, block_bytes=4096)
+        header = build_header([box.entry for box in plan.mine], {"save_id": SAVE_ID}, block_bytes=4096)
         files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=4096))
         assert plan.tensors == plans[0].tensors
     manifest = Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plans[0].tensors, files=tuple(files))
