@@ -1,7 +1,6 @@
 """Everything that can be checked before a process group exists, and what `--dry-run` prints.
 
-Configuration against the layout of the devices, data, tokenizer and memory. Reads index files and JSON, never a shard;
-imports neither Composer nor streaming, so that the answer comes quickly.
+Reads index files and JSON, never a shard; imports neither Composer nor streaming, so that the answer comes quickly.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
-from llmfoundry_lite.config.schema import LoaderConfig, TextDatasetConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.schema import LoaderConfig, TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
@@ -35,15 +34,16 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
 
-LARGE_INDEX_BYTES = 16_000_000
-"""Of some 40,000 shards."""
 MOST_STAGES = 8
-"""That a dry run lists."""
+"""Stages that a dry run lists."""
+
+SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
+"""Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
 
 
 @dataclass(kw_only=True)
 class Preflight:
-    """What was found; `not_checked` says what could not be, and why."""
+    """Facts that were found; `not_checked` says what could not be, and why."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
     """train, eval, eval/<label> -> samples on this disk."""
@@ -69,21 +69,17 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
             _check_data(key, loader, config, found, must_exist=must_exist)
     _check_tokenizer(config, found, must_exist=must_exist)
     _check_tasks(config, must_exist=must_exist)
-    num_samples = _samples_per_epoch(config, found)
-    if num_samples is not None and num_samples < config.global_train_batch_size and config.train_loader.drop_last:
+    num_samples, batch = _samples_per_epoch(config, found), config.global_train_batch_size
+    if num_samples is not None and num_samples < batch and config.train_loader.drop_last:
         raise DataError(
-            f"train_loader.dataset: {num_samples} samples do not make one batch of {config.global_train_batch_size} "
-            "(global_train_batch_size); use more data or a smaller batch"
+            f"train_loader.dataset: {num_samples} samples do not make one batch of {batch} (global_train_batch_size); "
+            "use more data or a smaller batch"
         )
     return found
 
 
-SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
-"""Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
-
-
 def check_installed(*packages: str) -> None:
-    """Raises ConfigError for Composer or mosaicml-streaming, which a plain installation leaves out."""
+    """Raise ConfigError for Composer or mosaicml-streaming, which a plain installation leaves out."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -93,16 +89,13 @@ def check_installed(*packages: str) -> None:
 
 
 def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -> None:
-    """What a launch on this machine would stumble over that `check` leaves to it: tokenizer and memory.
+    """Check the tokenizer and the memory that a launch on this machine needs. Raises ConfigError.
 
-    `devices`: those of this machine, in order; ranks take one each, or share the one there is. Raises ConfigError.
+    `devices`: those of this machine, in order; ranks take one each, or share the one there is.
     """
     name = config.tokenizer.name
     if not is_local_or_cached(name):
-        raise ConfigError(
-            f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache; fetch it first "
-            f"(`hf download {name}`) or name a local folder"
-        )
+        raise ConfigError(f"{_not_here(name)}; {_fetch(name)}")
     needed, num_here = estimate_training_memory(config, layout).total_bytes, layout.node_size
     asking = "each rank needs"
     if devices[0].is_shared:
@@ -120,8 +113,7 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
 
 
 def record_refusal(arguments: Sequence[str], error: UserError) -> None:
-    """Where an earlier launch of the run has left a status, that is now `failed`, or `preempted` by a fault that may
-    pass. Nothing is made that is not there."""
+    """Record `failed`, or `preempted` for a fault that may pass, in the status of an earlier launch of the run."""
     folder = find_run_folder(arguments)
     if folder is not None and (folder / STATUS).exists():
         with contextlib.suppress(OSError):
@@ -129,8 +121,8 @@ def record_refusal(arguments: Sequence[str], error: UserError) -> None:
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
-    """None where only the opened data set can tell: streams have weights, and epoch_size takes or repeats samples."""
-    dataset: TextDatasetConfig = config.train_loader.dataset
+    """Return None where only the opened data set can tell: with weights of streams, or with an epoch_size."""
+    dataset = config.train_loader.dataset
     return None if dataset.streams or dataset.epoch_size is not None else found.num_samples.get("train")
 
 
@@ -147,24 +139,23 @@ def _check_tasks(config: TrainConfig, *, must_exist: bool) -> None:
 
 
 def _check_import_paths(config: TrainConfig) -> None:
-    names = {"optimizer.name": config.optimizer.name}
-    names |= {f"{key}.name": loader.name for key, loader in config.loaders.items()}
-    for key, name in (*names.items(), *(("callbacks", name) for name in config.callbacks.extra)):
+    names = [("optimizer.name", config.optimizer.name)]
+    names += [(f"{key}.name", loader.name) for key, loader in config.loaders.items()]
+    for key, name in (*names, *(("callbacks", name) for name in config.callbacks.extra)):
         missing = _find_missing_module(name.removeprefix("python:").partition(":")[0])
         if name.startswith("python:") and missing:
             raise ConfigError(f"{key}: {name}: No module named {missing!r}; is its folder on PYTHONPATH?")
 
 
 def _find_missing_module(module: str) -> str | None:
-    """The first package of a dotted name that is not there. Looks at files only: nothing is imported."""
+    """Return the first package of a dotted name that is not there. Looks at files only: nothing is imported."""
     if module in sys.modules:
         return None
-    top, *below = module.split(".")
+    path, *below = module.split(".")
     try:
-        spec = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(path)
     except ValueError:  # a module that was put into sys.modules by hand
         return None
-    path = top
     for name in below:
         if spec is None:
             break
@@ -172,6 +163,9 @@ def _find_missing_module(module: str) -> str | None:
         spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
         path += f".{name}"
     return path if spec is None else None
+
+
+# ---------------------------------------------------------------------------------------- data, tokenizer
 
 
 def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
@@ -183,15 +177,14 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Pr
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
-        if not index.is_file():
-            if remote and remote != stream.local:
-                found.not_checked.append(f"{key}: {folder} will be filled from {remote}")
-            elif must_exist:
-                raise DataError(f"{key}: {index} does not exist; make it with `llmfoundry-lite data prepare`")
-            else:
-                found.not_checked.append(f"{key}: {index} is not there")
-            continue
-        counts.append(_check_index(index, key, dataset.max_seq_len or config.max_seq_len, config, found))
+        if index.is_file():
+            counts.append(_check_index(index, key, dataset.max_seq_len or config.max_seq_len, config, found))
+        elif remote and remote != stream.local:
+            found.not_checked.append(f"{key}: {folder} will be filled from {remote}")
+        elif must_exist:
+            raise DataError(f"{key}: {index} does not exist; make it with `llmfoundry-lite data prepare`")
+        else:
+            found.not_checked.append(f"{key}: {index} is not there")
     if len(counts) == len(folders):
         found.num_samples[data_label(block)] = sum(counts)
 
@@ -199,67 +192,67 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Pr
 def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, found: Preflight) -> int:
     try:
         total, columns = _count_samples(index)
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
     if not {"tokens", "text"} & set(columns):
         raise DataError(f"{key}: {index} has columns {', '.join(columns)}; expected tokens or text")
     if "tokens" not in columns:
         found.text_keys.append(key)
-    summary = _read_summary(index.parent.parent)
-    if summary:
-        if summary["max_seq_len"] < max_seq_len:
+    summary = index.parent.parent / "summary.json"  # `data prepare` leaves it beside the splits; other tools do not
+    if summary.is_file():
+        recorded = json.loads(summary.read_text())
+        if recorded["max_seq_len"] < max_seq_len:
             raise DataError(
-                f"{key}: samples of {index.parent} have {summary['max_seq_len']} tokens, max_seq_len is {max_seq_len}; "
-                f"set max_seq_len to {summary['max_seq_len']} or prepare the data again"
+                f"{key}: samples of {index.parent} have {recorded['max_seq_len']} tokens, max_seq_len is "
+                f"{max_seq_len}; set max_seq_len to {recorded['max_seq_len']} or prepare the data again"
             )
-        _check_fingerprint(summary["tokenizer"], key, config)
+        _check_fingerprint(recorded["tokenizer"], key, config)
     return total
 
 
 def _count_samples(index: Path) -> tuple[int, list[str]]:
-    """Samples of all shards, and the columns of the first. A large index is searched, not parsed: every rank does so,
-    and Python makes eight bytes of each."""
-    if index.stat().st_size < LARGE_INDEX_BYTES:
-        shards = json.loads(index.read_text())["shards"]
-        return sum(shard["samples"] for shard in shards), shards[0]["column_names"] if shards else []
+    """Return the samples of all shards, and the columns of the first. The file is searched, not parsed: every rank
+    does so, and Python makes eight bytes of each."""
     with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         columns = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
+        if columns is None:
+            raise ValueError("it names no columns")
         total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d+)', content))
-        return total, json.loads(columns[1]) if columns else []
+        return total, json.loads(columns[1])
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
     """The data knows its tokenizer, so this needs no network whatever the tokenizer's name."""
-    if recorded["vocab_size"] > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} is less than the {recorded['vocab_size']} of the tokenizer "
-            f"that made {key}; set it to {_round_up(recorded['vocab_size'])}"
+    name = config.tokenizer.name
+    _check_vocabulary(config, recorded["vocab_size"], f"the {recorded['vocab_size']} of the tokenizer that made {key}")
+    if is_local_or_cached(name) and (ours := load_tokenizer(name).fingerprint) != recorded["fingerprint"]:
+        raise DataError(
+            f"tokenizer.name: {name} is not the tokenizer that made {key} ({ours}, not {recorded['fingerprint']}, "
+            f"{recorded['name']}); prepare the data again"
         )
-    if is_local_or_cached(config.tokenizer.name):
-        ours = load_tokenizer(config.tokenizer.name)
-        if ours.fingerprint != recorded["fingerprint"]:
-            raise DataError(
-                f"tokenizer.name: {config.tokenizer.name} is not the tokenizer that made {key} "
-                f"({ours.fingerprint}, not {recorded['fingerprint']}, {recorded['name']}); prepare the data again"
-            )
+
+
+def _check_vocabulary(config: TrainConfig, needed: int, what: str) -> None:
+    if needed > config.model.vocab_size:
+        rounded = -(-needed // 128) * 128  # matrix units like multiples of 128
+        raise ConfigError(f"model.vocab_size: {config.model.vocab_size} is less than {what}; set it to {rounded}")
 
 
 def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
     name, dataset = config.tokenizer.name, config.train_loader.dataset
     given = {"eos": dataset.eos_token_id, "bos": dataset.bos_token_id}
     if not is_local_or_cached(name):
-        is_asked = config.model.attn_config.attn_uses_sequence_id and set(given.values()) == {None}
-        if must_exist and is_asked:
+        if must_exist and config.model.attn_config.attn_uses_sequence_id and set(given.values()) == {None}:
             raise ConfigError(
                 f"tokenizer.name: {name} is not on this machine, and model.attn_config.attn_uses_sequence_id needs its "
-                f"end of text; fetch it first (`hf download {name}`) or name a local folder"
+                f"end of text; {_fetch(name)}"
             )
-        message = f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache"
+        message = _not_here(name)
         # A folder without tokenizer.json may still be one that transformers converts.
         if found.text_keys and not Path(name).is_dir():
             message += f", and {found.text_keys[0]} is text that needs it"
             if must_exist:
-                raise ConfigError(f"{message}; fetch it first (`hf download {name}`) or name a local folder")
+                raise ConfigError(f"{message}; {_fetch(name)}")
         found.not_checked.append(message)
         return
     tokenizer = load_tokenizer(name)
@@ -271,11 +264,7 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
                 f"train_loader.dataset.{token}_token_id: {token_id} is not the tokenizer's, {theirs[token]} ({name}); "
                 f"change it, or set train_loader.dataset.{override}: true"
             )
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} "
-            f"({name}); set it to {_round_up(tokenizer.vocab_size)}"
-        )
+    _check_vocabulary(config, tokenizer.vocab_size, f"the tokenizer's {tokenizer.vocab_size} ({name})")
     if config.tokenizer.kwargs.get("pad_token", tokenizer.pad_token) == tokenizer.eos_token:
         found.notes.append(
             f"tokenizer.name: {name} pads with its end of text, {tokenizer.eos_token}; it is learned here like any "
@@ -283,22 +272,19 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
         )
 
 
-def _read_summary(folder: Path) -> dict[str, Any] | None:
-    """What `data prepare` left beside the splits; other tools' data sets have none."""
-    path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+def _not_here(name: str) -> str:
+    return f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache"
 
 
-def _round_up(vocab_size: int) -> int:
-    """To a multiple of 128, which matrix units like."""
-    return -(-vocab_size // 128) * 128
+def _fetch(name: str) -> str:
+    return f"fetch it first (`hf download {name}`) or name a local folder"
 
 
-# ------------------------------------------------------------------------------------------------ dry run
+# ----------------------------------------------------------------------------------------------- dry run
 
 
 def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_here: bool = False) -> str:
-    """The resolved configuration as YAML; then parameters, layout, batch arithmetic and memory, as lines for people.
+    """Write the resolved configuration as YAML; then parameters, layout, batch arithmetic and memory, for people.
 
     `is_for_here`: this machine has been looked at too.
     """
@@ -306,24 +292,21 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
     num_ranks, degree = layout.num_data_ranks, layout.ranks_per_data_rank
     device_batch = batch // num_ranks
     groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{num_ranks} device(s)"
-    devices = "\n".join(f"{'' if i else 'devices':<15}{line}" for i, line in enumerate(describe_layout(layout)))
-    microbatch = config.first_microbatch_size(device_batch)
     is_auto = config.device_train_microbatch_size == "auto"
-    division = (
-        "microbatches as large as fit"
-        if is_auto
-        else (f"{-(-device_batch // microbatch)} microbatch(es) of up to {microbatch}")
-    )
+    microbatch = config.first_microbatch_size(device_batch)
+    division = f"{-(-device_batch // microbatch)} microbatch(es) of up to {microbatch}"
+    if is_auto:
+        division = "microbatches as large as fit"
     flops = count_flops_per_token(config.model, length)
     lines = [
         yaml.safe_dump(as_dict(config), sort_keys=False),
         f"run            {config.run_name} in {config.run_folder}",
         f"parameters     {count_parameters(config.model):,}",
-        devices,
+        *_under("devices", describe_layout(layout)),
         f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
         f"               {groups} x {device_batch} samples in {division}",
-        *_describe_parts(config, layout),
-        *_describe_stages(config, layout),
+        *_under("samples", _describe_parts(config, layout)),
+        *_under("stages", _describe_stages(config, layout)),
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
     ]
@@ -335,82 +318,77 @@ def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_he
     lines.append(f"memory         {estimate_training_memory(config, layout)}{at}")
     lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
-    lines += [f"not checked    {note}" for note in found.not_checked]
+    not_checked = list(found.not_checked)
     if not is_for_here:
-        lines.append(
-            "not checked    the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer"
-        )
-    return "\n".join(lines)
+        not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
+    return "\n".join([*lines, *(f"not checked    {note}" for note in not_checked)])
+
+
+def _under(heading: str, lines: Sequence[str]) -> list[str]:
+    return [f"{'' if i else heading:<15}{line}" for i, line in enumerate(lines)]
 
 
 def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
-    """For each rank of a context group, which tokens of a sample it has; of many, the first and the last."""
-    context, length = config.context, config.max_seq_len
+    """Tell which tokens of a sample each rank of a context group has; of many, the first and the last."""
+    context = config.context
     if layout.context == 1:
         return []
-    if context.kind == "heads":
-        num_heads = config.model.n_heads // layout.tensor
-        lines = [f"in attention each rank has {num_heads // layout.context} of {num_heads} heads of all tokens"]
-    else:
-        lines = ["in attention each rank has the keys and values of all tokens, gathered"]
-    size = length // context.num_pieces
+    num_heads, size = config.model.n_heads // layout.tensor, config.max_seq_len // context.num_pieces
+    has = f"{num_heads // layout.context} of {num_heads} heads of all tokens"
+    if context.kind == "gather":
+        has = "the keys and values of all tokens, gathered"
+    lines = [f"in attention each rank has {has}"]
     for number, rank in enumerate(layout.group(0, "context")):
         if number < MOST_STAGES - 1 or number == layout.context - 1:
             spans = [f"{piece * size}-{(piece + 1) * size - 1}" for piece in context.pieces_of(number)]
             lines.append(f"rank {rank}: tokens {' and '.join(spans)} of each sample")
-    return [f"{'' if i else 'samples':<15}{line}" for i, line in enumerate(lines)]
+    return lines
 
 
 def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
-    """For each rank of a pipeline: which devices, which part of the model, memory of each. Of many, the ends and the
+    """Tell the devices of each stage of a pipeline, its part of the model and its memory; of many, the ends and the
     fullest."""
     if layout.pipeline == 1:
         return []
     num_devices, parts = layout.world_size // layout.pipeline, estimate_stages(config, layout)
     fullest = max(range(len(parts)), key=lambda rank: parts[rank][1].total_bytes)
-    lines = []
+    lines = [config.pipeline.schedule]
     for rank, (stages, estimate) in enumerate(parts):
-        if len(parts) > MOST_STAGES and rank not in (0, fullest, len(parts) - 1):
-            continue
-        first, last = rank * num_devices, (rank + 1) * num_devices - 1
-        ranks = f"ranks {first}-{last}" if num_devices > 1 else f"rank {rank}"
-        word = "the fullest: " if rank == fullest else ""
-        size = in_bytes(estimate.total_bytes)
-        lines.append(f"{ranks}: {describe_stages(stages)}; {word}about {size} per device")
-    return [f"{'' if i else 'stages':<15}{line}" for i, line in enumerate([config.pipeline.schedule, *lines])]
+        if len(parts) <= MOST_STAGES or rank in (0, fullest, len(parts) - 1):
+            first, last = rank * num_devices, (rank + 1) * num_devices - 1
+            ranks = f"ranks {first}-{last}" if num_devices > 1 else f"rank {rank}"
+            word = "the fullest: " if rank == fullest else ""
+            lines.append(f"{ranks}: {describe_stages(stages)}; {word}about {in_bytes(estimate.total_bytes)} per device")
+    return lines
 
 
 def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
-    """The cost of groups that span nodes: `context_exchanges` and `stream_reductions` of each sample."""
-    lines, in_node = [], layout.node_size
+    """Tell what groups that span nodes cost: `context_exchanges` and `stream_reductions` of each sample."""
+    lines, in_node, degree = [], layout.node_size, layout.tensor
     samples = config.global_train_batch_size // layout.num_data_ranks
     number_bytes = 4 if config.precision in ("fp32", "tf32") else 2
     num_blocks = -(-config.model.n_layers // layout.pipeline)  # of a device, to within one
-    if layout.spans_nodes("context"):
-        num_tokens, is_recomputed = config.max_seq_len // layout.context, bool(config.sharding.activation_checkpointing)
-        numbers, num_exchanges = context_exchanges(config.model, config.context, num_tokens, is_recomputed)
-        num_exchanges *= num_blocks
-        num_bytes = numbers * number_bytes // layout.tensor
-        among = f"{layout.context} x {layout.tensor} (tp_config)" if layout.tensor > 1 else str(layout.context)
-        lines.append(
-            f"cp_config.context_parallel_degree: groups of {among} devices span nodes of {in_node}: each sample takes "
-            f"{num_exchanges} exchanges of {in_bytes(num_bytes)} over the network, "
-            f"{in_bytes(num_exchanges * num_bytes * samples)} for each device and batch; a group whose size divides "
-            f"{in_node} stays in a node"
+    num_tokens, recomputes = config.max_seq_len // layout.context, config.sharding.activation_checkpointing
+
+    def cost(key: str, among: str, num_exchanges: int, what: str, num_bytes: int, way_out: str) -> str:
+        return (
+            f"{key}: groups of {among} devices span nodes of {in_node}: each sample takes {num_exchanges} {what} of "
+            f"{in_bytes(num_bytes)} over the network, {in_bytes(num_exchanges * num_bytes * samples)} for each device "
+            f"and batch; {way_out}"
         )
-    if not layout.spans_nodes("tensor"):
-        return lines
-    degree = layout.tensor
-    num_bytes = config.max_seq_len // layout.context * config.model.d_model * number_bytes
-    is_recomputed = config.sharding.activation_checkpointing is True
-    num_sums = int(stream_reductions(num_blocks, is_recomputed, layout.pipeline))
-    return [
-        *lines,
-        f"tp_config.tensor_parallel_degree: groups of {degree} devices span nodes of {in_node}: each sample takes "
-        f"{num_sums} sums of {in_bytes(num_bytes)} over the network, "
-        f"{in_bytes(num_sums * num_bytes * samples)} for each device and batch; a degree that divides {in_node} "
-        "stays in a node",
-    ]
+
+    if layout.spans_nodes("context"):
+        numbers, num_exchanges = context_exchanges(config.model, config.context, num_tokens, bool(recomputes))
+        among = f"{layout.context} x {degree} (tp_config)" if degree > 1 else str(layout.context)
+        way_out = f"a group whose size divides {in_node} stays in a node"
+        key, num_bytes = "cp_config.context_parallel_degree", numbers * number_bytes // degree
+        lines.append(cost(key, among, num_exchanges * num_blocks, "exchanges", num_bytes, way_out))
+    if layout.spans_nodes("tensor"):
+        num_sums = int(stream_reductions(num_blocks, recomputes is True, layout.pipeline))
+        way_out = f"a degree that divides {in_node} stays in a node"
+        key, num_bytes = "tp_config.tensor_parallel_degree", num_tokens * config.model.d_model * number_bytes
+        lines.append(cost(key, str(degree), num_sums, "sums", num_bytes, way_out))
+    return lines
 
 
 def _describe_variable(name: str, value: str) -> str:
@@ -435,7 +413,7 @@ def _describe_duration(config: TrainConfig, found: Preflight) -> str:
 
 
 def _with_prefix(number: float) -> str:
-    """1234567 -> 1.23 M"""
+    """Write 1234567 as 1.23 M."""
     for prefix, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= factor:
             return f"{number / factor:,.2f} {prefix}"

@@ -100,11 +100,6 @@ def test_a_device_of_a_pipeline_exchanges_for_its_own_blocks(tmp_path, data):
     assert "each sample takes 5 sums of 4.00 KiB over the network" in text
 
 
-def test_a_large_index_is_searched_with_the_same_result(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(preflight, "LARGE_INDEX_BYTES", 1)
-    assert check(tmp_path, tiny_config(data))[1].num_samples == {"train": 60, "eval": 9}
-
-
 def test_the_world_must_share_the_batch_evenly(tmp_path, data):
     with pytest.raises(ConfigError, match="global_train_batch_size: 8 cannot be shared evenly by 3 devices"):
         check(tmp_path, tiny_config(data), world_size=3)

@@ -1,9 +1,7 @@
-"""`hardware=auto`: the hardware overlay for the devices that this machine has.
+"""`hardware=auto`: the hardware overlay for the devices that this machine has. No torch.
 
-Owns finding them without torch, and which overlay is theirs. A configuration is checked before torch is imported, and
-in every rank, so devices are read from the files in which the kernel lists them: a millisecond, where `nvidia-smi`
-takes up to seconds and NVML or HIP a library that is loaded. Only kernels without NVIDIA's files (WSL, gVisor) are
-asked by `nvidia-smi`. ROCm reads the same files of AMD's (KFD's topology).
+Devices are read from the files in which the kernel lists them: a configuration is checked in every rank, and asking
+`nvidia-smi`, NVML or HIP takes seconds. Only kernels without NVIDIA's files (WSL, gVisor) are asked by `nvidia-smi`.
 """
 
 import contextlib
@@ -32,29 +30,29 @@ class Found(NamedTuple):
     """Devices of one kind."""
 
     name: str
-    """As torch would say it, or the kernel where the table does not know the device."""
+    """The name in torch, or the kernel's where the table does not know the device."""
     row: Accelerator | None
-    num_devices: int
+    num_devices: int = 1
     uuid: str = ""
-    """GPU-…, as variables and nvidia-smi name it; nothing where the kernel does not say."""
+    """GPU-…, as variables and nvidia-smi name it; empty where the kernel does not say."""
 
 
 class Choice(NamedTuple):
     values: Path | dict[str, Any]
     """An overlay's file; or what to lay over a run where there is none."""
     note: str
-    """One line: what was found, and what that means."""
+    """One line: the devices, and what that means."""
 
 
 def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Choice:
-    """`root` is where /proc and /sys are. Raises ConfigError on a machine with two kinds of devices."""
+    """Choose for the devices under `root`, where /proc and /sys are. Raises ConfigError for two kinds of devices."""
     found = find_devices(root, environ)
     if found is None:
         return Choice(shipped_folder("yamls") / "hardware/cpu.yaml", f"{AUTO}: cpu; no accelerator was found")
     devices = f"{found.num_devices} x {found.name}"
     if path := _overlay_for(found):
         return Choice(path, f"{AUTO}: {path.stem}, for {devices}")
-    name = slug(found.row.name if found.row else found.name)
+    name = _slug(found.row.name if found.row else found.name)
     return Choice(
         SAFE,
         f"{AUTO}: no overlay for {devices}; FULL_SHARD, with microbatches as large as fit. For its own settings copy "
@@ -63,13 +61,13 @@ def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.envir
 
 
 def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Found | None:
-    """The accelerators of this machine; None where there are none, or all are hidden by a variable such as
-    CUDA_VISIBLE_DEVICES. Those in the table of accelerators go before others, such as a laptop's own graphics.
+    """Return the accelerators of this machine; None where there are none, or a variable such as CUDA_VISIBLE_DEVICES
+    hides all. Those in the table of accelerators go before others, such as a laptop's own graphics.
 
     Raises ConfigError when that leaves two kinds, or when a variable names none of the devices.
     """
-    found = {"nvidia": _nvidia(root), "amd": _amd(root)}
-    devices = [device for vendor, present in found.items() for device in _visible(present, vendor, environ)]
+    present = {"nvidia": _nvidia(root), "amd": _amd(root)}
+    devices = [one for vendor, listed in present.items() for one in _visible(listed, vendor, environ)]
     known = [device for device in devices if device.row is not None] or devices
     kinds = {device.name: device for device in known}
     if len(kinds) > 1:
@@ -77,33 +75,33 @@ def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
             f"{AUTO}: this machine has {' and '.join(kinds)}; hide one kind (CUDA_VISIBLE_DEVICES, "
             "HIP_VISIBLE_DEVICES) or name an overlay, as in hardware=h100-8"
         )
-    if not kinds and any(found.values()) and (named := _named_in_vain(environ)):
-        raise ConfigError(f"{AUTO}: {named} leaves none of this machine's devices; name those that it has, once each")
-    return next(iter(kinds.values()))._replace(num_devices=len(known), uuid="") if kinds else None
-
-
-def slug(name: str) -> str:
-    """`NVIDIA RTX A6000` -> nvidia-rtx-a6000"""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if kinds:
+        return next(iter(kinds.values()))._replace(num_devices=len(known), uuid="")
+    given = _variables("nvidia", environ) | _variables("amd", environ)
+    named = [f"{name}={value}" for name, value in given.items() if value.split(",")[0].strip() not in ("", "-1")]
+    if any(present.values()) and named:
+        raise ConfigError(
+            f"{AUTO}: {' '.join(named)} leaves none of this machine's devices; name those that it has, once each"
+        )
+    return None
 
 
 def _nvidia(root: Path) -> list[Found]:
-    """`Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…`, among other lines, of a file for each; in order of
-    their PCI addresses."""
+    """Read `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…` of a file for each, by PCI address."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    facts = [dict(re.findall(r"^(Model|GPU UUID):(.*)$", _read(file), re.M)) for file in files]
-    named = [(one["Model"].strip(), one.get("GPU UUID", "").strip()) for one in facts if "Model" in one]
+    facts = [dict(re.findall(r"^(Model|GPU UUID):[ \t]*(.*?)\s*$", _read(file), re.M)) for file in files]
+    named = [(one["Model"], one.get("GPU UUID", "")) for one in facts if "Model" in one]
     if not files and (program := shutil.which("nvidia-smi")):
         command = [program, "--query-gpu=name,uuid", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             lines = result.stdout.splitlines() if result.returncode == 0 else []
             named = [(name, uuid) for name, _, uuid in (line.partition(", ") for line in lines)]
-    return [Found(name, find_accelerator(name), 1, "" if "?" in uuid else uuid) for name, uuid in named]
+    return [Found(name, find_accelerator(name), uuid="" if "?" in uuid else uuid) for name, uuid in named]
 
 
 def _amd(root: Path) -> list[Found]:
-    """KFD has a node for each device of torch's, half a card of an MI250; and for the processors, without SIMDs."""
+    """Read KFD's node for each device of torch's, half a card of an MI250. Processors have nodes without SIMDs."""
     found = []
     files = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     for file in sorted(files, key=lambda file: (len(file.parent.name), file)):  # 2 before 10
@@ -114,82 +112,74 @@ def _amd(root: Path) -> list[Found]:
         rows = [row for row in ACCELERATORS.values() if pci in row.pci_ids and units == row.num_compute_units]
         name = f"AMD Instinct {rows[0].name}" if rows else f"AMD device {pci or 0:x}"
         uuid = f"GPU-{facts['unique_id']:016x}" if facts.get("unique_id") else ""
-        found.append(Found(name, rows[0] if rows else None, 1, uuid))
+        found.append(Found(name, rows[0] if rows else None, uuid=uuid))
     return found
 
 
-def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> value, of those that hide devices, in the order in which they do: ROCm has a list of its own, in
-    which HIP counts. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
-    of_hip = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    names = ["CUDA_VISIBLE_DEVICES"]
-    if vendor == "amd":
-        names = ["ROCR_VISIBLE_DEVICES", *[name for name in of_hip if name in environ][:1]]
-    return {name: environ[name] for name in names if name in environ}
-
-
-def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> list[Found]:
-    """Those that variables let programs see. An empty one, or -1, hides all.
-
-    Raises ConfigError where nobody here can tell which are meant.
-    """
-    for variable, value in _variables(vendor, environ).items():
-        words = [word.strip() for word in value.split(",")]
-        if slices := [word for word in words if word.startswith("MIG-")]:
-            return [Found("NVIDIA MIG slice", None, 1)] * len(slices) if devices else []
-        chosen: list[int] = []
-        for word in words:
-            index = _index_of(word, devices, len(chosen))
-            if index is None:
-                break  # what follows is hidden, too
-            chosen.append(index)
-        are_alike = len({device.name for device in devices}) <= 1
-        is_by_uuid = words[0].startswith("GPU-")
-        if not are_alike and is_by_uuid and any(not device.uuid for device in devices):
-            raise ConfigError(
-                f"{AUTO}: {variable}={value}: the kernel tells no UUID of some devices; name an overlay, as in "
-                "hardware=h100-8"
-            )
-        is_by_speed = vendor == "nvidia" and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-        if not are_alike and not is_by_uuid and is_by_speed and 0 < len(chosen) < len(devices):
-            raise ConfigError(
-                f"{AUTO}: {variable}={value}: CUDA numbers unlike devices by their speed; set "
-                "CUDA_DEVICE_ORDER=PCI_BUS_ID, name devices by UUID (nvidia-smi -L), or name an overlay, as in "
-                "hardware=h100-8"
-            )
-        devices = [devices[index] for index in chosen] if len(set(chosen)) == len(chosen) else []
-    return devices
-
-
-def _index_of(word: str, devices: list[Found], position: int) -> int | None:
-    """A number, or the beginning of one device's UUID. Where a UUID is not known, all devices are alike, or an error
-    follows; so any will do."""
-    if word.startswith("GPU-"):
-        if any(not device.uuid for device in devices):
-            return position if position < len(devices) else None
-        found = [i for i, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]
-        return found[0] if len(found) == 1 else None
-    number = re.match(r"\+?(\d+)", word)
-    return int(number[1]) if number and int(number[1]) < len(devices) else None
-
-
-def _named_in_vain(environ: Mapping[str, str]) -> str:
-    """The variables that name devices; nothing where all are hidden on purpose."""
-    given = _variables("nvidia", environ) | _variables("amd", environ)
-    named = [f"{name}={value}" for name, value in given.items() if value.split(",")[0].strip() not in ("", "-1")]
-    return " ".join(named)
-
-
 def _read(file: Path) -> str:
-    """Nothing of a device that a container does not have: its file is there, and reading it is refused."""
+    """Read nothing of a device that a container does not have: its file is there, and reading it is refused."""
     try:
         return file.read_text(errors="replace")
     except OSError:
         return ""
 
 
+def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variable -> value, of those that hide devices, in the order in which they do: ROCm has a list of its own,
+    in which HIP counts. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
+    names = ["CUDA_VISIBLE_DEVICES"]
+    if vendor == "amd":
+        of_hip = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ]
+        names = ["ROCR_VISIBLE_DEVICES", *of_hip[:1]]
+    return {name: environ[name] for name in names if name in environ}
+
+
+def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> list[Found]:
+    """Return the devices that variables let programs see. An empty one, or -1, hides all; a word that names nothing
+    hides what follows it; a device named twice hides all.
+
+    Raises ConfigError where nothing tells which of unlike devices are meant.
+    """
+    for variable, value in _variables(vendor, environ).items():
+        words = [word.strip() for word in value.split(",")]
+        if slices := [word for word in words if word.startswith("MIG-")]:
+            return [Found("NVIDIA MIG slice", None)] * len(slices) if devices else []
+        chosen: list[int] = []
+        for word in words:
+            if (index := _index_of(word, devices, len(chosen))) is None:
+                break
+            chosen.append(index)
+        if len({device.name for device in devices}) > 1:
+            is_by_uuid = words[0].startswith("GPU-")
+            is_by_speed = vendor == "nvidia" and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+            problem = ""
+            if is_by_uuid and any(not device.uuid for device in devices):
+                problem = "the kernel tells no UUID of some devices; "
+            elif not is_by_uuid and is_by_speed and 0 < len(chosen) < len(devices):
+                problem = (
+                    "CUDA numbers unlike devices by their speed; set CUDA_DEVICE_ORDER=PCI_BUS_ID, name devices by "
+                    "UUID (nvidia-smi -L), or "
+                )
+            if problem:
+                raise ConfigError(f"{AUTO}: {variable}={value}: {problem}name an overlay, as in hardware=h100-8")
+        devices = [devices[index] for index in chosen] if len(set(chosen)) == len(chosen) else []
+    return devices
+
+
+def _index_of(word: str, devices: list[Found], position: int) -> int | None:
+    """Return the device of a number, or of the beginning of one UUID. Where a UUID is not known, any device will do:
+    all are alike, or an error follows."""
+    if not word.startswith("GPU-"):
+        number = re.match(r"\+?(\d+)", word)
+        return int(number[1]) if number and int(number[1]) < len(devices) else None
+    if any(not device.uuid for device in devices):
+        return position if position < len(devices) else None
+    found = [i for i, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]
+    return found[0] if len(found) == 1 else None
+
+
 def _overlay_for(found: Found) -> Path | None:
-    """The one named after the device: the user's own before ours, one for as many devices before others."""
+    """Return the overlay named after the device: the user's own before ours, one for as many devices before others."""
     own = Path("yamls/hardware").resolve()
     folders = dict.fromkeys((own, (shipped_folder("yamls") / "hardware").resolve()))
     paths = [path for folder in folders for path in sorted(folder.glob("*.yaml")) if _is_for(path.stem, found)]
@@ -199,4 +189,9 @@ def _overlay_for(found: Found) -> Path | None:
 
 def _is_for(stem: str, found: Found) -> bool:
     rows: Sequence[Accelerator] = rows_named(stem)
-    return found.row in rows[:1] if len(rows) == 1 else slug(found.name) in (stem, re.sub(r"-\d+$", "", stem))
+    return found.row in rows[:1] if len(rows) == 1 else _slug(found.name) in (stem, re.sub(r"-\d+$", "", stem))
+
+
+def _slug(name: str) -> str:
+    """Write `NVIDIA RTX A6000` as nvidia-rtx-a6000."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

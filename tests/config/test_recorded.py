@@ -67,20 +67,6 @@ def test_weights_alone_of_such_a_run_are_said_to_be_of_another_model():
     assert not find_other_model({}, here)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "named"),
-    [
-        (("scheduler.name=cosine_with_warmup",), []),
-        (("scheduler.name=warmup_stable_decay",), ["scheduler.t_decay 0.8ba -> 0.1dur"]),
-        (("scheduler.name=inv_sqrt_with_warmup", "scheduler.t_scale=0.01dur"), []),
-    ],
-)
-def test_a_span_that_a_schedule_does_not_use_is_no_change(schedule, named):
-    arguments = ("max_duration=8ba", "scheduler.t_warmup=0ba", "scheduler.alpha_f=0", *schedule)
-    changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["logged"]
-    assert [str(change) for change in changes] == named
-
-
 def test_todays_records_mean_what_they_say():
     there = resolved(*RMS, "model.attn_config.qk_ln=true", "scheduler.t_warmup=0.00005dur")
     assert in_words_of_today(copy.deepcopy(there)) == there
@@ -94,19 +80,11 @@ def test_positions_were_scaled_whatever_rope_impl_said():
     assert not any(find_changes(there, resolved(*rope, "model.attn_config.rope_impl=hf")).values())
 
 
-def test_a_share_of_the_run_that_is_now_cut_to_whole_batches_is_named():
-    for share, named in (("0.05dur", ["scheduler.t_warmup 240.5ba -> 0.05dur"]), ("0.1dur", [])):
-        arguments = ("max_duration=4810ba", f"scheduler.t_warmup={share}")
-        changes = find_changes(in_words_of_today(earlier(*arguments)), resolved(*arguments))["logged"]
-        assert [str(change) for change in changes] == named
-
-
 @pytest.mark.parametrize(
     "config",
     [
         *(None, 3, [], {}, {"model": 3}, {"model": {"attn_config": []}}),
-        {"model": {"attn_config": {"rope": True, "rope_hf_config": 3}}, "scheduler": 3},
-        {"model": {"attn_config": {}}, "scheduler": {"t_max": "1e308dur", "name": None}, "max_duration": "9e307ba"},
+        {"model": {"attn_config": {"rope": True, "rope_hf_config": 3}}},
     ],
 )
 def test_what_is_not_understood_stays_as_it_is(config):
