@@ -1,7 +1,6 @@
 """How the devices of a launch are divided: five dimensions, derived once from the configuration and their number.
 
-Owns which rank holds which part of the model, which ranks see the same samples, and what cannot be divided. Everybody
-else reads it: `parallel/mesh.py` makes torch's mesh of it, `plan/memory.py` a device's share, `training/` its data.
+Says which rank holds which part of the model, which ranks see the same samples, and what cannot be divided.
 """
 
 import math
@@ -18,15 +17,15 @@ class Coordinates(NamedTuple):
     """A rank's place in each dimension, the last of which changes fastest from rank to rank."""
 
     pipeline: int
-    """The rank's stage: a run of consecutive blocks."""
+    """Stage: a run of consecutive blocks."""
     replicate: int
-    """Its copy of the model."""
+    """Copy of the model."""
     shard: int
-    """Its share of that copy."""
+    """Share of that copy."""
     context: int
-    """Its part of each sample's tokens."""
+    """Part of each sample's tokens."""
     tensor: int
-    """Its part of each layer. Neighbouring ranks, because they exchange the most."""
+    """Part of each layer. Neighbouring ranks, because they exchange the most."""
 
 
 DIMENSIONS = Coordinates._fields
@@ -34,15 +33,14 @@ DIMENSIONS = Coordinates._fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRanks:
-    """One rank as the data has it: ranks that see the same samples count as one, wherever those are shared out or
-    added up."""
+    """One rank as the data has it: ranks that see the same samples count as one data rank."""
 
     rank: int
-    """The data rank of this process."""
+    """Data rank of this process."""
     size: int
     """Number of data ranks, each with its share of the global batch."""
     speaks: bool
-    """One process of each data rank counts what they have all seen."""
+    """Whether this process counts what all processes of its data rank have seen."""
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +71,7 @@ class Layout:
 
     @property
     def of_parameters(self) -> "Layout":
-        """As parameters see it: the ranks of a context group, which compute with the same ones on other tokens, are so
+        """Layout for parameters: the ranks of a context group, which compute with the same ones on other tokens, are so
         many more shares of a copy, or copies."""
         dimension = "replicate" if self.has_whole_copies else "shard"
         return replace(self, context=1, **{dimension: getattr(self, dimension) * self.context})
@@ -102,7 +100,7 @@ class Layout:
         return rank
 
     def group(self, rank: int, dimension: str) -> list[int]:
-        """The ranks that differ from `rank` in this dimension alone, itself among them, in order."""
+        """Return the ranks that differ from `rank` in this dimension alone, itself among them, in order."""
         place, degree = self.coordinates(rank), getattr(self, dimension)
         return [self.rank_at(place._replace(**{dimension: index})) for index in range(degree)]
 
@@ -113,11 +111,8 @@ class Layout:
 
     def data_ranks(self, rank: int) -> DataRanks:
         place = self.coordinates(rank)
-        return DataRanks(
-            rank=place.replicate * self.shard + place.shard,
-            size=self.num_data_ranks,
-            speaks=place.pipeline == place.context == place.tensor == 0,
-        )
+        speaks = place.pipeline == place.context == place.tensor == 0
+        return DataRanks(rank=place.replicate * self.shard + place.shard, size=self.num_data_ranks, speaks=speaks)
 
 
 DEGREE_KEYS = {
@@ -125,7 +120,7 @@ DEGREE_KEYS = {
     "context": "cp_config.context_parallel_degree",
     "pipeline": "pp_config.pipeline_parallel_degree",
 }
-"""The dimensions whose ranks see the same samples, from the innermost on."""
+"""Dimensions whose ranks see the same samples, from the innermost on -> the key of their degree."""
 
 
 def divide_devices(
@@ -136,7 +131,7 @@ def divide_devices(
     pipeline: int = 1,
     context: int = 1,
 ) -> Layout:
-    """The layout of `world_size` devices, `node_size` of them (default: all) in each node.
+    """Lay out `world_size` devices, `node_size` of them (default: all) in each node.
 
     NO_SHARD, ZERO_1: every data rank holds a copy of the model. HYBRID_SHARD: data_parallel_shard_degree of them, or
     those of a node, share one. Otherwise all share one. Raises ConfigError for degrees that do not divide the devices.
@@ -149,22 +144,21 @@ def divide_devices(
         if world_size % (num_inner * degree):
             raise ConfigError(
                 f"{DEGREE_KEYS[dimension]}: {degree} does not divide the {world_size // num_inner} "
-                f"{name_groups(inner)} of this launch; start a multiple of {num_inner * degree}, or change the degree"
+                f"{_name_groups(inner)} of this launch; start a multiple of {num_inner * degree}, or change the degree"
             )
         inner[dimension] = degree
     num_data_ranks = world_size // math.prod(degrees.values())
-    num_in_node = node_size // (tensor * context)
+    num_in_node = max(1, min(num_data_ranks, node_size // (tensor * context)))
     shard = {
         "NO_SHARD": 1,
         "ZERO_1": 1,
-        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or max(1, min(num_data_ranks, num_in_node)),
+        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or num_in_node,
     }.get(fsdp.sharding_strategy, num_data_ranks)
     if num_data_ranks % shard:
         given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
-        fitting = either(divisors(num_data_ranks))
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
-            f"{name_groups(degrees)} of this launch; use {fitting}"
+            f"{_name_groups(degrees)} of this launch; use {either(divisors(num_data_ranks))}"
         )
     return Layout(
         replicate=num_data_ranks // shard,
@@ -176,7 +170,7 @@ def divide_devices(
 
 
 def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None) -> Layout:
-    """Raises ConfigError, as `divide_devices` does."""
+    """Lay out the devices of a run. Raises ConfigError, as `divide_devices` does."""
     return divide_devices(
         config.sharding,
         world_size,
@@ -188,7 +182,7 @@ def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None
 
 
 def layout_here(config: TrainConfig) -> Layout:
-    """The layout of the launch that this process is a rank of."""
+    """Lay out the launch that this process is a rank of."""
     here = this_rank()
     return layout_of(config, here.world_size, here.local_world_size)
 
@@ -198,7 +192,7 @@ Runs = Sequence[Sequence[int]]
 
 
 def divide_stack(sizes: Sequence[int], tensor: int) -> Runs:
-    """A stack of matrices of so many rows each, as that of q, k and v: each rank has its part of every one of them."""
+    """Divide a stack of matrices of so many rows each, such as q, k and v: each rank has its part of every one."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
         (start + rank * (size // tensor), size // tensor)
@@ -208,8 +202,7 @@ def divide_stack(sizes: Sequence[int], tensor: int) -> Runs:
 
 
 def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Of the rows in the ranks' order, those from `begin` to `end`: (first row, number of rows, where they lie behind
-    `begin`), run by run."""
+    """Return the rows from `begin` to `end` in the ranks' order: (first row, number of rows, offset from `begin`)."""
     found, passed = [], 0
     for first, length in runs:
         low, high = max(begin, passed), min(end, passed + length)
@@ -220,20 +213,23 @@ def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending, 1 and the number itself among them."""
+    """Return all divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def name_groups(degrees: Mapping[str, int]) -> str:
-    """Ranks that see the same samples, in the user's words: what a share of the batch goes to."""
+# ----------------------------------------------------------------------------------------------- in words
+
+
+def _name_groups(degrees: Mapping[str, int]) -> str:
+    """Name what a share of the batch goes to, ranks that see the same samples, in the user's words."""
     blocks = [DEGREE_KEYS[name].partition(".")[0] for name, degree in degrees.items() if degree > 1]
     return f"groups of {math.prod(degrees.values())} devices ({', '.join(reversed(blocks))})" if blocks else "devices"
 
 
 def name_data_ranks(layout: Layout) -> str:
-    """What a share of the batch goes to, in the user's words."""
-    return name_groups({name: getattr(layout, name) for name in DEGREE_KEYS})
+    """Name what a share of the batch goes to, in the user's words."""
+    return _name_groups({name: getattr(layout, name) for name in DEGREE_KEYS})
 
 
 WORDS = {
@@ -246,18 +242,14 @@ WORDS = {
 
 
 def describe_layout(layout: Layout) -> list[str]:
-    """Lines for people: the product, and for rank 0 who is with it in each dimension."""
+    """Write the product as a line, and for each dimension the ranks that rank 0 is with."""
     divided = [name for name in WORDS if getattr(layout, name) > 1]
     product = " x ".join(f"{getattr(layout, name)} {WORDS[name]} ({name})" for name in divided)
     nodes = f" in nodes of {layout.node_size}" if layout.node_size < layout.world_size else ""
     lines = [f"{layout.world_size}{nodes}" + (f" = {product}" if product else "")]
     for name in divided if len(divided) > 1 else []:
         across = "across nodes" if layout.spans_nodes(name) else "within a node"
-        lines.append(f"{name}: rank 0 with {_shorten(layout.group(0, name)[1:])}, {across}")
+        ranks = [str(rank) for rank in layout.group(0, name)[1:]]
+        shown = ", ".join(ranks) if len(ranks) <= 4 else f"{', '.join(ranks[:3])} ... {ranks[-1]}"
+        lines.append(f"{name}: rank 0 with {shown}, {across}")
     return lines
-
-
-def _shorten(ranks: list[int]) -> str:
-    """1, 2, 3 ... 7"""
-    texts = [str(rank) for rank in ranks]
-    return ", ".join(texts) if len(texts) <= 4 else f"{', '.join(texts[:3])} ... {texts[-1]}"

@@ -1,8 +1,7 @@
 """YAML files and `key=value` arguments -> a checked, frozen `TrainConfig`.
 
-The story of a configuration, in one function; its chapters are `layers` (what was given), `foundry` (LLM Foundry's
-other words), `build` (dictionaries -> dataclasses) and `check`. Whether the data, the tokenizer and the machine agree
-with it is `preflight`'s question. No torch here: a wrong key is answered in well under a second.
+`layers` reads what was given, `foundry` LLM Foundry's other words, `build` makes the dataclasses, `check` compares
+them. `preflight` checks data, tokenizer and machine. No torch here: a wrong key is answered in under a second.
 """
 
 import os
@@ -55,7 +54,8 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     notes += drop_keys(values, layers, WITHOUT_EFFECT) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
-    config = build_block(TrainConfig, _gather_extras(values), "", layers)
+    _gather_extras(values)
+    config = build_block(TrainConfig, values, "", layers)
     for path in config.callbacks.extra:
         check_import_path("callbacks", path, layers)
     check_together(config, layers)
@@ -68,7 +68,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
 
 
 def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the run of these arguments lies, though they be refused; None where not even that can be told."""
+    """Return where the run of these arguments lies, though they be refused; None where not even that can be told."""
     try:
         layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False)
         values = merge_layers(layers)
@@ -94,20 +94,17 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
         values["save_folder"] = str(values["save_folder"]).replace("{run_name}", str(name))
 
 
-def _gather_extras(values: dict[str, Any]) -> dict[str, Any]:
+def _gather_extras(values: dict[str, Any]) -> None:
     """Move what belongs to a user's own `python:` object out of the way of the key checks."""
     several = values.get("eval_loaders")
-    for section in (
-        *(values.get(block) for block in ("optimizer", "train_loader", "eval_loader")),
-        *(several.values() if isinstance(several, dict) else ()),
-    ):
-        if isinstance(section, dict) and str(section.get("name", "")).startswith("python:"):
+    blocks = [values.get(block) for block in ("optimizer", "train_loader", "eval_loader")]
+    for block in [*blocks, *(several.values() if isinstance(several, dict) else ())]:
+        if isinstance(block, dict) and str(block.get("name", "")).startswith("python:"):
             known = {"name", "lr", "dataset", "num_workers", "drop_last", "kwargs"}
-            extra = {key: section.pop(key) for key in list(section) if key not in known}
-            section["kwargs"] = {**section.get("kwargs", {}), **extra}
+            extra = {key: block.pop(key) for key in list(block) if key not in known}
+            block["kwargs"] = {**block.get("kwargs", {}), **extra}
     callbacks = values.get("callbacks")
     if isinstance(callbacks, dict):
         extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if str(key).startswith("python:")}
         if extra:
             callbacks["extra"] = {**callbacks.get("extra", {}), **extra}
-    return values

@@ -1,7 +1,6 @@
 """Which stage of a pipeline has which blocks, and which device has which stage: arithmetic, without torch.
 
-Blocks stay in order. A stage is one run of them; interleaved schedules give each device several. Everybody reads it:
-`parallel/pipeline.py` builds the stages, the preflight explains them, `plan/memory.py` finds the fullest.
+Blocks stay in order. A stage is one run of them; interleaved schedules give each device several.
 """
 
 import heapq
@@ -14,7 +13,7 @@ from llmfoundry_lite.config.schema import PipelineConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     index: int
-    """Counted through the model."""
+    """Place in the model, from 0."""
     num_stages: int
     blocks: range
 
@@ -30,7 +29,7 @@ class Stage:
 
 
 def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]:
-    """For each rank of a pipeline its stages, in the model's order.
+    """Return for each rank of a pipeline its stages, in the model's order.
 
     Rank r of p has the stages r, r + p, ...; with zbv r and 2p - 1 - r, so that the first and the last meet.
     """
@@ -44,17 +43,15 @@ def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]
 
 
 def describe_stages(stages: list[Stage]) -> str:
-    """What a rank holds, in words."""
+    """Name the parts of the model that a rank holds."""
     held = ["embeddings"] if stages[0].is_first else []
-    held += [
-        f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
-        for blocks in (stage.blocks for stage in stages)
-    ]
+    for blocks in (stage.blocks for stage in stages):
+        held.append(f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}")
     return ", ".join([*held, "last norm, head and loss"] if stages[-1].is_last else held)
 
 
 def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
-    """Whether the schedule can be played with so many: one for each stage or more, and in rounds that are alike."""
+    """Whether the schedule runs with so many: one for each stage or more, and in equal rounds."""
     degree = pipeline.pipeline_parallel_degree
     if pipeline.schedule == "gpipe":
         return count >= 1
@@ -63,9 +60,9 @@ def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
 
 
 def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
-    """Blocks of each stage, at least one, so that the costliest stage costs least.
+    """Return the number of blocks of each stage, at least one, so that the costliest stage costs least.
 
-    Counted in parameters: the embedding is the first stage's and the head the last one's, whether or not they are one
+    Costs are parameters: the embedding is the first stage's and the head the last one's, whether or not they are one
     matrix. Among equals the later stage gets more, since the earlier ones keep more microbatches' activations.
     """
     block, head = block_and_head(model)
@@ -83,7 +80,7 @@ def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
 
 
 def block_and_head(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of a block's matrices, and of the head."""
+    """Return the parameters of a block's matrices, and of the head."""
     d = model.d_model
     attention = d * (2 * d + 2 * model.num_kv_heads * model.head_dim)
     feed_forward = d * model.ffn_dim * (3 if model.ffn_config.ffn_type == "mptglu" else 2)
