@@ -51,7 +51,7 @@ test-long: install
 # Within 10 minutes: what only a GPU can show, real memory beside the rehearsed, and how fast a device trains.
 gpu-check: install
 	pytest -m gpu
-	llmfoundry-lite bench memory --here --minutes 2 --out runs/gpu-check
+	llmfoundry-lite bench memory --minutes 2 --out runs/gpu-check
 	llmfoundry-lite bench mfu --minutes 3 --out runs/gpu-check
 
 # The site, from docs/ into site/. A broken link is an error. Its generator has an environment of its own.

@@ -17,7 +17,7 @@ from llmfoundry_lite.errors import ConfigError
 ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
 """Suffixes of the files that a command writes its answer to; the JSON is its record."""
 RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
-"""Keys of a record: of a bench, of `bench memory`, of `report`, `compare` and `doctor`."""
+"""Keys of a record: of a bench, of `benchmarks memory`, of `report`, `compare` and `doctor`."""
 
 
 def check_is_path(path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from llmfoundry_lite.bench.memory import MOST, compare, difference, find_case
+from benchmarks.memory import MOST, compare, difference, find_case
 from llmfoundry_lite.config.layers import is_for_hardware, leaf_keys
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config

@@ -57,7 +57,7 @@ def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = N
         for point in points
         for side in ("trainer", "matmul")
     }
-    measures = {name: partial(measure_in_a_process, task, None) for name, task in tasks.items()}
+    measures = {name: partial(measure_in_a_process, task) for name, task in tasks.items()}
     results, failed = take_turns(measures, num_rounds, console)
     if failed:
         raise DataError(f"bench train --growth: {next(iter(failed.values()))}")

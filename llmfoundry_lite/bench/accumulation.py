@@ -1,4 +1,4 @@
-"""What microbatches cost: one batch through the Trainer in 1, 2, 4 ... parts, and the memory that they save.
+"""Cost of microbatches: one batch through the Trainer in 1, 2, 4 ... parts, and the memory that they save.
 
 llmfoundry-lite bench accumulation --microbatches 1,2,4,8,16,32,64 --out results
 """
@@ -9,26 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from llmfoundry_lite.bench.frame import (
     describe_conditions,
+    label_axes,
     measured_table,
     open_console,
     ratios,
-    show,
+    save_figure,
     take_turns,
-    write_report,
+    tell,
 )
 from llmfoundry_lite.bench.steps import check_dtype, check_shapes, count_step_flops, measure_in_a_process
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-HEADINGS = ["microbatches", "samples in each", "seconds", "tokens/s", "GFLOP/s", "over one part", "peak memory, GiB"]
+COLUMNS = ["microbatches", "samples in each", "seconds", "tokens/s", "GFLOP/s", "over one part", "peak memory, GiB"]
 
 
 def run(
@@ -49,53 +45,41 @@ def run(
     check_shapes("--shape", [shape])
     check_dtype(dtype)
     counts = sorted(set(counts))
-    odd = [count for count in counts if batch_size % count]
-    if odd:
+    if odd := [count for count in counts if batch_size % count]:
         raise ConfigError(f"--microbatches: {odd[0]} do not divide a batch of {batch_size} samples")
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
-    sides = {
-        f"{count} microbatches": partial(measure_in_a_process, task_of(settings, dtype, count, overrides))
-        for count in counts
-    }
-    console = open_console()
-    found, failed = take_turns(sides, num_rounds, console)
-    report = describe_conditions() | {
-        **settings,
-        "dtype": dtype,
-        "overrides": list(overrides),
-        "num_rounds": num_rounds,
-        "rows": [
-            row_of(count, settings, rounds, next(iter(found.values())))
-            for count, rounds in zip(counts, found.values(), strict=True)
-            if rounds
-        ],
-        "failed": failed,
-    }
-    table, notes = table_of(report), [f"{name}: not measured: {reason}" for name, reason in failed.items()]
-    show(console, table, notes=notes)
-    if out is not None and report["rows"]:
-        options = [f"--microbatches {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len}"]
-        options += [f"--batch-size {batch_size} --dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}"]
-        command = " ".join(["llmfoundry-lite bench accumulation", *options, *overrides])
-        asked = ("shape", "seq_len", "batch_size", "dtype", "overrides")
-        figure = "![the figure](accumulation.png)"
-        write_report(out, "accumulation", "What microbatches cost", command, report, table, notes, figure, asked=asked)
-        plot(report, out / "accumulation.png")
+    sides = {}
+    for count in counts:
+        size = f"device_train_microbatch_size={batch_size // count}"
+        task = {**settings, "side": f"trainer {dtype}", "overrides": [*overrides, size]}
+        sides[f"{count} microbatches"] = partial(measure_in_a_process, task)
+    found, failed = take_turns(sides, num_rounds, open_console())
+    base = next(iter(found.values()))
+    rows = [describe(n, settings, rounds, base) for n, rounds in zip(counts, found.values(), strict=True) if rounds]
+    report = describe_conditions() | settings | {"dtype": dtype, "overrides": list(overrides)}
+    report |= {"num_rounds": num_rounds, "rows": rows, "failed": failed}
+    options = [f"--microbatches {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len}"]
+    options += [f"--batch-size {batch_size} --dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}"]
+    tell(
+        report,
+        build_table(report),
+        notes=[f"{name}: not measured: {reason}" for name, reason in failed.items()],
+        name="accumulation",
+        heading="What microbatches cost",
+        command=" ".join(["llmfoundry-lite bench accumulation", *options, *overrides]),
+        asked=("shape", "seq_len", "batch_size", "dtype", "overrides"),
+        plot=partial(plot, report),
+        out=out if rows else None,
+    )
     return report
 
 
-def task_of(settings: dict[str, Any], dtype: str, count: int, overrides: Sequence[str]) -> dict[str, Any]:
-    size = f"device_train_microbatch_size={settings['batch_size'] // count}"
-    return {**settings, "side": f"trainer {dtype}", "overrides": [*overrides, size]}
-
-
-def row_of(
+def describe(
     count: int, settings: dict[str, Any], rounds: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """`times`: the step over that of the fewest parts, in each round that both have."""
+    """Describe one count. `times`: its step over that of the fewest parts, in each round that both have."""
     shape, seq_len, batch_size = (settings[key] for key in ("shape", "seq_len", "batch_size"))
-    seconds = [statistics.median(one["step_seconds"]) for one in rounds]
-    firsts = [statistics.median(one["step_seconds"]) for one in base]
+    seconds, firsts = ([statistics.median(one["step_seconds"]) for one in side] for side in (rounds, base))
     return {
         "num_microbatches": count,
         "microbatch_size": batch_size // count,
@@ -107,12 +91,12 @@ def row_of(
     }
 
 
-def title_of(report: dict[str, Any]) -> str:
+def build_title(report: dict[str, Any]) -> str:
     size = f"{report['batch_size']} x {report['seq_len']} tokens"
     return f"{report['shape']}, {size}, {report['dtype']}, {report['device']}"
 
 
-def table_of(report: dict[str, Any]) -> Table:
+def build_table(report: dict[str, Any]) -> Table:
     rows = [
         [
             *(str(row["num_microbatches"]), str(row["microbatch_size"]), f"{row['seconds']:.3f}"),
@@ -122,22 +106,16 @@ def table_of(report: dict[str, Any]) -> Table:
         for row in report["rows"]
     ]
     steps = f"the median of {report['num_rounds']} x {report['num_steps']} steps through the Trainer"
-    return measured_table(f"{title_of(report)}, {steps}", HEADINGS, rows, num_keys=2)
+    return measured_table(f"{build_title(report)}, {steps}", COLUMNS, rows, num_keys=2)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
+    from llmfoundry_lite.report.figure import plt
+
     figure, (rates, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", dpi=150)
     x = [row["num_microbatches"] for row in report["rows"]]
     rates.plot(x, [row["tokens_per_second"] for row in report["rows"]], "o-", color="#4c72b0")
     memory.plot(x, [row["peak_bytes"] / GIB for row in report["rows"]], "o-", color="#dd8452")
     for axes, label in ((rates, "tokens/s"), (memory, "peak memory, GiB")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [str(count) for count in x])
-        axes.set_xlabel("microbatches of one batch")
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title_of(report), fontsize=10)
-    figure.savefig(path)
-    plt.close(figure)
+        label_axes(axes, x, "microbatches of one batch", label)
+    save_figure(figure, path, build_title(report))

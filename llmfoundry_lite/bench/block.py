@@ -15,15 +15,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    label_axes,
+    measured_table,
+    open_console,
+    save_figure,
+    spread,
+    tell,
+)
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
@@ -35,12 +43,9 @@ from llmfoundry_lite.models.products import Linear
 from llmfoundry_lite.parallel.context import Context, build_context
 from llmfoundry_lite.report.tables import Table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NONE = "none"
-HEADINGS = [
+COLUMNS = [
     *("dtype", "samples", "tokens", "devices", "attention", "forward, s", "backward, s", "forward, TFLOP/s"),
     *("backward, TFLOP/s", "products, TFLOP/s", "of the products"),
 ]
@@ -105,16 +110,18 @@ def run(
                     except (RuntimeError, ConfigError) as error:
                         row["error"] = str(error).strip().splitlines()[-1 if num_devices > 1 else 0]
                     report["rows"].append(row)
-    table = table_of(report, name)
-    notes = [f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else []
-    show(console, table, notes=notes)
-    if out is not None and report["rows"]:
-        heading = "One transformer layer, forward and backward"
-        figure = f"![the figure]({name}.png)"
-        lists = {"dtypes": dtypes, "attention": implementations} | ({} if name == "block" else {"devices": devices})
-        command = command_of(name, points, report, **lists)
-        write_report(out, name, heading, command, report, table, notes, figure, asked=("d_model", "n_heads"))
-        plot(report, name, out / f"{name}.png")
+    lists = {"dtypes": dtypes, "attention": implementations} | ({} if name == "block" else {"devices": devices})
+    tell(
+        report,
+        build_table(report),
+        notes=[f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else [],
+        name=name,
+        heading="One transformer layer, forward and backward",
+        command=build_command(name, points, report, **lists),
+        asked=("d_model", "n_heads"),
+        plot=partial(plot, report, name),
+        out=out if report["rows"] else None,
+    )
     return report
 
 
@@ -288,32 +295,32 @@ def now() -> float:
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def title_of(report: dict[str, Any]) -> str:
+def build_title(report: dict[str, Any]) -> str:
     return f"a layer of width {report['d_model']:,}, {report['n_heads']} heads, {report['device']}"
 
 
-def table_of(report: dict[str, Any], name: str) -> Table:
+def build_table(report: dict[str, Any]) -> Table:
     rows = []
     for row in report["rows"]:
         keys = [row["dtype"], *(f"{row[key]:,}" for key in ("batch_size", "seq_len", "num_devices")), row["attention"]]
         if "error" in row:
-            rows.append([*keys, row["error"], *[""] * (len(HEADINGS) - len(keys) - 1)])
+            rows.append([*keys, row["error"], *[""] * (len(COLUMNS) - len(keys) - 1)])
             continue
         rates = (row[f"{part}flops_per_sec"] for part in ("forward_", "backward_", "products_"))
         rows.append(
             [
-                *(*keys, *times_of(row)),
+                *(*keys, *format_times(row)),
                 *(f"{rate / 1e12:.3f}" for rate in rates),
                 f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}",
             ]
         )
     number = report["num_threads"]
     threads = f", {number} thread{'s' if number > 1 else ''}" if device_type() == "cpu" else ""
-    title = f"{title_of(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
-    return measured_table(title, HEADINGS, rows, num_keys=NUM_KEYS)
+    title = f"{build_title(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
+    return measured_table(title, COLUMNS, rows, num_keys=NUM_KEYS)
 
 
-def times_of(row: dict[str, Any]) -> list[str]:
+def format_times(row: dict[str, Any]) -> list[str]:
     """0.4066 (0.3990 to 0.4300)"""
     medians = (row["forward_seconds"], row["backward_seconds"])
     return [
@@ -322,7 +329,7 @@ def times_of(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def command_of(name: str, points: Sequence[tuple[int, int]], report: dict[str, Any], **lists: Iterable[Any]) -> str:
+def build_command(name: str, points: Sequence[tuple[int, int]], report: dict[str, Any], **lists: Iterable[Any]) -> str:
     """Measures the same again."""
     batches, lengths = (",".join(map(str, dict.fromkeys(column))) for column in zip(*points, strict=True))
     chosen = (
@@ -335,6 +342,8 @@ def command_of(name: str, points: Sequence[tuple[int, int]], report: dict[str, A
 
 def plot(report: dict[str, Any], name: str, path: Path) -> None:
     """Forward and backward rates along samples (block) or tokens (seqlen), a line for each dtype and attention."""
+    from llmfoundry_lite.report.figure import plt
+
     key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
     rows = [row for row in report["rows"] if "error" not in row]
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", dpi=150, sharey=True)
@@ -349,15 +358,8 @@ def plot(report: dict[str, Any], name: str, path: Path) -> None:
                 colour = COLOURS[index % len(COLOURS)]
                 axes.plot(x, y, STYLES[dtype], color=colour, marker="o", ms=4, label=text)
         ticks = sorted({row[key] for row in rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.set_xlabel(label)
+        label_axes(axes, ticks, label)
         axes.set_title(part, fontsize=10)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("model TFLOP/s of a device")
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
-    figure.suptitle(title_of(report), fontsize=10)
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path, build_title(report))

@@ -150,6 +150,27 @@ def write_report(
     (folder / f"{name}.md").write_text("\n\n".join(blocks) + "\n")
 
 
+def tell(
+    report: dict[str, Any],
+    *tables: Table,
+    notes: Sequence[str] = (),
+    name: str,
+    heading: str,
+    command: str,
+    asked: Sequence[str] = (),
+    plot: Callable[[Path], None] | None = None,
+    out: Path | None = None,
+) -> None:
+    """Show the tables and notes; with `out`, write NAME.json, .md and, if there is something to plot, NAME.png."""
+    show(open_console(), *tables, notes=notes)
+    if out is None:
+        return
+    figure = [f"![the figure]({name}.png)"] if plot is not None else []
+    write_report(out, name, heading, command, report, *tables, notes, *figure, asked=asked)
+    if plot is not None:
+        plot(out / f"{name}.png")
+
+
 def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "") -> None:
     """Draw powers of two along x, a light grid and no frame."""
     axes.set_xscale("log", base=2)
@@ -159,3 +180,11 @@ def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "") -
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_figure(figure: Any, path: Path, title: str = "") -> None:
+    from llmfoundry_lite.report.figure import write
+
+    if title:
+        figure.suptitle(title, fontsize=10)
+    write(figure, path)

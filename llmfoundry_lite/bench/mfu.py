@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.bench.steps import check_shapes, count_step_flops, measure_in_a_process
 from llmfoundry_lite.devices import accelerator, device_type
 from llmfoundry_lite.hardware import GIB
@@ -22,7 +22,7 @@ from llmfoundry_lite.report.tables import Table
 
 PRODUCTS = "matrix products"
 PLAIN = "a plain SDPA model, compiled"
-HEADINGS = [
+COLUMNS = [
     *("model", "step", "microbatch", "seconds", "tokens/s", "TFLOP/s", "of its products", "of the datasheet"),
     "peak memory, GiB",
 ]
@@ -57,15 +57,16 @@ def run(
                 continue
             console.print(f"{shape}: {name}")
             report["rows"].append(_measure(report, shape, name, settings, overrides))
-    table, notes = table_of(report), [f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else []
-    show(console, table, notes=notes)
-    if out is not None:
-        command = " ".join(["llmfoundry-lite bench mfu", *overrides])
-        asked = ("seq_len", "batch_size", "overrides")
-        alone = "No communication: not to be compared with figures of clusters."
-        write_report(
-            out, "mfu", "Model FLOPs utilisation of one device", command, report, alone, table, notes, asked=asked
-        )
+    tell(
+        report,
+        build_table(report),
+        notes=[f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else [],
+        name="mfu",
+        heading="Model FLOPs utilisation of one device, without communication",
+        command=" ".join(["llmfoundry-lite bench mfu", *overrides]),
+        asked=("seq_len", "batch_size", "overrides"),
+        out=out,
+    )
     return report
 
 
@@ -79,10 +80,8 @@ def variants() -> dict[str, dict[str, Any]]:
         for attention in attentions:
             changes = [f"model.attn_config.attn_impl={attention}", "device_train_microbatch_size=auto"]
             changes += ["compile_config={}"] if compiled else []
-            found[f"{attention}, {'compiled' if compiled else 'not compiled'}"] = {
-                "side": "trainer bf16",
-                "overrides": changes,
-            }
+            name = f"{attention}, {'compiled' if compiled else 'not compiled'}"
+            found[name] = {"side": "trainer bf16", "overrides": changes}
         if compiled:
             found[PLAIN] = {"side": "plain bf16", "compiled": True}
     return found
@@ -97,10 +96,8 @@ def _measure(
     task = {"shape": shape, "seq_len": report["seq_len"], "batch_size": batch_size, "num_steps": report["num_steps"]}
     row: dict[str, Any] = {"shape": shape, "step": name, "batch_size": batch_size}
     try:
-        result = measure_in_a_process(
-            {**task, **settings, "overrides": [*settings.get("overrides", ()), *(overrides if is_trainer else ())]},
-            None,
-        )
+        changes = [*settings.get("overrides", ()), *(overrides if is_trainer else ())]
+        result = measure_in_a_process({**task, **settings, "overrides": changes})
     except RuntimeError as error:
         return row | {"error": str(error).strip().splitlines()[-1]}
     seconds = statistics.median(result["step_seconds"])
@@ -114,14 +111,14 @@ def _measure(
     }
 
 
-def table_of(report: dict[str, Any]) -> Table:
+def build_table(report: dict[str, Any]) -> Table:
     """By model, the products first."""
     products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == PRODUCTS}
     shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
     cells = []
     for row in sorted(report["rows"], key=lambda row: shapes.index(row["shape"])):
         if "error" in row:
-            cells.append([row["shape"], f"{row['step']}: {row['error']}", *[""] * (len(HEADINGS) - 2)])
+            cells.append([row["shape"], f"{row['step']}: {row['error']}", *[""] * (len(COLUMNS) - 2)])
             continue
         rate, is_products = row["flops_per_sec"], row["step"] == PRODUCTS
         share = None if is_products or not products.get(row["shape"]) else rate / products[row["shape"]]
@@ -139,4 +136,4 @@ def table_of(report: dict[str, Any]) -> Table:
             ]
         )
     title = f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, the median of "
-    return measured_table(f"{title}{report['num_steps']} steps", HEADINGS, cells, num_keys=2)
+    return measured_table(f"{title}{report['num_steps']} steps", COLUMNS, cells, num_keys=2)

@@ -20,18 +20,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, save_figure, tell
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.reading import SECONDS, read_run
 from llmfoundry_lite.report.tables import Table
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 OPTIMIZER, ATTENTION, PRODUCTS, REST = "optimizer", "attention", "matrix products", "norms and the rest"
 EXPOSED, DATA, HOST, HIDDEN = "collectives, exposed", "waiting for data", "host", "collectives, hidden"
@@ -58,10 +54,10 @@ Interval = tuple[float, float]
 
 
 class Breakdown(NamedTuple):
-    """Of one trace, in seconds."""
+    """Seconds of each step of one trace."""
 
     steps: list[dict[str, float]]
-    """Of each step, every part and what was hidden."""
+    """Every part of each step, and what was hidden."""
 
     @property
     def step_seconds(self) -> float:
@@ -88,11 +84,11 @@ def run(
             unprofiled = trace_run(arguments, num_ranks, active, Path(scratch) / "run", folder)
             paths = sorted(folder.glob("rank*.ba*.json"))
             found = [(path.name, break_down(read_trace(path))) for path in paths]
-    tell(found, unprofiled, arguments, num_ranks, out)
+    tell_breakdowns(found, unprofiled, arguments, num_ranks, out)
     return found
 
 
-def tell(
+def tell_breakdowns(
     found: Sequence[tuple[str, Breakdown]],
     unprofiled: float | None,
     arguments: Sequence[str],
@@ -106,15 +102,18 @@ def tell(
         "unprofiled_seconds": unprofiled,
         "traces": {name: breakdown.steps for name, breakdown in found},
     }
-    tables = [table_of(name, breakdown) for name, breakdown in found]
-    notes = notes_of(found, unprofiled)
-    show(open_console(), *tables, notes=notes)
-    if out is not None:
-        ranks = f" --num-ranks {num_ranks}" if unprofiled is not None else ""
-        command = f"llmfoundry-lite bench profile {' '.join(names)}{ranks}"
-        figure, heading = "![the figure](profile.png)", "Where a step's time goes"
-        write_report(out, "profile", heading, command, report, *tables, notes, figure, asked=["num_ranks"])
-        plot(found, out / "profile.png")
+    ranks = f" --num-ranks {num_ranks}" if unprofiled is not None else ""
+    tell(
+        report,
+        *(build_table(name, breakdown) for name, breakdown in found),
+        notes=build_notes(found, unprofiled),
+        name="profile",
+        heading="Where a step's time goes",
+        command=f"llmfoundry-lite bench profile {' '.join(names)}{ranks}",
+        asked=["num_ranks"],
+        plot=partial(plot, found),
+        out=out,
+    )
 
 
 def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder: Path, traces: Path) -> float:
@@ -276,7 +275,7 @@ def length(intervals: Iterable[Interval]) -> float:
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def table_of(name: str, breakdown: Breakdown) -> Table:
+def build_table(name: str, breakdown: Breakdown) -> Table:
     total = breakdown.step_seconds
     rows = [[part, *cells_of(breakdown.mean(part), total)] for part in PARTS]
     rows.append(["a step", *cells_of(total, total)])
@@ -288,7 +287,7 @@ def cells_of(seconds: float, total: float) -> tuple[str, str]:
     return f"{seconds:.4f}", f"{seconds / total:.1%}"
 
 
-def notes_of(found: Sequence[tuple[str, Breakdown]], unprofiled: float | None) -> list[str]:
+def build_notes(found: Sequence[tuple[str, Breakdown]], unprofiled: float | None) -> list[str]:
     if unprofiled is None:
         return []
     traced = statistics.fmean(breakdown.step_seconds for _, breakdown in found)
@@ -300,6 +299,8 @@ def notes_of(found: Sequence[tuple[str, Breakdown]], unprofiled: float | None) -
 
 def plot(found: Sequence[tuple[str, Breakdown]], path: Path) -> None:
     """A bar for each trace, its parts one after the other."""
+    from llmfoundry_lite.report.figure import plt
+
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.6 * len(found)), layout="constrained", dpi=150)
     left = [0.0] * len(found)
     for part, colour in zip(PARTS, COLOURS, strict=True):
@@ -310,5 +311,4 @@ def plot(found: Sequence[tuple[str, Breakdown]], path: Path) -> None:
     axes.set_xlabel("seconds of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=4)
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path)

@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 import torch
 
 from llmfoundry_lite.bench.frame import (
     describe_conditions,
+    label_axes,
     measured_table,
     open_console,
-    show,
+    save_figure,
     take_turns,
-    write_report,
+    tell,
 )
 from llmfoundry_lite.bench.steps import check_dtype, check_shapes, measure_in_a_process, write_run
 from llmfoundry_lite.config.load_train import load_train_config
@@ -38,13 +38,10 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, devices_of, read_run
 from llmfoundry_lite.report.tables import Table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 STRONG, WEAK = "strong", "weak"
 COLOURS = {STRONG: "#4c72b0", WEAK: "#dd8452"}
 WARM_UP = 2
-"""Steps of each run that are left out."""
+"""Steps left out of each run."""
 PUBLISHED = (
     "Published for comparison (MosaicML 2023, MPT-7B, 1,536 samples): 166 TFLOP/s a card on 4 MI250, 159 on 128: "
     "95.8 % of it, strong."
@@ -52,7 +49,7 @@ PUBLISHED = (
 
 
 class Point(NamedTuple):
-    """One run, as far as scaling has to do with it."""
+    """One run in a table of scaling."""
 
     where: str
     num_devices: int
@@ -65,7 +62,7 @@ class Point(NamedTuple):
     seconds: float
     """The median step."""
     peak_flops: float | None
-    """Of one device, where the run knew it."""
+    """FLOP/s of one device, if the run knew it."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,16 +118,16 @@ def run(
     weak = [point for point in measured if point.batch_size == share * point.num_devices]
     options = [f"--devices {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len} --batch-size {batch_size}"]
     arguments = [*options, f"--dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}", *overrides]
-    return tell({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, arguments, out)
+    return tell_points({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, arguments, out)
 
 
 def table_runs(places: Sequence[str], out: Path | None = None) -> dict[str, Any]:
     """The same table of finished runs. Raises DataError for runs that cannot stand in one table, and says why."""
     points = sorted((read_point(place) for place in places), key=lambda point: point.num_devices)
-    return tell({kind_of(points): points}, None, None, ["--runs", ",".join(places)], out)
+    return tell_points({kind_of(points): points}, None, None, ["--runs", ",".join(places)], out)
 
 
-def tell(
+def tell_points(
     by_kind: dict[str, list[Point]],
     products_flops: float | None,
     num_steps: int | None,
@@ -144,16 +141,19 @@ def tell(
         **first.same,
         "num_steps": num_steps,
         "products_flops_per_sec": products_flops,
-        "rows": [row for kind, points in by_kind.items() for row in rows_of(kind, points)],
+        "rows": [row for kind, points in by_kind.items() for row in describe(kind, points)],
     }
-    table, notes = table_of(report), notes_of(report)
-    show(open_console(), table, notes=notes)
-    if out is not None:
-        command = " ".join(["llmfoundry-lite bench scaling", *arguments])
-        figure = "![the figure](scaling.png)"
-        asked = [key for key in first.same if key != "device_name"]
-        write_report(out, "scaling", "Scaling over devices", command, report, table, notes, figure, asked=asked)
-        plot_scaling(report, out / "scaling.png")
+    tell(
+        report,
+        build_table(report),
+        notes=build_notes(report),
+        name="scaling",
+        heading="Scaling over devices",
+        command=" ".join(["llmfoundry-lite bench scaling", *arguments]),
+        asked=[key for key in first.same if key != "device_name"],
+        plot=partial(plot, report),
+        out=out,
+    )
     return report
 
 
@@ -263,7 +263,7 @@ def kind_of(points: Sequence[Point]) -> str:
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def rows_of(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
+def describe(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
     """`speed_up` over the smallest count, `efficiency` its share of what as many devices would ideally reach."""
     base = points[0]
     rows = []
@@ -285,21 +285,12 @@ def rows_of(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
     return rows
 
 
-def table_of(report: dict[str, Any]) -> Table:
+def build_table(report: dict[str, Any]) -> Table:
     products = report["products_flops_per_sec"]
     knows_peak = any(row["mfu"] for row in report["rows"])
     share = ["MFU"] if knows_peak else ["of its products"] if products else []
-    headings = [
-        "scaling",
-        "devices",
-        "samples",
-        "seconds",
-        "tokens/s",
-        "GFLOP/s a device",
-        *share,
-        "speed-up",
-        "efficiency",
-    ]
+    columns = ["scaling", "devices", "samples", "seconds", "tokens/s", "GFLOP/s a device", *share]
+    columns += ["speed-up", "efficiency"]
     rows = []
     for row in report["rows"]:
         shares = [row["mfu"] if knows_peak else row["flops_per_device"] / products] if share else []
@@ -312,17 +303,17 @@ def table_of(report: dict[str, Any]) -> Table:
             ]
         )
     steps = f", the median of {report['num_steps']} steps" if report["num_steps"] else ""
-    return measured_table(f"{title_of(report)}{steps}", headings, rows, num_keys=3)
+    return measured_table(f"{build_title(report)}{steps}", columns, rows, num_keys=3)
 
 
-def title_of(report: dict[str, Any]) -> str:
+def build_title(report: dict[str, Any]) -> str:
     return (
         f"{report['num_parameters']:,} parameters, sequences of {report['seq_len']:,}, {report['precision']}, "
         f"{report['sharding']}, {report['device_name'] or 'an unknown device'}"
     )
 
 
-def notes_of(report: dict[str, Any]) -> list[str]:
+def build_notes(report: dict[str, Any]) -> list[str]:
     notes = [PUBLISHED]
     cores, most = os.cpu_count() or 1, max(row["num_devices"] for row in report["rows"])
     if report["products_flops_per_sec"]:
@@ -335,34 +326,27 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     return notes
 
 
-def plot_scaling(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Left, what one device reaches at each count, and the share of it that is left; right, the speed-up."""
+    from llmfoundry_lite.report.figure import plt
+
     figure, (rates, ups) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", dpi=150)
     counts = sorted({row["num_devices"] for row in report["rows"]})
     ups.plot(counts, [n / counts[0] for n in counts], "--", color="#8c8c8c", label="ideal")
     for kind in dict.fromkeys(row["kind"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["kind"] == kind]
         x, y = [row["num_devices"] for row in rows], [row["flops_per_device"] / 1e9 for row in rows]
-        style = {"color": COLOURS[kind], "marker": "o", "label": f"{kind} scaling"}
-        rates.plot(x, y, **style)
+        line = {"color": COLOURS[kind], "marker": "o", "label": f"{kind} scaling"}
+        rates.plot(x, y, **line)
         side = 8 if kind == STRONG else -14
         for row, place in zip(rows, zip(x, y, strict=True), strict=True):
-            text = f"{row['efficiency']:.0%}"
-            rates.annotate(
-                text, place, (0, side), textcoords="offset points", ha="center", fontsize=8, color=COLOURS[kind]
-            )
-        ups.plot(x, [row["speed_up"] for row in rows], **style)
-    for axes, label in ((rates, "model GFLOP/s of a device"), (ups, f"speed-up over {counts[0]} device(s)")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [f"{n:,}" for n in counts])
-        axes.set_xlabel("devices")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": COLOURS[kind]}
+            rates.annotate(f"{row['efficiency']:.0%}", place, (0, side), **style)
+        ups.plot(x, [row["speed_up"] for row in rows], **line)
+    label_axes(rates, counts, "devices", "model GFLOP/s of a device")
+    label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)")
     rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
     ups.set_yscale("log", base=2)
     ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])
     ups.legend(frameon=False, fontsize=9)
-    figure.suptitle(title_of(report), fontsize=10)
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path, build_title(report))

@@ -194,19 +194,14 @@ def bench_accumulation(
 
 @bench.command("memory")
 def bench_memory(
-    models: Annotated[str, typer.Option(help="Names of training runs, with commas [all that ship].")] = "",
-    overlays: Annotated[str, typer.Option(help="Names of hardware overlays [all that ship, but cpu].")] = "",
-    devices: Annotated[str, typer.Option(help="Counts; smallest: the fewest that one sample fits.")] = "smallest,1024",
-    here: Annotated[bool, typer.Option("--here", help="Instead: the real run on this machine's GPU.")] = False,
-    minutes: Minutes = 600,
-    out: Annotated[
-        Path | None, out_folder("A folder for memory.json and .md; what it has is not rehearsed again.")
-    ] = None,
+    models: Annotated[str, typer.Option(help="Names of training runs, with commas.")] = "mpt-125m,mpt-350m,mpt-1b",
+    minutes: Minutes = 3,
+    out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
 ) -> None:
-    """Memory of all that ships: the estimate beside the rehearsal. Exit code 2 where it is not 0 to 5 % above."""
-    from llmfoundry_lite.bench.memory import run, run_here
+    """Memory of real runs on this GPU.
 
-    if here:
-        raise typer.Exit(run_here(list(filter(None, models.split(","))), minutes, out))
-    chosen = (list(filter(None, text.split(","))) for text in (models, overlays, devices))
-    raise typer.Exit(run(*chosen, minutes=minutes, out=out))
+    Beside the rehearsal and the estimate.
+    """
+    from llmfoundry_lite.bench.memory import run
+
+    raise typer.Exit(run(list(filter(None, models.split(","))), minutes, out))

@@ -94,7 +94,7 @@ def test_what_the_device_does_not_have_and_what_time_does_not_suffice_for_are_na
     monkeypatch.setattr(block, "measure", fail)
     report = block.run("block", [(1, 16)], ["fp16"], d_model=32, n_heads=2, implementations=["sdpa"], num_repeats=1)
     assert [row["error"] for row in report["rows"]] == ['"addmm" not implemented for Half'] * 2
-    assert block.table_of(report, "block").rows[0][block.NUM_KEYS] == '"addmm" not implemented for Half'
+    assert block.build_table(report).rows[0][block.NUM_KEYS] == '"addmm" not implemented for Half'
     report = block.run("block", [(1, 16)], ["fp32"], d_model=32, n_heads=2, implementations=["sdpa"], minutes=0)
     assert report["left_out"] == ["fp32, 1 x 16, sdpa", "fp32, 1 x 16, none"]
 
@@ -122,7 +122,7 @@ def test_microbatches_are_held_against_the_whole_batch(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "accumulation.json").read_text())["rows"]
     assert [(row["num_microbatches"], row["microbatch_size"]) for row in rows] == [(1, 8), (4, 2), (8, 1)]
     assert [row["times"] for row in rows] == pytest.approx([1.0, 1.4 / 1.1, 1.8 / 1.1])
-    assert accumulation.table_of(report).rows[0][-1] == "8.00"
+    assert accumulation.build_table(report).rows[0][-1] == "8.00"
     assert (tmp_path / "accumulation.png").stat().st_size > 10_000
     options = "--microbatches 1,4,8 --shape tiny --seq-len 64 --batch-size 8 --dtype fp32 --num-steps 1 --num-rounds 1"
     assert f"`llmfoundry-lite bench accumulation {options}`" in (tmp_path / "accumulation.md").read_text()

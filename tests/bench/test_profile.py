@@ -92,7 +92,7 @@ def test_steps_of_one_trace_are_averaged():
     breakdown = profile.break_down(events)
     assert [round(one[PRODUCTS] * 1e6) for one in breakdown.steps] == [50, 150]
     assert breakdown.step_seconds == pytest.approx(150e-6)
-    rows = profile.table_of("a trace", breakdown).rows
+    rows = profile.build_table("a trace", breakdown).rows
     assert rows[0] == ["matrix products", "0.0001", "66.7%"] and rows[-2][2] == "100.0%"
 
 

@@ -25,7 +25,7 @@ def test_mi250_speed_up_and_efficiency_are_the_published_ones():
     """166 TFLOP/s a card on 4 MI250, 159 on 128, one batch of 1,536 samples: 95.8 % (MosaicML 2023)."""
     flops = 1536 * 64 * 60
     points = [point(n, 1536, flops / n / (rate * 1e12)) for n, rate in ((4, 166), (128, 159))]
-    rows = scaling.rows_of(scaling.kind_of(points), points)
+    rows = scaling.describe(scaling.kind_of(points), points)
     assert [row["flops_per_device"] for row in rows] == pytest.approx([166e12, 159e12])
     assert rows[1]["efficiency"] == pytest.approx(0.958, abs=5e-4)
     assert rows[1]["speed_up"] == pytest.approx(32 * 159 / 166)
@@ -35,7 +35,7 @@ def test_mi250_speed_up_and_efficiency_are_the_published_ones():
 def test_a_batch_that_grows_with_the_devices_is_weak_scaling():
     points = [point(1, 4, 1.0), point(4, 16, 1.25)]
     assert scaling.kind_of(points) == "weak"
-    assert [row["efficiency"] for row in scaling.rows_of("weak", points)] == [1.0, 0.8]
+    assert [row["efficiency"] for row in scaling.describe("weak", points)] == [1.0, 0.8]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from llmfoundry_lite.bench import mfu
 
 
 def rows_where(measure, monkeypatch, tmp_path):
-    monkeypatch.setattr(growth, "measure_in_a_process", lambda task, _: {"step_seconds": [measure(task)]})
+    monkeypatch.setattr(growth, "measure_in_a_process", lambda task: {"step_seconds": [measure(task)]})
     report = growth.run_growth("bf16", 1, 1, tmp_path)
     assert json.loads((tmp_path / "growth-bf16.json").read_text())["rows"] == report["rows"]
     assert (tmp_path / "growth-bf16.png").stat().st_size > 10_000
@@ -46,7 +46,7 @@ def test_off_the_line_it_is_told_what_the_products_have_to_do_with_it(monkeypatc
 
 
 def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch, tmp_path):
-    def measure(task, _):
+    def measure(task):
         if task["side"].startswith("plain"):
             raise RuntimeError("plain failed:\nCUDA out of memory.")
         seconds = flops_of(task) / (1e13 if task["side"].startswith("trainer") else 2e13)
@@ -55,9 +55,9 @@ def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch
 
     monkeypatch.setattr(mfu, "measure_in_a_process", measure)
     report = mfu.run(["tiny", "10m"], 64, 8, 1, minutes=1, out=tmp_path)
-    cells = mfu.table_of(report).rows
+    cells = mfu.build_table(report).rows
     assert [row[0] for row in cells] == ["tiny"] * (len(cells) // 2) + ["10m"] * (len(cells) // 2)
-    assert {row[mfu.HEADINGS.index("of its products")] for row in cells} == {"", "50.0%"}
+    assert {row[mfu.COLUMNS.index("of its products")] for row in cells} == {"", "50.0%"}
     assert f"{mfu.PLAIN}: CUDA out of memory." in [row[1] for row in cells]
     assert "| tiny | matrix products |" in (tmp_path / "mfu.md").read_text()
     assert mfu.run(["tiny"], 64, 8, 1, minutes=0)["left_out"] == [f"tiny, {name}" for name in mfu.variants()]

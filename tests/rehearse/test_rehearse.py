@@ -11,7 +11,7 @@ import tempfile
 import psutil
 import pytest
 
-from llmfoundry_lite.bench.memory import MOST, compare, difference, find_cases
+from benchmarks.memory import MOST, compare, difference, find_cases
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -220,8 +220,8 @@ def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_belo
 
 @pytest.mark.long
 def test_so_it_is_for_every_overlay_and_model_that_ships():
-    """As many as six minutes suffice for; `bench memory --out` carries on where it stopped."""
-    from llmfoundry_lite.bench.memory import run as sweep
+    """As many as six minutes suffice for; `python -m benchmarks memory --out` carries on where it stopped."""
+    from benchmarks.memory import run as sweep
 
     assert sweep(minutes=6) == EXIT_DONE
 

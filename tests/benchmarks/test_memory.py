@@ -1,8 +1,8 @@
-"""The table of `bench memory`: what a run of it replaces, and what it leaves."""
+"""The table of `python -m benchmarks memory`: what a run of it replaces, and what it leaves."""
 
 import pytest
 
-from llmfoundry_lite.bench.memory import measured_before, read_report, run, write_report
+from benchmarks.memory import measured_before, read_report, run, write_report
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 
