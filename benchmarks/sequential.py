@@ -20,12 +20,11 @@ import numpy as np
 from benchmarks.intervals import SCENES, SKEWED, text_of_rows
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
 from llmfoundry_lite.evaluation import paired
-from llmfoundry_lite.evaluation.boundaries import OBRIEN_FLEMING, SPENDING, boundaries
 from llmfoundry_lite.evaluation.compare import Paired, compare
 from llmfoundry_lite.evaluation.paired import Counts, Floats
 from llmfoundry_lite.evaluation.records import ACCURACIES
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_lite.evaluation.sequential import LOOKS, Rule, plan_task
+from llmfoundry_lite.evaluation.sequential import LOOKS, OBRIEN_FLEMING, SPENDING, Rule, boundaries, plan_task
 from llmfoundry_lite.report.tables import Table
 
 LEVEL, SEED = 0.05, 17

@@ -92,9 +92,9 @@ def compare_results(
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
-    from llmfoundry_lite.evaluation.published import published_table
     from llmfoundry_lite.evaluation.results import load_results
     from llmfoundry_lite.evaluation.sequential import Rule
+    from llmfoundry_lite.evaluation.tables import published_table
     from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
 
     if len(results) < 2 and not published:

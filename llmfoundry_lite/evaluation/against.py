@@ -7,7 +7,7 @@ from pathlib import Path
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.comparable import has_other_tokenizer, refuse_if_different
 from llmfoundry_lite.evaluation.compare import look_until_decided, main_metric
-from llmfoundry_lite.evaluation.records import Record, num_unasked
+from llmfoundry_lite.evaluation.records import Record, asked_of, num_unasked
 from llmfoundry_lite.evaluation.results import Outline, Results, differences, load_results
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
@@ -102,19 +102,9 @@ def ask_until_decided(
 
 def _as_asked(task: Prepared, results: Results) -> Results:
     """Return the evaluation as a result without answers: what can be compared of it beforehand."""
-    record = {
-        "type": task.kind,
-        "n": len(task.items),
-        "num_fewshot": task.num_fewshot,
-        "tokenization": task.config.tokenization,
-        "metric": task.metric,
-        "fingerprint": task.fingerprint,
-        "data_fingerprint": task.data_fingerprint,
-        "settings": task.settings,
-    }
     sizes = [
         {"index": item.index, "log_probability": [0.0], "num_characters": [item.requests[0].num_characters]}
         | ({} if item.cluster is None else {"cluster": item.cluster})
         for item in task.items
     ]
-    return replace(results, name=results.model, tasks={task.name: record}, items={task.name: sizes})
+    return replace(results, name=results.model, tasks={task.name: asked_of(task)}, items={task.name: sizes})

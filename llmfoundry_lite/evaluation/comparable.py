@@ -32,14 +32,9 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
     facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if a.get(key) != b.get(key)]
     found = [f"{key} {a.get(key)!r} against {b.get(key)!r}" for key in facts]
     for key in {**ours, **theirs}:
-        if ours.get(key) == theirs.get(key) or key in facts:
-            continue
-        if key == "max_seq_len" and None in (ours.get(key), theirs.get(key)):  # a setting only where something was cut
-            cut, whole = (first, other) if theirs.get(key) is None else (other, first)
-            length = ours.get(key) or theirs.get(key)
-            found.append(f"{cut.name} had prompts that did not fit into its {length} tokens, {whole.name} had none")
-        else:
+        if ours.get(key) != theirs.get(key) and key not in facts:
             counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
+            # max_seq_len is a setting only where a prompt did not fit into it.
             found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
     is_text, other_tokenizer = a["type"] == "perplexity", has_other_tokenizer(first, other)
     limits = (ours.get("limit"), theirs.get("limit"))

@@ -253,15 +253,9 @@ def _find_stage(task: str, first: Results, other: Results, metric: str, rule: Ru
     if rule is None:
         return None
     theirs = {item["index"] for item in other.items[task]}
-    ours = [item for item in first.items[task] if item["index"] in theirs]
-    if not ours:
-        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
-    units = list(map(unit_of_record, ours))
-    plan = plan_task(task, noun_of(ours, metric), units, rule)
-
-    def answer(wanted: Sequence[str]) -> list[Record]:
-        return cut_to(other, task, wanted).items[task]
-
+    units = [unit_of_record(item) for item in first.items[task] if item["index"] in theirs]
+    plan = plan_task(task, noun_of(first.items[task], metric), units, rule)
+    answer = lambda wanted: cut_to(other, task, wanted).items[task]  # noqa: E731
     return look_until_decided(plan, task, first, other, metric, units, answer)[0]
 
 

@@ -11,7 +11,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, NonFiniteError
 from llmfoundry_lite.evaluation.models import Subject, TreeModel
 from llmfoundry_lite.evaluation.scoring import Scorable
-from llmfoundry_lite.evaluation.tasks import Encoder, Prepared, clean
+from llmfoundry_lite.evaluation.tasks import Prepared, clean
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.exchange import all_gather_json, max_of, raise_on_all_ranks
@@ -22,7 +22,7 @@ INCOMPLETE = "\ufffd"
 
 def answer_all(
     model: Scorable,
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     task: Prepared,
     share: tuple[int, int],
     on_progress: Callable[[str, int, int], None],
@@ -46,7 +46,7 @@ def answer_all(
     return [text for _, text in sorted({(n, t) for part in all_gather_json(found) for n, t in part})]
 
 
-def write(model: Scorable, tokenizer: Encoder, context: Sequence[int], config: TaskConfig) -> str | None:
+def write(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:
     """Return the likeliest continuation, to the end of text, a stopping text or `max_new_tokens`; None where the model
     gives no numbers.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.against import Against, ask_until_decided
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
@@ -17,7 +18,7 @@ from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.records import Record, hash_of, scored_item, summarise, written_item
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
-from llmfoundry_lite.evaluation.tasks import GENERATION, Encoder, Prepared, prepare, read_rows
+from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, read_rows
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
     broadcast_json,
@@ -32,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 def evaluate(
     model: Scorable,
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     tasks: Sequence[TaskConfig],
     results: Results,
     files: ResultFiles | None = None,
@@ -88,7 +89,7 @@ def evaluate(
 
 
 def _prepare_task(
-    config: TaskConfig, tokenizer: Encoder, max_seq_len: int, tokenization: str, limit: int | None
+    config: TaskConfig, tokenizer: Tokenizer, max_seq_len: int, tokenization: str, limit: int | None
 ) -> list[Prepared]:
     if config.icl_task_type == "perplexity":
         return [prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit)]
@@ -136,7 +137,7 @@ class Asker:
     """A model that is asked a task's items."""
 
     model: Scorable
-    tokenizer: Encoder
+    tokenizer: Tokenizer
     max_batch_tokens: int
     share: tuple[int, int]
     on_progress: Progress

@@ -15,6 +15,7 @@ symmetric and equal tails. Few documents do not show a long tail, so its p is mu
 Legend: u independent units, d draws, k columns.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -36,11 +37,13 @@ MIN_DOCUMENTS = 20
 CAUTION = 40
 """In documents. Fitted, with 20 to 200 of them, to differences that are log-normal with sigma 1."""
 CORRECTION = 0.5
+MAX_EXACT = 400
+"""Discordant items below which power is summed, not approximated."""
 Z_TWO_SIDED, Z_POWER = NormalDist().inv_cdf(0.975), NormalDist().inv_cdf(0.8)
 
 
 def z_of(level: float) -> float:
-    """The standard normal quantile of a two-sided test at `level`."""
+    """Return the standard normal quantile of a two-sided test at `level`."""
     return NormalDist().inv_cdf(1 - level / 2)
 
 
@@ -48,10 +51,8 @@ def z_of(level: float) -> float:
 
 
 class Counts(NamedTuple):
-    """Units won, lost and asked, and what one of them adds; whole numbers and 1 where every item is a unit.
-
-    Numbers or arrays alike.
-    """
+    """Units won, lost and asked, and what one of them adds; whole numbers and 1 where every item is a unit. Numbers or
+    arrays."""
 
     wins: float | Floats
     losses: float | Floats
@@ -72,7 +73,7 @@ class Counts(NamedTuple):
 
 
 def count(added_u: Floats, share_u: Floats) -> Counts:
-    """Units of any weight and size as if each won or lost one jump: the counts that have their sum and sum of squares.
+    """Count units of any weight and size as if each won or lost one jump, with the same sum and sum of squares.
 
     `added_u`: what each adds to the difference; `share_u`: how much it could, which adds up to 1. Units of several
     items (clusters, or an item that several tasks ask) add several jumps, or parts of one. With j = n Σa² / Σ|a|, wins
@@ -88,22 +89,22 @@ def count(added_u: Floats, share_u: Floats) -> Counts:
 
 
 def effective_units(share_u: Floats) -> float:
-    """Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one holds most of the items, the
-    others say little of how far the difference may be off."""
+    """Return Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one holds most of the items,
+    the others say little of how far the difference may be off."""
     return round(float(share_u.sum() ** 2 / (share_u**2).sum()), 6)
 
 
 def score_p(counts: Counts) -> float:
-    """Two-sided p of McNemar's test with half a continuity correction; 1 below MIN_UNITS."""
+    """Return the two-sided p of McNemar's test with half a continuity correction; 1 below MIN_UNITS."""
     wins, losses, n, _, effective = counts
     distance = max(0.0, abs(wins - losses) - CORRECTION)
-    return (
-        1.0 if min(n, effective) < MIN_UNITS or not distance else math.erfc(distance / math.sqrt(2 * (wins + losses)))
-    )
+    if min(n, effective) < MIN_UNITS or not distance:
+        return 1.0
+    return math.erfc(distance / math.sqrt(2 * (wins + losses)))
 
 
 def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
-    """What `score_p` would not reject at `level` (0.05 for 95 %). None below MIN_UNITS."""
+    """Return what `score_p` would not reject at `level` (0.05 for 95 %). None below MIN_UNITS."""
     wins, losses, n, jump, effective = counts
     if min(n, effective) < MIN_UNITS:
         return None
@@ -114,7 +115,7 @@ def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
 
 
 def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z: float) -> Floats:
-    """Of the difference, in jumps, where z standard deviations and the correction are between it and what was found.
+    """Return the difference, in jumps, that is z standard deviations and the correction beyond what was found.
 
     The standard deviation is that of the likeliest proportions with that difference: Tango's equation, in which q is
     the proportion lost. Numbers or arrays; found by bisection, to 1e-15.
@@ -135,8 +136,8 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
 
 
 def items_needed(discordance: float, difference: float = 0.01, power: float = 0.8) -> int:
-    """Items that `score_p` needs to be below 0.05 with this power, when the share `discordance` of items is right in
-    one model alone; that share cannot be smaller than the difference itself.
+    """Return the items that `score_p` needs to be below 0.05 with this power, when the share `discordance` of items is
+    right in one model alone; that share cannot be smaller than the difference itself.
 
     Connor's normal approximation (Biometrics 43, 1987) with our correction, then exact counts while they are few.
     """
@@ -147,19 +148,12 @@ def items_needed(discordance: float, difference: float = 0.01, power: float = 0.
     n = max(MIN_UNITS, math.ceil(root**2))
     if n * share > MAX_EXACT:
         return n
-    low, high = MIN_UNITS - 1, 2 * n + 20
-    while high - low > 1:  # power is all but monotonic in n
-        middle = (low + high) // 2
-        low, high = (low, middle) if exact_power(middle, share, difference) >= power else (middle, high)
-    return high
-
-
-MAX_EXACT = 400
-"""Discordant items below which power is summed, not approximated."""
+    # Power is all but monotonic in n.
+    return bisect.bisect_left(range(2 * n + 20), power, lo=MIN_UNITS, key=lambda n: exact_power(n, share, difference))
 
 
 def exact_power(num_items: int, discordance: float, difference: float) -> float:
-    """The chance that `score_p` is below 0.05: summed over how many items one model alone answers."""
+    """Return the chance that `score_p` is below 0.05: summed over how many items one model alone answers."""
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, num_items + 1)))])
 
     def binomial(n: int, p: float) -> Floats:
@@ -191,7 +185,7 @@ class Studentised(NamedTuple):
 
     @property
     def p(self) -> float:
-        """Two-sided: the larger of that of symmetric and of equal tails; the data are one of the draws."""
+        """Two-sided: the larger of those of symmetric and of equal tails; the data are one of the draws."""
         draws = self.deviations_d
         if not len(draws) or not self.difference:
             return 1.0
@@ -201,8 +195,8 @@ class Studentised(NamedTuple):
         return min(1.0, self.caution * (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
-        """What p would not reject at `level`. None where nothing is claimed, where it has no end, or where more draws
-        would be needed."""
+        """Return what p would not reject at `level`. None where nothing is claimed, where it has no end, or where more
+        draws would be needed."""
         draws = self.deviations_d
         room = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
         both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out
@@ -215,7 +209,7 @@ class Studentised(NamedTuple):
 
 
 def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> Studentised:
-    """`other` less `first`, each the ratio of the sums of its two columns over the same units.
+    """Return `other` less `first`, each the ratio of the sums of its two columns over the same units.
 
     The standard error is of the linearised ratios (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6). Nothing
     is claimed below MIN_DOCUMENTS units.
@@ -238,20 +232,16 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
         return Studentised(found, its_error, np.zeros(0))
     if n > MAX_RESAMPLED:
         ranks = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
-        return Studentised(found, its_error, np.array([NormalDist().inv_cdf(rank) for rank in ranks]), caution_of(n))
+        return Studentised(found, its_error, np.array([NormalDist().inv_cdf(rank) for rank in ranks]), 1 + CAUTION / n)
     draws = bootstrap_sums(np.concatenate([columns_uk, products_uk], axis=1), generator)
     differences_d, errors_d = estimate(draws[:, :k], draws[:, k:])
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_d = np.nan_to_num((differences_d - found) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return Studentised(found, its_error, np.sort(deviations_d), caution_of(n))
-
-
-def caution_of(num_documents: int) -> float:
-    return 1 + CAUTION / num_documents
+    return Studentised(found, its_error, np.sort(deviations_d), 1 + CAUTION / n)
 
 
 def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int = NUM_RESAMPLES) -> Floats:
-    """(num, k): the column sums of u rows that were drawn from `values_uk` with replacement, `num` times."""
+    """Return (num, k): the column sums of u rows drawn from `values_uk` with replacement, `num` times."""
     n = len(values_uk)
     parts, chunk = [], max(1, 2_000_000 // n)
     for start in range(0, num, chunk):
@@ -262,11 +252,11 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int =
 
 
 def documents_needed(deviation: float, difference: float = 0.01) -> int:
-    """As items_needed, for differences that are numbers with this standard deviation (Guenther, The American
-    Statistician 35, 1981)."""
+    """Return what `items_needed` does, for differences that are numbers with this standard deviation (Guenther, The
+    American Statistician 35, 1981)."""
     n = float(MIN_DOCUMENTS)
     for _ in range(20):  # more documents need less caution, which needs fewer of them: it settles at once
-        z = z_of(0.05 / caution_of(math.ceil(n)))
+        z = z_of(0.05 / (1 + CAUTION / math.ceil(n)))
         n = max(MIN_DOCUMENTS, ((z + Z_POWER) * deviation / difference) ** 2 + z**2 / 2)
     return math.ceil(n)
 
@@ -275,16 +265,15 @@ def documents_needed(deviation: float, difference: float = 0.01) -> int:
 
 
 def holm(values: Sequence[float], level: float = 0.05) -> tuple[list[float], list[float]]:
-    """(each p, corrected for there being several; the level each p itself was held against), after Holm (Scandinavian
-    Journal of Statistics 6, 1979): the chance that any is below `level` by luck is `level`.
+    """Return (each p, corrected for there being several; the level each p itself was held against), after Holm
+    (Scandinavian Journal of Statistics 6, 1979): the chance that any is below `level` by luck is `level`.
 
     The smallest p is held against level / n, the next against level / (n - 1), and so on; from the first that is not
     below, all are held against that level. So corrected < level exactly where p < its own level.
     """
     corrected, levels = [0.0] * len(values), [level] * len(values)
-    largest, is_open = 0.0, True
-    own_level = level
-    for rank, i in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+    largest, own_level, is_open = 0.0, level, True
+    for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         num_left = len(values) - rank
         if is_open:
             own_level = level / num_left

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.baselines import read_tokens
+from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Encoder, Item, Prepared, Request, read_json_lines, read_text
+from llmfoundry_lite.evaluation.tasks import TEXT_SETTINGS, Item, Prepared, Request, read_json_lines, read_text
 
 LINES = (".jsonl", ".json", ".ndjson")
 """Files with a row to a line, as `data prepare` takes them."""
@@ -27,7 +28,7 @@ class Document(NamedTuple):
     """What the file has: the text, or a sample's tokens."""
 
 
-def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, limit: int | None) -> Prepared:
+def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> Prepared:
     """Return windows that each predict the next `max_seq_len` tokens after the token before them. The last one has
     fewer to predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
 
@@ -72,7 +73,7 @@ def prepare_text(config: TaskConfig, tokenizer: Encoder, *, max_seq_len: int, li
     )
 
 
-def _windows(document: Document, tokenizer: Encoder, max_seq_len: int) -> Iterator[Request]:
+def _windows(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[Request]:
     """Yield windows whose bytes add up to the document's. A character that two windows share counts with either; the
     last window has the bytes that the others leave."""
     ids, left = document.ids, document.num_bytes
@@ -86,7 +87,7 @@ def _windows(document: Document, tokenizer: Encoder, max_seq_len: int) -> Iterat
         yield Request(tuple(context), tuple(window), num_bytes, 0)
 
 
-def _documents(config: TaskConfig, tokenizer: Encoder) -> Iterator[Document]:
+def _documents(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Document]:
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
         try:

@@ -1,13 +1,14 @@
 """Causal language models that transformers has and we do not: loaded, doubted, scored row by row.
 
-Owns every way in which such a folder may not be what it says: options that transformers ignores, weights that are
-missing, packed or not numbers, tokens that see later ones. Leaves finding the folder to `models.py`.
+A folder may not be what it says: options that transformers ignores, weights that are missing, packed or not numbers,
+tokens that see later ones.
 """
 
 import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,24 @@ DECISIVE_OPTIONS = (
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "sliding_window", "qk_ln", "qk_norm"),
 )
 """Keys of config.json that change logits. transformers ignores those that a model's class does not declare."""
+FAULTS = {
+    "missing_keys": "lacks weights of its model",  # which transformers draws at random
+    "unexpected_keys": "has weights that its model has no place for",
+    "mismatched_keys": "has weights of other shapes than its model",
+}
+FLOATS = ("F32", "BF16", "F16", "F64")
+PROBED_TOKENS = 1024
+"""Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
 
 
 def read_plain_config(folder: Path) -> Any:
-    """transformers' description of the model. Raises DataError."""
+    """Return transformers' description of the model. Raises DataError."""
     from transformers import AutoConfig
 
-    hf_config = read_hf_config(folder)
-    try:
+    with _refuse_what_fails(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises
-        raise _not_loaded(folder, error) from error
     declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+    hf_config = read_hf_config(folder)
     for key in DECISIVE_OPTIONS:
         if hf_config.get(key) is not None and key not in declared:
             raise DataError(
@@ -47,43 +54,45 @@ def read_plain_config(folder: Path) -> Any:
     return config
 
 
-def _not_loaded(folder: Path, error: Exception) -> DataError:
-    if "trust_remote_code" in str(error):
-        code = ", ".join(map(str, (read_hf_config(folder).get("auto_map") or {}).values()))
-        return DataError(
-            f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model that "
-            "transformers has itself"
-        )
-    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    reason = f"{first} {more[0]}" if first.endswith(":") and more else first
-    return DataError(f"models: {folder} is no causal language model that transformers loads: {reason}")
+@contextmanager
+def _refuse_what_fails(folder: Path) -> Iterator[None]:
+    """Raises DataError for whatever transformers, its readers and such models raise."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            code = ", ".join(map(str, (read_hf_config(folder).get("auto_map") or {}).values()))
+            raise DataError(
+                f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model "
+                "that transformers has itself"
+            ) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
 
 
 def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "PlainModel":
     """Raises DataError or ExportError for what is no causal language model, or not the one that it says."""
     from transformers import AutoModelForCausalLM
 
-    config = read_plain_config(folder)
-    _check_numbers(folder)
-    try:
+    config, dtypes = read_plain_config(folder), read_dtypes(folder)
+    # transformers takes packed weights for the numbers they are packed in, unless it is told how to unpack them.
+    packed = [name for name, of in dtypes.items() if name.endswith(".weight") and of not in FLOATS]
+    if packed and not read_hf_config(folder).get("quantization_config"):
+        raise DataError(
+            f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
+            f"expected {', '.join(FLOATS)}"
+        )
+    with _refuse_what_fails(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever transformers and its readers raise
-        raise _not_loaded(folder, error) from error
     model, told = loaded
-    for kind, fault in (
-        ("missing_keys", "lacks weights of its model"),  # which transformers draws at random
-        ("unexpected_keys", "has weights that its model has no place for"),
-        ("mismatched_keys", "has weights of other shapes than its model"),
-    ):
+    for kind, fault in FAULTS.items():
         if names := sorted(map(str, told[kind])):
             raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
-    try:
+    with _refuse_what_fails(folder):  # such a model may not compute what its config.json promises
         plain = PlainModel(model.to(device).eval(), device)
         sees_ahead = _sees_ahead(plain)
-    except Exception as error:  # whatever such a model raises that cannot compute what its config.json promises
-        raise _not_loaded(folder, error) from error
     if sees_ahead:
         raise DataError(
             f"models: {folder}: later tokens change its earlier logits, so it is no causal language model; its "
@@ -92,29 +101,9 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "Plain
     return plain
 
 
-def _check_numbers(folder: Path) -> None:
-    """transformers takes the last of two tensors of one name, and packed weights for the numbers they are packed in.
-    Raises ExportError or DataError."""
-    dtypes = read_dtypes(folder)
-    if read_hf_config(folder).get("quantization_config"):  # which says how to unpack them
-        return
-    packed = [name for name, dtype in dtypes.items() if name.endswith(".weight") and dtype not in FLOATS]
-    if packed:
-        raise DataError(
-            f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
-            f"expected {', '.join(FLOATS)}"
-        )
-
-
-FLOATS = ("F32", "BF16", "F16", "F64")
-
-PROBED_TOKENS = 1024
-"""Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
-
-
 @torch.no_grad()
 def _sees_ahead(model: "PlainModel") -> bool:
-    """Whether other tokens from some place on change logits before it, and not by rounding alone.
+    """Return whether other tokens from some place on change logits before it, and not by rounding alone.
 
     The places are odd, so that a block whose tokens all see each other is cut in two.
     """
@@ -149,8 +138,14 @@ class PlainModel:
         self.device = device
         _make_fp32_logits(model)
         self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.vocab_size = int(_text_config(model).vocab_size)
-        self.max_seq_len = _max_seq_len(model)
+        config = getattr(model.config, "text_config", model.config)  # of a model that reads more than text
+        self.vocab_size = int(config.vocab_size)
+        names = ("max_position_embeddings", "n_positions", "max_seq_len")
+        said = [int(value) for name in names if (value := getattr(config, name, None))]
+        self.max_seq_len = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
+        for name, table in model.named_modules():  # a table of positions may begin behind that of padding: RoBERTa's
+            if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+                self.max_seq_len = min(self.max_seq_len, table.num_embeddings - table.padding_idx - 1)
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         assert inputs.positions_bt is None, "rows are plain text"
@@ -162,7 +157,7 @@ class PlainModel:
         return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
 
     def logits(self, tokens_t: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
-        """Of one row, at these columns, fp32 [c, v]."""
+        """Return fp32 logits of one row at these columns [c, v]."""
         columns_c = columns_c.to(self.device)
         options = {"logits_to_keep": columns_c} if self.keeps_columns else {}
         logits_cv = self.model(input_ids=tokens_t[None].to(self.device), **options).logits[0]
@@ -181,22 +176,6 @@ class PlainModel:
             # The oldest models keep nothing, and recurrent ones something else: those read the whole text again.
             past = getattr(output, "past_key_values", None)
             tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if past is None else next_11
-
-
-def _text_config(model: Any) -> Any:
-    """Of a model that reads more than text, what concerns text."""
-    return getattr(model.config, "text_config", model.config)
-
-
-def _max_seq_len(model: Any) -> int:
-    """What config.json says, or fewer where the table of positions begins behind that of padding, as RoBERTa's does."""
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    said = [int(value) for name in names if (value := getattr(_text_config(model), name, None))]
-    longest = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
-    for name, table in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
-            longest = min(longest, table.num_embeddings - table.padding_idx - 1)
-    return longest
 
 
 def _make_fp32_logits(model: Any) -> None:

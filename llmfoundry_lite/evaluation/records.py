@@ -119,11 +119,11 @@ def _groups(item: Item) -> Record:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
-    """Build a task's record: means with their standard errors, and counts of what was odd."""
-    record: Record = {
+def asked_of(task: Prepared) -> Record:
+    """Build what a task's record says before anything is answered."""
+    return {
         "type": task.kind,
-        "n": len(items),
+        "n": len(task.items),
         "num_fewshot": task.num_fewshot,
         "tokenization": task.config.tokenization,
         "fingerprint": task.fingerprint,
@@ -131,6 +131,11 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         "settings": task.settings,
         "metric": task.metric,
     }
+
+
+def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
+    """Build a task's record: means with their standard errors, and counts of what was odd."""
+    record = asked_of(task)
     for name in ACCURACIES if task.kind in CHOICES else () if task.kind == "perplexity" else ("acc",):
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
     if task.kind != "perplexity" and any("cluster" in item for item in items):
@@ -156,7 +161,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         of_each = {name: [item for item in items if item["category"] == name] for name in names}
         record["categories"] = {name: mean_and_error(its, record["metric"])[0] for name, its in of_each.items()}
     odd = {
-        "num_trimmed": sum(1 for item in items if item.get("num_trimmed")),
+        "num_trimmed": sum(bool(item["num_trimmed"]) for item in items),
         "num_missing_examples": sum(bool(item.num_missing_examples) for item in task.items),
         "num_repeated": task.num_repeated,
         "skipped": task.skipped,
@@ -258,6 +263,11 @@ def cut_at(record: Record) -> int | None:
 def num_unasked(record: Record) -> int:
     """Return how many items were left when the difference to another result was decided."""
     return max(0, (record.get("sequential") or {}).get("num_items", 0) - record["n"])
+
+
+def score_of(record: Record) -> tuple[float, float | None]:
+    """Return the task's number, and its standard error if it has one."""
+    return record[record["metric"]], record.get(f"{record['metric']}_stderr")
 
 
 def has_categories(record: Record) -> bool:

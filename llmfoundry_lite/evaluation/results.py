@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import subprocess
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -19,14 +18,7 @@ from typing import NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.records import (
-    RESULT,
-    Record,
-    check_items,
-    check_result,
-    cut_at,
-    num_unasked,
-)
+from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
     Prepared,
@@ -119,33 +111,37 @@ def read_results(path: Path) -> Results:
 
 def _read_items(results: Results) -> dict[str, list[Record]]:
     """Return the items of every task, checked against the numbers in the result."""
-    beside = results.path.with_name(f"{results.path.stem}.items.jsonl")
+    beside, found = _items_path(results.path), {}
     try:
-        lines = beside.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
+        lines_of = _lines_by_task(beside)
+    except OSError as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise DataError(
             f"{beside} {reason}, and results are compared item by item; keep it beside {results.path.name}, or "
             "evaluate again"
         ) from error
-    lines_of: dict[str, list[str]] = {task: [] for task in results.tasks}
-    torn = 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            lines_of.get(json.loads(line)["task"], []).append(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            torn = torn or number
     for task, record in results.tasks.items():
-        if len(lines_of[task]) != record["n"]:
-            hint = f" (line {torn} is torn)" if torn else ""
+        lines = lines_of.get(task, [])
+        if len(lines) != record["n"]:
             raise DataError(
-                f"{beside} has {len(lines_of[task]):,} of the {record['n']:,} items of {task}{hint}; evaluate again: "
-                "what is whole is not done twice"
+                f"{beside} has {len(lines):,} of the {record['n']:,} items of {task}; evaluate again: what is whole is "
+                "not done twice"
             )
-    return {
-        task: check_items(results.tasks[task], of_task, f"{beside}: the items of {task}")
-        for task, of_task in lines_of.items()
-    }
+        found[task] = check_items(record, lines, f"{beside}: the items of {task}")
+    return found
+
+
+def _items_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.items.jsonl")
+
+
+def _lines_by_task(path: Path) -> dict[str, list[str]]:
+    """Return each task's lines of a file of items, without those that are torn."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            found.setdefault(json.loads(line)["task"], []).append(line)
+    return found
 
 
 def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:
@@ -153,7 +149,7 @@ def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list
     be read."""
     found, notes = [], []
     for path in sorted(folder.glob("*.json")):
-        if path.stem in known or not path.with_name(f"{path.stem}.items.jsonl").exists():  # compare.json is no result
+        if path.stem in known or not _items_path(path).exists():  # compare.json is no result
             continue
         try:
             found.append(read_results(path))
@@ -175,9 +171,8 @@ class Outline(NamedTuple):
 
 
 def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | None) -> list[Outline]:
-    """Tell what is known without a tokenizer, so that a launch is refused before a model is loaded.
-
-    Raises DataError for a file that cannot be read or lacks a column."""
+    """Tell what is known without a tokenizer, so that a launch is refused before a model is loaded. Raises DataError
+    for a file that cannot be read or lacks a column."""
     found = []
     for config in tasks:
         if config.icl_task_type == "perplexity":
@@ -224,38 +219,26 @@ class ResultFiles:
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
         """Raises DataError where nothing can be written, or for a file that is there and no result."""
         self.path = folder / suite / f"{model}.json"
-        self.items_path = folder / suite / f"{model}.items.jsonl"
+        self.items_path = _items_path(self.path)
         self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
         self.known: Results | None = None
-        self.num_lines: Counter[str] = Counter()
+        self.lines: dict[str, list[str]] = {}
         if not self.is_main:
             return
         there = next(place for place in self.path.absolute().parents if place.exists())
         if not (there.is_dir() and os.access(there, os.W_OK)):  # known now, not after the first task
             raise DataError(f"results_folder: {there} is no folder that can be written to")
-        self.known = self._read_known()
-        self.num_lines = Counter(task for task, _ in self._read_lines())
+        self._read()
 
-    def _read_known(self) -> Results | None:
-        if not self.path.exists():
-            return None
+    def _read(self) -> None:
         try:
-            return read_results(self.path)
-        except DataError as error:
-            if self.redo:
-                return None
-            raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
-
-    def _read_lines(self) -> Iterator[tuple[str, str]]:
-        """Yield (task, line) of the items that are here and of a result."""
-        if self.known is None or not self.items_path.is_file():
-            return
-        with self.items_path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                # A torn line belongs to a task that is done again.
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    yield json.loads(line)["task"], line.rstrip("\n")
+            self.known = read_results(self.path) if self.path.exists() else None
+            self.lines = _lines_by_task(self.items_path) if self.known and self.items_path.exists() else {}
+        except (DataError, OSError) as error:
+            self.known, self.lines = None, {}
+            if not self.redo:
+                raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
     def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
         """Raises DataError, naming what is there and what is asked, where a finished task would be lost."""
@@ -292,7 +275,7 @@ class ResultFiles:
         return ""
 
     def _is_whole(self, name: str) -> bool:
-        return self.known is not None and self.num_lines[name] == self.known.tasks[name]["n"]
+        return self.known is not None and len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
     def find(self, task: Prepared, results: Results, told: Record | None = None) -> Record | None:
         """Return the finished result of this very task on this very model, if it is here. One that stopped when it was
@@ -315,7 +298,7 @@ class ResultFiles:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with lock_folder(self.path.parent):
-                self.known = self._read_known()  # other launches may have finished other tasks meanwhile
+                self._read()  # other launches may have finished other tasks meanwhile
                 self._write(results, name, items)
         except OSError as error:
             raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
@@ -324,17 +307,14 @@ class ResultFiles:
         finished = set() if self.redo else self._finished()
         if finished and (other := self._other_model(results)):
             raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
-        tasks = {**results.tasks, **{k: v for k, v in self.kept(results).items() if k not in results.tasks}}
-        lines: dict[str, list[str]] = {task: [] for task in tasks}
-        for task, line in self._read_lines():
-            lines.get(task, []).append(line)
-        if self.known is not None and name in finished:
-            there = self.known.tasks[name]
-            if len(lines[name]) == there["n"] and there["fingerprint"] != results.tasks[name]["fingerprint"]:
-                raise DataError(f"{self.path}: another launch finished {name} meanwhile, with other settings or data")
-        lines[name] = [json.dumps(item) for item in items]
+        there = self.known.tasks[name] if self.known and name in finished and self._is_whole(name) else None
+        if there is not None and there["fingerprint"] != results.tasks[name]["fingerprint"]:
+            raise DataError(f"{self.path}: another launch finished {name} meanwhile, with other settings or data")
+        tasks = results.tasks | {k: v for k, v in self.kept(results).items() if k not in results.tasks}
+        lines = {**self.lines, name: [json.dumps(item) for item in items]}
         # Items first: a task counts as finished when the JSON has it.
-        write_atomically(self.items_path, "".join(line + "\n" for task in lines.values() for line in task))
+        text = "".join(line + "\n" for task in tasks for line in lines.get(task, []))
+        write_atomically(self.items_path, text)
         write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
 
 

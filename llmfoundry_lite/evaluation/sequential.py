@@ -3,24 +3,49 @@
 The order is a function of seed and item, so that whoever asks goes through the same items. Items of a cluster, and
 windows of a document, come together.
 
-At each look the p of `compare` is held against a group-sequential boundary (`boundaries`). The interval is the repeated
-confidence interval (Jennison and Turnbull, Journal of the Royal Statistical Society B 51, 1989): what the boundary of
-that look would not reject. It holds at all looks together, whatever made the asking stop. With a `margin`, asking also
-stops when that interval lies within it: then the difference is no larger.
+At each look the p of `compare` is held against a group-sequential boundary. The interval is the repeated confidence
+interval (Jennison and Turnbull, Journal of the Royal Statistical Society B 51, 1989): what the boundary of that look
+would not reject. It holds at all looks together, whatever made the asking stop. With a `margin`, asking also stops when
+that interval lies within it: then the difference is no larger.
+
+The boundaries are Lan and DeMets's (Biometrika 70, 1983), which neither scipy nor statsmodels has: a function says how
+much of the error is spent by the time a share t of the information is there. The boundary at a look is where exactly
+what is spent by then has been crossed, given that nothing was crossed before. That chance is Armitage, McPherson and
+Rowe's recursion (Journal of the Royal Statistical Society A 132, 1969): the density of a sum that is still inside,
+carried from look to look, here on Gauss-Legendre nodes. Boundaries are two-sided and symmetric.
+
+Legend: i nodes of the look before, j of this one.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
 from typing import Self
 
+import numpy as np
+
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.boundaries import OBRIEN_FLEMING, adjusted_p, nominal_level
 from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS
 from llmfoundry_lite.evaluation.records import BITS, Record
 from llmfoundry_lite.evaluation.results import Results
 
+OBRIEN_FLEMING, POCOCK = "obrien_fleming", "pocock"
+SPENDING: dict[str, Callable[[float, float], float]] = {
+    # next to nothing at first, and nearly a single test's boundary at the end
+    OBRIEN_FLEMING: lambda share, level: 2 * math.erfc(-NormalDist().inv_cdf(level / 4) / math.sqrt(2 * share)),
+    # nearly the same boundary at every look
+    POCOCK: lambda share, level: level * math.log(1 + (math.e - 1) * share),
+}
+"""(share of the information, level) -> what of the level is spent."""
+NUM_NODES = 96
+"""Enough for 20 looks at any level: more change no boundary by 1e-12."""
+FARTHEST = 9.0
+"""Standard deviations beyond which nothing is left to integrate."""
+LEAST_SPENT = 1e-250
+"""A look that may spend less than this decides nothing."""
 LOOKS = tuple(number / 10 for number in range(1, 11))
 """Shares of the items after which it is seen whether enough are asked."""
 TEXT_CAUTION = 3.0
@@ -155,3 +180,65 @@ def from_record(record: Record) -> Stage:
     found = record["sequential"]
     plan = Plan(**{key: found[key] for key in Plan.__dataclass_fields__ if key != "looks"}, looks=tuple(found["looks"]))
     return Stage(plan=plan, look=found["look"], num_asked=record["n"])
+
+
+# ------------------------------------------------------------------------------------------------------- boundaries
+
+
+@lru_cache(maxsize=1024)
+def boundaries(shares: tuple[float, ...], level: float, spending: str = OBRIEN_FLEMING) -> tuple[float, ...]:
+    """Return for looks with these shares of the information, ascending up to 1, the distance from 0, in standard
+    errors, beyond which a difference is one. inf where a look may spend nothing yet."""
+    found: list[float] = []
+    nodes_i, mass_i = np.zeros(1), np.ones(1)
+    spent = before = 0.0
+    unit_nodes, unit_weights = np.polynomial.legendre.leggauss(NUM_NODES)
+    for share in shares:
+        to_spend = SPENDING[spending](share, level) - spent
+        deviation = math.sqrt(share - before)
+        limit = _crossed_with(to_spend, nodes_i, mass_i, deviation, math.sqrt(share))
+        found.append(limit / math.sqrt(share))
+        spent, before = spent + to_spend, share
+        inside = min(limit, FARTHEST * math.sqrt(share))
+        steps_ji = (inside * unit_nodes[:, None] - nodes_i) / deviation
+        density_j = np.exp(-(steps_ji**2) / 2) @ mass_i / (deviation * math.sqrt(2 * math.pi))
+        nodes_i, mass_i = inside * unit_nodes, inside * unit_weights * density_j
+    return tuple(found)
+
+
+def _crossed_with(chance: float, nodes_i: np.ndarray, mass_i: np.ndarray, deviation: float, whole: float) -> float:
+    """Return the limit that a step of this deviation crosses, on either side, with `chance`; `whole` is the deviation
+    of the sum. By Newton's method on the logarithm, which comes from outside and stays there: the tail is log-concave.
+    """
+    if chance < LEAST_SPENT:
+        return math.inf
+    limit = -NormalDist().inv_cdf(chance / 2) * whole
+    for _ in range(100):
+        distances = (limit - nodes_i) / deviation
+        crossed = float(mass_i @ np.array([math.erfc(distance / math.sqrt(2)) for distance in distances.tolist()]))
+        slope = -2 * float(mass_i @ np.exp(-(distances**2) / 2)) / (deviation * math.sqrt(2 * math.pi))
+        step = math.log(crossed / chance) * crossed / slope
+        limit -= step
+        if abs(step) < 1e-10:
+            break
+    return limit
+
+
+def nominal_level(shares: tuple[float, ...], level: float, spending: str = OBRIEN_FLEMING) -> float:
+    """Return what a single test's p must be below at the last of these looks."""
+    return math.erfc(boundaries(shares, level, spending)[-1] / math.sqrt(2))
+
+
+def adjusted_p(p: float, shares: tuple[float, ...], spending: str = OBRIEN_FLEMING) -> float:
+    """Return the smallest level at which a single test's `p` would be enough at the last of these looks: a p-value that
+    stopping when it pleases does not spoil (Liu and Anderson, Journal of the American Statistical Association 103,
+    2008). By bisection of the level's logarithm."""
+    if p in (0.0, 1.0) or nominal_level(shares, p, spending) >= p:  # a single look
+        return p
+    low, high = math.log(p), math.log(0.999)  # looking often never makes it smaller
+    if nominal_level(shares, math.exp(high), spending) <= p:
+        return 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (low, middle) if nominal_level(shares, math.exp(middle), spending) > p else (middle, high)
+    return math.exp(high)

@@ -1,4 +1,4 @@
-"""A suite: every model of a configuration on every task, and the table that compares them."""
+"""A suite: every model of a configuration on every task, and the tables that compare them."""
 
 import datetime
 import sys
@@ -28,7 +28,7 @@ from llmfoundry_lite.evaluation.against import Against, load_against
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.records import ACCURACIES
+from llmfoundry_lite.evaluation.records import ACCURACIES, score_of
 from llmfoundry_lite.evaluation.results import (
     Outline,
     ResultFiles,
@@ -58,19 +58,19 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     asked = find_asked(config, tasks)
     against = find_against(config, asked) if config.against is not None else None
     found = find_models(config, asked, device)
-    all_results, said = [], []
+    all_results: list[Results] = []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
             all_results.append(evaluate_one(config, tasks, device, subject, results, files, against))
-            said += [(str(files.path), note) for note in note_kept(tasks, results)]
+            if kept := [name for name in results.tasks if name not in [task.name for task in asked]]:
+                tell([f"{files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
         except CheckpointError as error:
             if pass_over(config, results.model, subject.source):
                 continue
             if not (config.all_checkpoints and isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)):
                 raise
             tell([f"models.{results.model}: passed over {kind_of(error)} checkpoint: {error}"])
-    tell(say_once(said))
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
@@ -104,12 +104,10 @@ def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]
     """Return the same on all ranks, or refuse."""
     with user_errors_on_all_ranks():
         asked = outline_tasks(tasks, config.tokenization, config.limit)
+    names = [outline.name for outline in asked]
     with user_errors_on_all_ranks():
-        names = [outline.name for outline in asked]
-        of_rank_0 = broadcast_json(names)
-        if of_rank_0 != names:  # where data are not on all machines, and no YAML file names the tasks
-            told = f"rank {this_rank().rank} has the tasks {', '.join(names)}"
-            raise DataError(f"{told}, rank 0 {', '.join(of_rank_0)}")
+        if (there := broadcast_json(names)) != names:  # data are not on all machines, and no YAML names the tasks
+            raise DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(there)}")
     return asked
 
 
@@ -127,7 +125,7 @@ def find_models(
     """Refuse on all ranks everything that can be refused without reading weights."""
     found: list[tuple[Subject, Results, ResultFiles]] = []
     shard = build_shard(config, device) if config.fsdp else None
-    tokenizers, said = {}, []
+    tokenizers = {}
     with user_errors_on_all_ranks():
         models = expand_models(config)
     for name, where in broadcast_json(models).items():  # ranks may see a live run's checkpoints at different times
@@ -153,9 +151,8 @@ def find_models(
             if not pass_over(config, name, where):
                 raise
             continue
-        said += [(f"models.{name}", f"{note}; {subject.source} is evaluated") for note in subject.notes]
+        tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
         found.append((subject, results, files))
-    tell(say_once(said))
     return found
 
 
@@ -199,23 +196,6 @@ def evaluate_one(
         on_progress=ProgressLine(results.model),
         against=against,
     )
-
-
-def note_kept(tasks: Sequence[TaskConfig], results: Results) -> list[str]:
-    asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
-    kept = [name for name in results.tasks if name not in asked]
-    return [f"keeps what it has of the same model besides: {', '.join(kept)}"] if kept else []
-
-
-def say_once(said: Sequence[tuple[str, str]]) -> list[str]:
-    """Return from (whose, note) a line for each note, with how many others have the same one."""
-    subjects: dict[str, list[str]] = {}
-    for whose, note in said:
-        subjects.setdefault(note, []).append(whose)
-    return [
-        f"{first}{f' and {len(others)} others' if len(others) > 1 else f' and {others[0]}' if others else ''}: {note}"
-        for note, (first, *others) in subjects.items()
-    ]
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
@@ -285,13 +265,10 @@ def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
     for results in all_results:
         name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
         for task, record in results.tasks.items():
-            metric = record["metric"]
-            is_accuracy = metric in ACCURACIES
-            y_label = f"accuracy ({metric})" if is_accuracy else metric.replace("_", " ")
-            chance = record.get("chance") if is_accuracy else None
-            panel = panels.setdefault(task, Panel(title=task, y_label=y_label, chance=chance))
-            point = (int(batch), record[metric], record.get(f"{metric}_stderr", 0.0))
-            panel.points.setdefault(name, []).append(point)
+            metric, (score, error) = record["metric"], score_of(record)
+            y_label = f"accuracy ({metric})" if metric in ACCURACIES else metric.replace("_", " ")
+            panel = panels.setdefault(task, Panel(title=task, y_label=y_label, chance=record.get("chance")))
+            panel.points.setdefault(name, []).append((int(batch), score, error or 0.0))
     plot_curves(list(panels.values()), path, x_label="batch")
     return path
 

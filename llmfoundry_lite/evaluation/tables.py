@@ -1,22 +1,37 @@
-"""Tables of scores: models as rows, tasks or categories as columns; on a console, as Markdown and as CSV."""
+"""Tables of scores, models as rows: results by task, LLM Foundry's Eval Gauntlet, and results beside published ones."""
 
-from collections.abc import Iterator, Sequence
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.eval_schema import GauntletConfig
-from llmfoundry_lite.errors import printable
-from llmfoundry_lite.evaluation.gauntlet import Gauntlet, averages_of, run_gauntlet
-from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS
-from llmfoundry_lite.evaluation.records import ACCURACIES, Record, cut_at, error_of_sum, num_unasked
+from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
+from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, Z_TWO_SIDED
+from llmfoundry_lite.evaluation.records import ACCURACIES, Record, cut_at, error_of_sum, num_unasked, score_of
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.report.tables import Table, markdown_list
 
+PUBLISHED_TASKS = {
+    "arc_challenge": "ARC-c",
+    "arc_easy": "ARC-e",
+    "boolq": "BoolQ",
+    "hellaswag": "Hella-\nSwag",
+    "piqa": "PIQA",
+    "winograd": "Wino-\ngrad",
+    "winogrande": "Wino-\ngrande",
+}
+SOURCE = 'published: MosaicML, "Training LLMs at Scale with AMD MI250 GPUs", October 2023, Table 2, zero-shot'
+TOLERANCE = 1.25
+"""Parameters and token budgets are called different beyond this ratio: published ones are rounded."""
 WARNING = "warning: "
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
@@ -72,20 +87,31 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
         console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
 
 
+def cell_of(number: float | None, error: float | None = None) -> Cell:
+    return "" if number is None else f"{number:.3f}", "" if error is None else f"{error:.3f}"
+
+
+def only_of(some: Sequence[str], num_all: int) -> str:
+    """Name models, unless a note is of all."""
+    return "" if len(some) == num_all else f" ({', '.join(some)})"
+
+
 # ---------------------------------------------------------------------------------------------------------- results
 
 
 def results_table(all_results: Sequence[Results]) -> Scores:
     """Return every task that any model has, in order, and the average."""
+    records = {name: record for results in reversed(all_results) for name, record in results.tasks.items()}
     names = list(dict.fromkeys(task for results in all_results for task in results.tasks))
-    suite = all_results[0].suite
+    suite, rows = all_results[0].suite, []
+    for results in all_results:
+        cells = [cell(results.tasks[name]) if name in results.tasks else ("", "") for name in names]
+        error = None if results.average is None else average_error(results.tasks, _averaged(results))
+        rows.append((results.model, [*cells, cell_of(results.average, error)]))
     return Scores(
         title=suite if all_results[0].average is None else f"{suite}, accuracy ± standard error",
-        columns={**{name: _heading(all_results, name) for name in names}, "average": "average"},
-        rows=[
-            (results.model, [*(cell(results.tasks.get(name)) for name in names), _average(results)])
-            for results in all_results
-        ],
+        columns={**{name: _heading(name, records[name]["metric"]) for name in names}, "average": "average"},
+        rows=rows,
         notes=notes(all_results),
     )
 
@@ -98,27 +124,17 @@ def print_results(all_results: Sequence[Results], console: Console) -> None:
     replace(table, rows=[*table.rows, row] if chances else table.rows).print(console)
 
 
-def _heading(all_results: Sequence[Results], name: str) -> str:
+def _heading(name: str, metric: str) -> str:
     """Return the task, its examples, and what the number is unless it is an accuracy."""
     label, _, shots = name.rpartition("/")
-    metric = next(results.tasks[name]["metric"] for results in all_results if name in results.tasks)
     return "\n".join(filter(None, (label, shots, "" if metric in ACCURACIES else metric.replace("_", " "))))
 
 
-def cell(record: Record | None) -> Cell:
-    if record is None:
-        return "", ""
-    metric = record["metric"]
-    error = record.get(f"{metric}_stderr")
-    if metric in ACCURACIES and (record.get("num_clusters") or record["n"]) == 1:
+def cell(record: Record) -> Cell:
+    number, error = score_of(record)
+    if record["metric"] in ACCURACIES and (record.get("num_clusters") or record["n"]) == 1:
         error = None  # it is 0, and says nothing
-    return f"{record[metric]:.3f}", "" if error is None else f"{error:.3f}"
-
-
-def _average(results: Results) -> Cell:
-    if results.average is None:
-        return "", ""
-    return f"{results.average:.3f}", f"{average_error(results.tasks, _averaged(results)):.3f}"
+    return cell_of(number, error)
 
 
 def _averaged(results: Results) -> list[str]:
@@ -127,8 +143,7 @@ def _averaged(results: Results) -> list[str]:
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
     """Return the standard error of the mean of tasks; those on the same data ask the same items."""
-    records = [tasks[name] for name in names]
-    errors = [(record["data_fingerprint"], record.get(f"{record['metric']}_stderr", 0.0)) for record in records]
+    errors = [(tasks[name]["data_fingerprint"], score_of(tasks[name])[1] or 0.0) for name in names]
     return error_of_sum(errors) / len(names)
 
 
@@ -142,8 +157,7 @@ def notes(all_results: Sequence[Results]) -> list[str]:
             for text in _oddities(results.tasks[name]):
                 models_of.setdefault(text, []).append(results.model)
         for text, those in models_of.items():
-            of = "" if len(those) == len(models) else f" ({', '.join(those)})"
-            tasks_of.setdefault(f"{text}{of}", []).append(name)
+            tasks_of.setdefault(f"{text}{only_of(those, len(models))}", []).append(name)
         first = models[0].tasks[name].get("fingerprint")
         if different := [results.model for results in models if results.tasks[name].get("fingerprint") != first]:
             warning = f"{', '.join(different)} not asked the same as {models[0].model}; these numbers do not compare"
@@ -184,28 +198,84 @@ def _oddities(record: Record) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------- gauntlet
 
 
+class Composite(NamedTuple):
+    score: float
+    error: float
+
+
+class Gauntlet(NamedTuple):
+    scores: dict[str, Composite]
+    """Of categories, then of averages."""
+    missing: dict[str, list[str]]
+    """Category -> the tasks for want of which it is left out."""
+
+
+class _Part(NamedTuple):
+    weight: float
+    score: float
+    error: float
+    data: str
+
+
+def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntlet:
+    """Score a model's results: `tasks` has `arc_easy/3-shot` -> its record.
+
+    A task's score is its accuracy, less what chance gives, over what is left above chance: (a - b) / (1 - b). A
+    category is the weighted mean of its tasks; an average is the mean of its categories. As in LLM Foundry, a category
+    that lacks a task is left out, and so is an average without categories.
+    """
+    parts: dict[str, list[_Part]] = {}
+    missing: dict[str, list[str]] = {}
+    for category in config.categories:
+        found = {benchmark.task: tasks.get(benchmark.task) for benchmark in category.benchmarks}
+        # A task that stopped when it was decided has an accuracy that leans to the verdict.
+        absent = [name for name, one in found.items() if not _is_whole(one) or one["metric"] not in ACCURACIES]
+        if absent:
+            missing[category.name] = absent
+        else:
+            parts[category.name] = [_part(config, one, tasks[one.task]) for one in category.benchmarks]
+    scores = {}
+    for name, categories in ({name: [name] for name in parts} | averages_of(config)).items():
+        there = [parts[category] for category in parts if category in categories]
+        totals = [len(there) * sum(part.weight for part in found) for found in there]
+        of_all = [(p, p.weight / total) for found, total in zip(there, totals, strict=True) for p in found]
+        if there:
+            error = error_of_sum([(part.data, weight * part.error) for part, weight in of_all])
+            scores[name] = Composite(sum(weight * part.score for part, weight in of_all), error)
+    return Gauntlet(scores, missing)
+
+
+def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
+    return config.averages or {"default_average": [category.name for category in config.categories]}
+
+
+def _is_whole(record: Record | None) -> TypeGuard[Record]:
+    return record is not None and not num_unasked(record)
+
+
+def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
+    chance = benchmark.random_baseline if config.subtract_random_baseline else 0.0
+    scale = 1.0 / (1.0 - benchmark.random_baseline) if config.rescale_accuracy else 1.0
+    score, error = score_of(record)
+    weight = {"EQUAL": 1.0, "SAMPLE_SZ": record["n"], "LOG_SAMPLE_SZ": max(math.log2(record["n"]), 1.0)}
+    return _Part(weight[config.weighting], (score - chance) * scale, (error or 0.0) * scale, record["data_fingerprint"])
+
+
 def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
     """Return the categories and averages that any model has; a note names each category that is left out."""
-    found = [(results.model, run_gauntlet(config, results.tasks)) for results in all_results]
+    found = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
     names = [*(category.name for category in config.categories), *averages_of(config)]
-    names = [name for name in names if any(name in gauntlet.scores for _, gauntlet in found)]
-
-    def score(gauntlet: Gauntlet, name: str) -> Cell:
-        found = gauntlet.scores.get(name)
-        return ("", "") if found is None else (f"{found.score:.3f}", f"{found.error:.3f}")
-
+    names = [name for name in names if any(name in gauntlet.scores for gauntlet in found.values())]
     models_of: dict[str, list[str]] = {}
-    for model, gauntlet in found:
+    for model, gauntlet in found.items():
         for category, tasks in gauntlet.missing.items():
-            models_of.setdefault(f"{category} is left out: no accuracy of {', '.join(tasks)}", []).append(model)
+            text = f"eval gauntlet: {category} is left out: no accuracy of {', '.join(tasks)}"
+            models_of.setdefault(text, []).append(model)
     return Scores(
         title="eval gauntlet: share of what is left above chance ± standard error",
         columns={name: name.replace("_", "\n") for name in names},
-        rows=[(model, [score(gauntlet, name) for name in names]) for model, gauntlet in found],
-        notes=[
-            f"eval gauntlet: {text}" + ("" if len(models) == len(found) else f" ({', '.join(models)})")
-            for text, models in models_of.items()
-        ],
+        rows=[(m, [cell_of(*gauntlet.scores.get(name, (None,))) for name in names]) for m, gauntlet in found.items()],
+        notes=[f"{text}{only_of(models, len(found))}" for text, models in models_of.items()],
     )
 
 
@@ -214,3 +284,85 @@ def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: Gauntle
     folder.mkdir(parents=True, exist_ok=True)
     written = results_table(all_results).write(folder / "table")
     return written + (gauntlet_table(gauntlet, all_results).write(folder / "gauntlet") if gauntlet else [])
+
+
+# -------------------------------------------------------------------------------------------------------- published
+
+
+def published_table(results: Sequence[Results]) -> Scores:
+    """Put results beside MosaicML's "Training LLMs at Scale with AMD MI250 GPUs" (October 2023), Table 2, made with LLM
+    Foundry's harness. Its items are not known, so nothing is tested pairwise: a row says what a difference must exceed
+    to be more than noise. Raises DataError when no task is among the published ones.
+    """
+    text = files("llmfoundry_lite.evaluation").joinpath("published.csv").read_text(encoding="utf-8")
+    published: list[Record] = [
+        {key: value if key in ("model", "source") else float(value) for key, value in row.items()}
+        for row in csv.DictReader(text.splitlines())
+    ]
+    tasks = [
+        task for task in PUBLISHED_TASKS if all(_is_whole(result.tasks.get(f"{task}/0-shot")) for result in results)
+    ]
+    if not tasks:
+        raise DataError(
+            f"--published: {' and '.join(result.name for result in results)} have none of the published tasks in "
+            f"common, zero-shot: {', '.join(PUBLISHED_TASKS)}"
+        )
+    rows, largest = [], [0.0] * (len(tasks) + 1)
+    for row in published:
+        numbers = [row[task] for task in tasks]
+        cells = [cell_of(number) for number in (*numbers, sum(numbers) / len(numbers))]
+        rows.append((f"{row['model']}\n{_size(row)}", cells))
+    for result in results:
+        names = [f"{task}/0-shot" for task in tasks]
+        found = [score_of(result.tasks[name]) for name in names]
+        found.append((sum(number for number, _ in found) / len(found), average_error(result.tasks, names)))
+        rows.append((f"{result.name}\n{_size(vars(result))}", [cell_of(*score) for score in found]))
+        largest = [max(most, error or 0.0) for most, (_, error) in zip(largest, found, strict=True)]
+    rows.append(("noise (95 %)", [cell_of(Z_TWO_SIDED * math.sqrt(2) * error) for error in largest]))
+    notes = ["under each model: parameters, tokens trained on"]
+    notes += [warning for result in results for warning in _warnings(result, tasks, published)]
+    if absent := [task for task in PUBLISHED_TASKS if task not in tasks]:
+        notes.append(f"not in all results, so in no average here: {', '.join(absent)}")
+    notes.append(
+        "noise: what chance alone makes of the difference to a published number in 95 % of cases, if that is from "
+        "as many items as ours; compare two results of your own to see smaller ones"
+    )
+    return Scores(
+        title="beside published results, zero-shot accuracy ± standard error",
+        columns={**{task: PUBLISHED_TASKS[task] for task in tasks}, "mean": f"mean\nof {len(tasks)}"},
+        rows=rows,
+        notes=[*notes, SOURCE],
+    )
+
+
+def _size(facts: Record) -> str:
+    return f"{_count(facts.get('num_parameters'))}, {_count(facts.get('num_tokens_trained'))}"
+
+
+def _count(number: float | None) -> str:
+    if not number:
+        return "?"
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _warnings(result: Results, tasks: Sequence[str], published: Sequence[Record]) -> list[str]:
+    found = []
+    for key, what in (("num_tokens_trained", "token budget"), ("num_parameters", "size")):
+        number = getattr(result, key)
+        if not number:
+            found.append(f"warning: the {what} of {result.name} is not known; published rows may have another")
+            continue
+        if others := [row for row in published if not 1 / TOLERANCE < row[key] / number < TOLERANCE]:
+            told = ", ".join(f"{row['model']} ({_count(row[key])})" for row in others)
+            found.append(f"warning: the {what} of {result.name} ({_count(number)}) is not that of {told}")
+    records = {task: result.tasks[f"{task}/0-shot"] for task in tasks}
+    if joint := [task for task, record in records.items() if record.get("tokenization") == "joint"]:
+        found.append(
+            f"warning: {result.name}: {', '.join(joint)} with tokenization joint; the published ones with separate"
+        )
+    if limited := [task for task, record in records.items() if record["settings"].get("limit")]:
+        found.append(f"warning: {result.name}: {', '.join(limited)} on the first items alone (limit)")
+    return found

@@ -5,6 +5,7 @@ Two conventions exist and give different scores: LLM Foundry tokenises the examp
 """
 
 import bisect
+import functools
 import hashlib
 import json
 import random
@@ -12,9 +13,10 @@ import re
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular, without_magic
 
@@ -32,28 +34,12 @@ THOUGHT_ALLOWANCE = 10
 """Tokens by which a model's reasoning may be longer than the longest in the file, as in LLM Foundry."""
 
 
-class Encoder(Protocol):
-    """A tokenizer."""
-
-    @property
-    def eos_token_id(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def prefix_token_id(self) -> int: ...  # what a text with nothing before it is predicted from
-    @property
-    def beginning(self) -> list[int]: ...  # what stands before every text, once, such as Llama's `<s>`
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 class Request(NamedTuple):
     """Token ids whose probability is wanted, after others."""
 
     context: tuple[int, ...]
-    """At least one."""
     continuation: tuple[int, ...]
-    """At least one; none for an answer that the model is to write."""
+    """Empty for an answer that the model is to write."""
     num_characters: int
     """Of the answer's text."""
     num_trimmed: int
@@ -172,14 +158,11 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
     import datasets
 
     name = config.dataset_uri.removeprefix("hf://")
-    rows: list[dict[str, Any]] = []
     try:
         with without_magic(name) as plain:
-            cache = {} if plain == name else {"cache_dir": f"{plain}/.cache"}
-            options: dict[str, Any] = config.hf_loading_vars | cache
-            found = datasets.load_dataset(plain, **options)
-            if isinstance(found, datasets.Dataset):
-                rows = [{key: _plain(value) for key, value in row.items()} for row in found.to_list()]
+            options: dict[str, Any] = {} if plain == name else {"cache_dir": f"{plain}/.cache"}
+            found = datasets.load_dataset(plain, **config.hf_loading_vars, **options)
+            rows = _plain(found.to_list()) if isinstance(found, datasets.Dataset) else []
     except Exception as error:  # whatever the Hub or its scripts raise
         raise DataError(f"{config.label}: {config.dataset_uri} cannot be loaded: {error}") from error
     if not isinstance(found, datasets.Dataset):
@@ -195,21 +178,20 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
             )
     if not config.hf_parsing_map:
         return rows
-    return [{ours: _join(row, theirs) for ours, theirs in config.hf_parsing_map.items()} for row in rows]
+    return [
+        # A single column as it is, a list or a number too; several as one text.
+        {o: row[t[0]] if len(t) == 1 else " ".join(str(row[c]) for c in t) for o, t in config.hf_parsing_map.items()}
+        for row in rows
+    ]
 
 
 def _plain(value: Any) -> Any:
-    """Turn what JSON has no word for into text: dates, times, decimals and bytes, wherever in a column they stand."""
+    """Turn what JSON has no word for into text: dates, times, decimals and bytes, at any depth."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-def _join(row: dict[str, Any], columns: list[str]) -> Any:
-    """Return a single column as it is, a list or a number too; several as one text."""
-    return row[columns[0]] if len(columns) == 1 else " ".join(str(row[column]) for column in columns)
 
 
 def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
@@ -252,7 +234,7 @@ def prepare(
     config: TaskConfig,
     rows: list[dict[str, Any]],
     num_fewshot: int,
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     *,
     max_seq_len: int,
     tokenization: str,
@@ -451,7 +433,7 @@ def _accepted(row: dict[str, Any]) -> list[str]:
     return [row["answer"], *(row.get("aliases") or [])]
 
 
-def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Encoder) -> int:
+def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> int:
     """Return the tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by
     itself, after the tokenizer's beginning."""
     solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
@@ -476,7 +458,7 @@ class _Encoding:
     """Text -> requests, by one convention. Both put the tokenizer's beginning before the first text and nowhere else;
     trimming takes it away with the rest."""
 
-    def __init__(self, tokenizer: Encoder, tokenization: str, max_seq_len: int, *, strips: bool):
+    def __init__(self, tokenizer: Tokenizer, tokenization: str, max_seq_len: int, *, strips: bool):
         self.tokenizer = tokenizer
         self.strips = strips
         self.is_joint = tokenization == "joint"
@@ -484,7 +466,7 @@ class _Encoding:
         self.max_tokens = max_seq_len + self.is_joint
         # Byte-level BPE has a token for " a"; SentencePiece adds the space by itself.
         self.needs_space = len(tokenizer.encode(" a")) == 1
-        self._known: dict[str, list[int]] = {}
+        self._encode = functools.lru_cache(4096)(tokenizer.encode)  # the choices of an item share their context
 
     def request(self, preamble: str, context: str, answer: str) -> Request | str:
         """Return a request, or why it cannot be asked."""
@@ -526,11 +508,3 @@ class _Encoding:
         before = self._encode((preamble + context).rstrip())
         answer_ids = self.tokenizer.encode(preamble + context + answer)[len(before) :]
         return self.tokenizer.beginning + before, answer_ids
-
-    def _encode(self, text: str) -> list[int]:
-        """Remember, because the choices of an item share their context."""
-        if text not in self._known:
-            if len(self._known) > 4096:
-                self._known.clear()
-            self._known[text] = self.tokenizer.encode(text) if text else []
-        return self._known[text]

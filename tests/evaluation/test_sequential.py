@@ -10,17 +10,19 @@ from benchmarks import sequential
 from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.boundaries import (
+from llmfoundry_lite.evaluation.compare import compare, is_within
+from llmfoundry_lite.evaluation.results import load_results
+from llmfoundry_lite.evaluation.sequential import (
+    LOOKS,
     OBRIEN_FLEMING,
     POCOCK,
     SPENDING,
+    Rule,
     adjusted_p,
     boundaries,
+    in_order,
     nominal_level,
 )
-from llmfoundry_lite.evaluation.compare import compare, is_within
-from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_lite.evaluation.sequential import LOOKS, Rule, in_order
 from tests.helpers.results import choice, text, write_result
 
 
@@ -232,7 +234,7 @@ ANSWERED = choice([0, 1] * 30)[1]
         (
             ["--sequential"],
             {"t/0-shot": (choice([0, 1] * 30)[0], [{**item, "index": i + 60} for i, item in enumerate(ANSWERED)])},
-            "t/0-shot: base and ours were asked no item in common",
+            "t/0-shot: 0 items, too few to be asked until a difference is decided",
         ),
         (
             ["--sequential", "--all-metrics"],
