@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -16,8 +15,8 @@ from llmfoundry_lite.evaluation import harness, suite
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.launch import launch
+from tests.helpers.models import normal_model
 
 TEXT = "the cat sat on a mat and the dog ran over a hill to see the sun go down"
 WORDS = TEXT.split()
@@ -37,10 +36,8 @@ def made(tmp_path_factory):
         tokenizer = train_tokenizer([" ".join(WORDS)] * 3, 300)
         tokenizer.save("tokenizer")
         for seed, name in enumerate(("base", "ours")):
-            torch.manual_seed(seed)
-            model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384))
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=0.2)
+            config = ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384)
+            model = normal_model(config, seed, 0.2)
             export_model(model.state_dict(), model.config, name, tokenizer_folder="tokenizer")
         rows = [
             {

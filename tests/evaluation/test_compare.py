@@ -21,9 +21,10 @@ from llmfoundry_lite.evaluation.paired import items_needed
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from llmfoundry_lite.evaluation.verdicts import panels
-from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
+CPU, TINY = torch.device("cpu"), ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384)
 TEN = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
@@ -208,11 +209,7 @@ def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
     ]
 
     def evaluated(name, seed, **options):
-        torch.manual_seed(seed)
-        model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        subject, files = TreeModel(model, torch.device("cpu")), ResultFiles(tmp_path, "s", name)
+        subject, files = TreeModel(normal_model(TINY, seed, 0.2), CPU), ResultFiles(tmp_path, "s", name)
         evaluate(subject, tokenizer, tasks, Results(model=name, suite="s", source=name), files, **options)
         return tmp_path / f"s/{name}.json"
 
@@ -251,13 +248,9 @@ def test_bits_per_byte_of_a_text_are_compared_by_document_whatever_the_tokenizer
     windows = []
     for seed, (name, vocabulary) in enumerate(zip(names, (258, 300), strict=True)):
         tokenizer = train_tokenizer([" ".join(words)] * 3, vocabulary)
-        torch.manual_seed(seed)
-        model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
         results = Results(model=name, suite="s", source=name, tokenizer=f"sha256:{vocabulary}")
         files = ResultFiles(tmp_path, "s", name)
-        evaluate(TreeModel(model, torch.device("cpu")), tokenizer, [task], results, files)
+        evaluate(TreeModel(normal_model(TINY, seed, 0.2), CPU), tokenizer, [task], results, files)
         windows.append(results.tasks["text/0-shot"]["n"])
     assert windows[0] > windows[1] > 13
     (pair,) = compare(load_results([tmp_path / f"s/{name}.json" for name in names]))

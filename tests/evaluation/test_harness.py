@@ -29,9 +29,9 @@ from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_result
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tasks import prepare
-from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.report.evaluation_figures import Panel
 from tests.helpers.launch import launch, train
+from tests.helpers.models import normal_model
 from tests.helpers.results import write_result
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
@@ -55,10 +55,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer([" ".join(WORDS)] * 3, 300)
     tokenizer.save("tokenizer")
-    torch.manual_seed(0)
-    model = MPT(ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=384))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    config = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=384)
+    model = normal_model(config, std=0.2)
     export_model(model.state_dict(), model.config, "model", tokenizer_folder="tokenizer")
     (tmp_path / "evals").mkdir()
     for name, kind, rows in (("choice", "multiple_choice", QUESTIONS), ("next", "language_modeling", SENTENCES)):

@@ -18,18 +18,11 @@ from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.models import TreeModel, find_subject
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal
+from tests.helpers.models import normal_model
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(d_model=16, n_heads=2, n_layers=4, max_seq_len=32, vocab_size=VOCAB)
 TOKENS_BT = torch.arange(24)[None] * 13 % VOCAB
-
-
-def random_model(config: ModelConfig) -> MPT:
-    torch.manual_seed(0)
-    model = MPT(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def write_foundry(folder: Path, model: MPT, **changes) -> None:
@@ -53,7 +46,7 @@ def write_foundry(folder: Path, model: MPT, **changes) -> None:
     ids=["learned positions", "RoPE", "qk_ln", "rmsnorm", "window", "logit_scale"],
 )
 def test_a_pickled_llm_foundry_folder_is_evaluated_as_the_model_it_describes(config, folder):
-    model = random_model(config)
+    model = normal_model(config)
     write_foundry(folder, model)
     loaded = load(folder)
     assert isinstance(loaded, TreeModel) and loaded.model.config == config
@@ -86,7 +79,7 @@ def test_a_pickled_llm_foundry_folder_is_evaluated_as_the_model_it_describes(con
 )
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
 def test_what_a_folder_of_our_types_says_is_understood_or_refused_by_name(changes, message, suffix, folder):
-    model = random_model(PLAIN)
+    model = normal_model(PLAIN)
     write_foundry(folder, model, **changes)
     if suffix == "safetensors":
         save_file(model.state_dict(), folder / "model.safetensors")
@@ -100,7 +93,7 @@ def test_a_softcap_that_these_types_do_not_have_is_refused_before_weights_are_re
     config = replace(PLAIN, attn_config=attention, no_bias=True)
     if kind == "llama":
         config = replace(config, norm_type="rmsnorm", ffn_config=replace(config.ffn_config, ffn_type="mptglu"))
-    model = random_model(config)
+    model = normal_model(config)
     out = folder / "out"
     export_model(model.state_dict(), config, out, tokenizer_folder=folder)
     assert torch.equal(load(out).model(TOKENS_BT), model(TOKENS_BT))
@@ -112,7 +105,7 @@ def test_a_softcap_that_these_types_do_not_have_is_refused_before_weights_are_re
 def test_ropes_that_contradict_each_other_are_refused(folder):
     config = replace(PLAIN, attn_config=AttentionConfig(rope=True), no_bias=True, norm_type="rmsnorm")
     config = replace(config, ffn_config=replace(config.ffn_config, ffn_type="mptglu"))
-    export_model(random_model(config).state_dict(), config, folder / "out", tokenizer_folder=folder)
+    export_model(normal_model(config).state_dict(), config, folder / "out", tokenizer_folder=folder)
     edit_config(folder / "out", rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert refusal(folder / "out").endswith("rope_parameters and rope_scaling differ in rope_type in config.json")
 
@@ -128,7 +121,7 @@ class Opens:
 
 
 def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder, tmp_path):
-    model = random_model(PLAIN)
+    model = normal_model(PLAIN)
     write_foundry(folder, model)
     torch.save({**model.state_dict(), "more": Opens(tmp_path / "ran")}, folder / "pytorch_model.bin")
     message = refusal(folder)
@@ -139,7 +132,7 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder, tmp_path):
 
 
 def test_weights_are_those_of_safetensors_where_both_are_there(folder):
-    model = random_model(PLAIN)
+    model = normal_model(PLAIN)
     write_foundry(folder, model)
     save_file(model.state_dict(), folder / "model.safetensors")
     torch.save({}, folder / "pytorch_model.bin")
@@ -149,7 +142,7 @@ def test_weights_are_those_of_safetensors_where_both_are_there(folder):
 
 def test_two_sets_of_weights_or_an_adapter_beside_them_are_refused(tmp_path, tokenizer_folder):
     folder = tmp_path / "model"
-    weights = random_model(PLAIN).state_dict()
+    weights = normal_model(PLAIN).state_dict()
     export_model(weights, PLAIN, folder, tokenizer_folder=tokenizer_folder, max_shard_bytes=4_000)
     assert isinstance(load(folder), TreeModel)
     save_file(weights, folder / "model.safetensors")

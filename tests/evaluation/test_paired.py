@@ -193,14 +193,6 @@ def test_a_p_that_equals_its_level_is_no_difference_and_ends_the_looking():
     assert holm([0.0249, 0.03])[1] == [0.025, 0.05]
 
 
-def test_sums_are_of_rows_drawn_together():
-    values = np.random.default_rng(2).normal(size=(200, 1)) @ [[1.0, -3.0]]
-    draws = bootstrap_sums(values, np.random.default_rng(3), 500)
-    assert draws.shape == (500, 2)
-    np.testing.assert_allclose(draws[:, 1], -3 * draws[:, 0], atol=1e-9)
-    assert draws[:, 0].std() == pytest.approx(math.sqrt(200) * values[:, 0].std(), rel=0.15)
-
-
 def test_what_is_equally_good_is_called_different_at_most_one_time_in_twenty():
     generator = np.random.default_rng(7)
     num_trials, n, tasks = 2000, 300, 5

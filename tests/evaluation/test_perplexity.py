@@ -21,7 +21,7 @@ from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.records import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.models import normal_model
 
 CPU = torch.device("cpu")
 TEXT = "Grüße aus dem Süden — naïve façade, ½ of it: 東京.\r\nAnd a second line of words, some of them twice, twice.\n"
@@ -34,11 +34,8 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    mpt = MPT(ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=280)).eval()
-    for parameter in mpt.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return TreeModel(mpt, CPU)
+    config = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=280)
+    return TreeModel(normal_model(config), CPU)
 
 
 def task(path: Path) -> TaskConfig:
@@ -316,10 +313,7 @@ def test_documents_of_a_sample_do_not_see_each_other_where_training_keeps_them_a
 
     attention = AttentionConfig(alibi=True, attn_uses_sequence_id=True)
     config = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=280, attn_config=attention)
-    torch.manual_seed(0)
-    mpt = MPT(config).eval()
-    for parameter in mpt.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    mpt = normal_model(config)
     generator = np.random.default_rng(0)
     samples = generator.integers(1, 280, (6, 16))
     token, begins = named or (tokenizer.eos_token_id, False)

@@ -74,50 +74,22 @@ def texts_of(config, **changes):
 
 # ------------------------------------------------------------------------------------------------------ zero-shot
 
+ICE, ANN = "Is ice cold?", "Ann saw Bob, for "
 FIRST = {
     # (type, delimiter) -> what LLM Foundry asks about the first row, and what lm-evaluation-harness asks
-    ("multiple_choice", " "): (
-        ["Is ice cold?| yes", "Is ice cold?| no way"],
-        ["Is ice cold?| yes", "Is ice cold?| no way"],
-    ),
-    ("multiple_choice", "\nAnswer: "): (
-        ["Is ice cold?\nAnswer:| yes", "Is ice cold?\nAnswer:| no way"],
-        ["Is ice cold?\nAnswer:| yes", "Is ice cold?\nAnswer:| no way"],
-    ),
-    ("multiple_choice", "\n"): (
-        ["Is ice cold?| yes", "Is ice cold?| no way"],
-        ["Is ice cold?|\nyes", "Is ice cold?|\nno way"],
-    ),
-    ("multiple_choice", ""): (
-        ["Is ice cold?| yes", "Is ice cold?| no way"],
-        ["Is ice cold?|yes", "Is ice cold?|no way"],
-    ),
-    ("schema", " "): (
-        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
-        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
-    ),
-    ("schema", "\nAnswer: "): (
-        ["Ann saw Bob, for Ann\nAnswer:| hid.", "Ann saw Bob, for Bob\nAnswer:| hid."],
-        ["Ann saw Bob, for Ann\nAnswer:| hid.", "Ann saw Bob, for Bob\nAnswer:| hid."],
-    ),
-    ("schema", "\n"): (
-        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
-        ["Ann saw Bob, for Ann|\nhid.", "Ann saw Bob, for Bob|\nhid."],
-    ),
-    ("schema", ""): (
-        ["Ann saw Bob, for Ann| hid.", "Ann saw Bob, for Bob| hid."],
-        # What `Annhid` swallows of the context stays with it.
-        ["Ann saw Bob, for Ann|.", "Ann saw Bob, for Bob|."],
-    ),
-    ("language_modeling", " "): (["One two| three"], ["One two| three"]),
-    ("language_modeling", "\nAnswer: "): (["One two\nAnswer:| three"], ["One two\nAnswer:| three"]),
+    ("multiple_choice", " "): ([f"{ICE}| yes", f"{ICE}| no way"],) * 2,
+    ("multiple_choice", "\nAnswer: "): ([f"{ICE}\nAnswer:| yes", f"{ICE}\nAnswer:| no way"],) * 2,
+    ("multiple_choice", "\n"): ([f"{ICE}| yes", f"{ICE}| no way"], [f"{ICE}|\nyes", f"{ICE}|\nno way"]),
+    ("multiple_choice", ""): ([f"{ICE}| yes", f"{ICE}| no way"], [f"{ICE}|yes", f"{ICE}|no way"]),
+    ("schema", " "): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."],) * 2,
+    ("schema", "\n"): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."], [f"{ANN}Ann|\nhid.", f"{ANN}Bob|\nhid."]),
+    # What `Annhid` swallows of the context stays with it.
+    ("schema", ""): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."], [f"{ANN}Ann|.", f"{ANN}Bob|."]),
     ("language_modeling", "\n"): (["One two| three"], ["One two|\nthree"]),
-    # Of `One twothree` nothing is beyond the context: skipped, and the second row is the first that is asked.
+    # Nothing of `One twothree` is beyond the context: skipped, and the second row is the first that is asked.
     ("language_modeling", ""): (["One two| three"], ["Red, amber,|green"]),
-    ("generation_task_with_answers", " "): (["2 + 2?|"], ["2 + 2?|"]),
-    ("generation_task_with_answers", "\n"): (["2 + 2?|"], ["2 + 2?|"]),
-    ("generation_task_with_answers", ""): (["2 + 2?|"], ["2 + 2?|"]),
-    ("generation_task_with_answers", "\nAnswer: "): (["2 + 2?\nAnswer:|"], ["2 + 2?\nAnswer:|"]),
+    ("generation_task_with_answers", ""): (["2 + 2?|"],) * 2,
+    ("generation_task_with_answers", "\nAnswer: "): (["2 + 2?\nAnswer:|"],) * 2,
 }
 
 
@@ -200,48 +172,17 @@ def test_two_examples_before_a_question(kind, plain, full, tokenization):
         assert gold == expected
 
 
-NEXT = {
-    # (type, between examples, before the answer) -> the second row after the first, apart and jointly if that differs
-    ("multiple_choice", "\n", " "): ["Is ice cold? yes\nIs fire cold?| yes"],
-    ("multiple_choice", "\n\n", " "): ["Is ice cold? yes\n\nIs fire cold?| yes"],
-    ("multiple_choice", "\n", "\nAnswer: "): ["Is ice cold?\nAnswer: yes\nIs fire cold?\nAnswer:| yes"],
-    ("multiple_choice", "\n\n", "\nAnswer: "): ["Is ice cold?\nAnswer: yes\n\nIs fire cold?\nAnswer:| yes"],
-    ("multiple_choice", "\n", "\n"): [
-        "Is ice cold?\nyes\nIs fire cold?| yes",
-        "Is ice cold?\nyes\nIs fire cold?|\nyes",
+@pytest.mark.parametrize(
+    ("kind", "before", "apart", "jointly"),
+    [
+        ("multiple_choice", "\n", f"{ICE}\nyes\nIs fire cold?| yes", f"{ICE}\nyes\nIs fire cold?|\nyes"),
+        ("schema", "", f"{ANN}Bobhid.\nAnn fed Bob, for Ann| cooks.", f"{ANN}Bobhid.\nAnn fed Bob, for Ann|."),
+        ("language_modeling", "\n", "One two\nthree\nRed, amber,| green", "One two\nthree\nRed, amber,|\ngreen"),
+        ("generation_task_with_answers", "", "2 + 2?Two twos.4\n3 + 3?|", "2 + 2?Two twos.4\n3 + 3?|"),
     ],
-    ("multiple_choice", "\n\n", ""): ["Is ice cold?yes\n\nIs fire cold?| yes", "Is ice cold?yes\n\nIs fire cold?|yes"],
-    ("schema", "\n", " "): ["Ann saw Bob, for Bob hid.\nAnn fed Bob, for Ann| cooks."],
-    ("schema", "\n\n", " "): ["Ann saw Bob, for Bob hid.\n\nAnn fed Bob, for Ann| cooks."],
-    ("schema", "\n", "\nAnswer: "): ["Ann saw Bob, for Bob\nAnswer: hid.\nAnn fed Bob, for Ann\nAnswer:| cooks."],
-    ("schema", "\n\n", "\nAnswer: "): ["Ann saw Bob, for Bob\nAnswer: hid.\n\nAnn fed Bob, for Ann\nAnswer:| cooks."],
-    ("schema", "\n", "\n"): [
-        "Ann saw Bob, for Bob\nhid.\nAnn fed Bob, for Ann| cooks.",
-        "Ann saw Bob, for Bob\nhid.\nAnn fed Bob, for Ann|\ncooks.",
-    ],
-    ("schema", "\n\n", ""): [
-        "Ann saw Bob, for Bobhid.\n\nAnn fed Bob, for Ann| cooks.",
-        "Ann saw Bob, for Bobhid.\n\nAnn fed Bob, for Ann|.",
-    ],
-    ("language_modeling", "\n", " "): ["One two three\nRed, amber,| green"],
-    ("language_modeling", "\n\n", " "): ["One two three\n\nRed, amber,| green"],
-    ("language_modeling", "\n", "\nAnswer: "): ["One two\nAnswer: three\nRed, amber,\nAnswer:| green"],
-    ("language_modeling", "\n\n", "\nAnswer: "): ["One two\nAnswer: three\n\nRed, amber,\nAnswer:| green"],
-    ("language_modeling", "\n", "\n"): ["One two\nthree\nRed, amber,| green", "One two\nthree\nRed, amber,|\ngreen"],
-    ("language_modeling", "\n\n", ""): ["One twothree\n\nRed, amber,| green", "One twothree\n\nRed, amber,|green"],
-    ("generation_task_with_answers", "\n", " "): ["2 + 2? Two twos.4\n3 + 3?|"],
-    ("generation_task_with_answers", "\n\n", " "): ["2 + 2? Two twos.4\n\n3 + 3?|"],
-    ("generation_task_with_answers", "\n", "\nAnswer: "): ["2 + 2?\nAnswer: Two twos.4\n3 + 3?\nAnswer:|"],
-    ("generation_task_with_answers", "\n\n", "\nAnswer: "): ["2 + 2?\nAnswer: Two twos.4\n\n3 + 3?\nAnswer:|"],
-    ("generation_task_with_answers", "\n", "\n"): ["2 + 2?\nTwo twos.4\n3 + 3?|"],
-    ("generation_task_with_answers", "\n\n", ""): ["2 + 2?Two twos.4\n\n3 + 3?|"],
-}
-
-
-@pytest.mark.parametrize(("kind", "between", "before"), NEXT)
-def test_a_question_after_an_example(kind, between, before):
-    config = task(kind, example_delimiter=between, continuation_delimiter=before, **FIXED)
-    apart, jointly = NEXT[kind, between, before][0], NEXT[kind, between, before][-1]
+)
+def test_a_question_after_an_example(kind, before, apart, jointly):
+    config = task(kind, continuation_delimiter=before, **FIXED)
     assert texts_of(config, shots=1)[0][0] == apart
     assert texts_of(config, shots=1, tokenization="joint")[0][0] == jointly
 
@@ -313,12 +254,6 @@ def test_what_decides_examples_or_errors_is_in_the_fingerprint():
     assert [item.cluster for item in found[2].items] == ["0", "0", "1", "1", "2", "2"]
     spaced = [{**row, "context": f" {row['context']} "} for row in rows]
     assert ask(replace(plain, strip_dataset=False), rows=spaced)[0].data_fingerprint == found[0].data_fingerprint
-
-
-def test_more_examples_than_rows_are_refused():
-    with pytest.raises(DataError) as caught:
-        ask(task("language_modeling", **FIXED), rows=many(3), shots=3)
-    assert str(caught.value) == "t: t.jsonl has 3 rows, too few for 3 examples and a question"
 
 
 # --------------------------------------------------------------------------------------------- a beginning of text
@@ -465,12 +400,6 @@ def test_an_answer_without_tokens_is_skipped_and_counted():
     assert [item.index for item in found.items] == [0, 1, 2]
 
 
-def test_a_task_of_which_nothing_can_be_asked_is_refused():
-    with pytest.raises(DataError) as caught:
-        ask(task("language_modeling"), rows=[{"context": "a", "continuation": ""}], max_seq_len=8)
-    assert str(caught.value) == ("t: no item can be asked of a model of 8 tokens: 1 with an answer without tokens")
-
-
 def test_items_may_have_different_numbers_of_choices():
     """LLM Foundry takes the first row's number for all."""
     rows = [QUESTIONS[0], {"query": "Which?", "choices": list("abcde"), "gold": 4}, QUESTIONS[2]]
@@ -605,55 +534,31 @@ def rows_of(tmp_path, content, kind="multiple_choice", **changes):
 
 
 GOOD = json.dumps(QUESTIONS[0]) + "\n"
+BY = "expected a text or a whole number, because"
 
 
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        ("", "multiple_choice", " has no rows"),
         ("\n\n", "multiple_choice", " has no rows"),
         (
-            GOOD + '{"query": "q", "choices": ["a", "b"]}',
+            GOOD + '{"query": "", "choices": []}',
             "multiple_choice",
-            ", line 2: no column 'gold'; a multiple_choice task has query, choices, gold",
+            ", line 2: no column 'gold'; a multiple_choice",
         ),
         (
             '{"context": "q"}',
             "language_modeling",
-            ", line 1: no column 'continuation'; a language_modeling task has context, continuation",
+            ", line 1: no column 'continuation'; a language_modeling task",
         ),
-        (
-            '{"query": "q", "choices": ["a", "b"], "gold": 2}',
-            "multiple_choice",
-            ", line 1: gold is 2, expected 0 to 1",
-        ),
-        (
-            '{"query": "q", "choices": ["a", "b"], "gold": "1"}',
-            "multiple_choice",
-            ", line 1: gold is '1', expected 0 to 1",
-        ),
-        (
-            '{"query": "q", "choices": ["a"], "gold": 0}',
-            "multiple_choice",
-            ", line 1: ['a'] given, expected two or more texts to choose from",
-        ),
-        (
-            '{"context_options": null, "continuation": "q", "gold": 0}',
-            "schema",
-            ", line 1: None given, expected two or more texts to choose from",
-        ),
-        ('{"query": 3, "choices": ["a", "b"], "gold": 0}', "multiple_choice", ", line 1: query is 3, expected a text"),
-        (
-            '{"context": "q", "answer": "a", "aliases": "b"}',
-            "generation_task_with_answers",
-            ", line 1: aliases is 'b', expected texts",
-        ),
+        (GOOD.replace('"gold": 0', '"gold": 2'), "multiple_choice", ", line 1: gold is 2, expected 0 to 1"),
+        (GOOD.replace('"gold": 0', '"gold": "1"'), "multiple_choice", ", line 1: gold is '1', expected 0 to 1"),
+        (GOOD.replace(', "no way"', ""), "multiple_choice", ", line 1: ['yes'] given, expected two or more texts to"),
+        ('{"context_options": null, "continuation": "", "gold": 0}', "schema", ", line 1: None given, expected two or"),
+        (GOOD.replace('"Is ice cold?"', "3"), "multiple_choice", ", line 1: query is 3, expected a text"),
+        ('{"context": "", "answer": "", "aliases": "b"}', "generation_task_with_answers", "aliases is 'b', expected t"),
         ("[1]", "multiple_choice", ", line 1 is not a JSON object"),
-        (
-            GOOD.replace('"query": "', '"query": "\\ud83d\\ude00 \\uD83D'),
-            "multiple_choice",
-            ", line 1 has half a character, such as \\ud83d alone",
-        ),
+        (GOOD.replace("ice", "\\ud83d\\ude00 \\uD83D"), "multiple_choice", ", line 1 has half a character, such as"),
         (GOOD + '{"query":' + "[" * 200_000, "multiple_choice", ", line 2 is not JSON: too deep"),
         (GOOD + "{", "multiple_choice", ", line 2 is not JSON: Expecting property name enclosed in double quotes: "),
     ],
@@ -661,23 +566,27 @@ GOOD = json.dumps(QUESTIONS[0]) + "\n"
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, kind, message):
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path, content, kind)
-    if message.endswith(": "):
-        assert str(caught.value).startswith(f"t: {tmp_path}/t.jsonl{message}")
-    else:
-        assert str(caught.value) == f"t: {tmp_path}/t.jsonl{message}"
+    assert str(caught.value).startswith(f"t: {tmp_path}/t.jsonl") and message in str(caught.value)
 
 
-def test_categories_that_are_asked_for_must_be_there(tmp_path):
-    with pytest.raises(DataError, match="line 1: no column 'category', which has_categories asks for"):
-        rows_of(tmp_path, GOOD, has_categories=True)
+@pytest.mark.parametrize(
+    ("changes", "columns", "message"),
+    [
+        ({"has_categories": True}, {}, "no column 'category', which has_categories asks for"),
+        ({"has_categories": True}, {"category": None}, f"category is None, {BY} has_categories asks for"),
+        ({"has_categories": True}, {"category": ["ice"]}, BY),
+        ({"has_categories": True}, {"category": 1.5}, BY),
+        ({"cluster": "passage"}, {}, f"passage is None, {BY} cluster names"),
+    ],
+)
+def test_columns_that_are_asked_for_must_be_there(tmp_path, changes, columns, message):
+    with pytest.raises(DataError, match=f"line 1: .*{message}"):
+        rows_of(tmp_path, json.dumps({**QUESTIONS[0], **columns}), **changes)
+
+
+def test_a_category_is_known_of_each_item(tmp_path):
     (row,) = rows_of(tmp_path, json.dumps({**QUESTIONS[0], "category": "ice"}), has_categories=True)
     assert ask(task(has_categories=True), rows=[row])[0].items[0].category == "ice"
-
-
-@pytest.mark.parametrize("category", [None, ["ice"], 1.5])
-def test_a_category_must_be_a_text_or_a_whole_number(category, tmp_path):
-    with pytest.raises(DataError, match="expected a text or a whole number, because has_categories asks for this"):
-        rows_of(tmp_path, json.dumps({**QUESTIONS[0], "category": category}), has_categories=True)
 
 
 def test_the_same_questions_have_the_same_fingerprints_however_a_file_is_written(tmp_path):
@@ -707,20 +616,6 @@ def test_clusters_that_ask_the_same_are_one():
     assert (
         clusters[:2] == clusters[-2:] == ["p0", "p0"]
         and len(set(clusters)) == len({row["passage"] for row in rows}) - 1
-    )
-
-
-def test_a_cluster_must_be_a_column(tmp_path):
-    with pytest.raises(DataError, match="line 1: passage is None, expected a text or a whole number, because cluster"):
-        rows_of(tmp_path, GOOD, cluster="passage")
-
-
-def test_a_file_that_is_not_there_says_where_it_comes_from(tmp_path):
-    with pytest.raises(DataError) as caught:
-        read_rows(task(dataset_uri="nowhere.jsonl"))
-    assert str(caught.value) == (
-        "t: nowhere.jsonl does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
-        "`llmfoundry-lite data make-tasks` makes our own"
     )
 
 

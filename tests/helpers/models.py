@@ -35,6 +35,15 @@ def random_model(config: ModelConfig, seed: int = 0) -> MPT:
     return model
 
 
+def normal_model(config: ModelConfig, seed: int = 0, std: float = 0.3, attn_impl: str = "sdpa") -> MPT:
+    """For evaluation, with all weights drawn alike."""
+    torch.manual_seed(seed)
+    model = MPT(config, attn_impl).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
 def random_tokens(config: ModelConfig, num_tokens: int = 29) -> torch.Tensor:
     return torch.randint(config.vocab_size, (3, num_tokens), generator=torch.Generator().manual_seed(1))
 
