@@ -1,34 +1,30 @@
-"""The facts of a report -> what people read. Console and Markdown are two renderings of the same sections, and every
-number in these is one of the facts, which is what report.json holds."""
+"""Sections of a report for people, on the console and as Markdown, made of the facts that report.json holds."""
 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.segments import short_precision
-from llmfoundry_lite.report.tables import markdown_list, markdown_table, markdown_text, print_table
+from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
 Facts = dict[str, Any]
 
 UNKNOWN = "-"
 MOST_LAUNCHES = 20
-"""In the table, the newest."""
+"""Newest launches in the table."""
 FEW_FAILURES = 5
 
 
 @dataclass(slots=True)
 class Section:
-    title: str
-    columns: Sequence[str] = ()
-    rows: list[Sequence[str]] = field(default_factory=list)
-    right: Sequence[int] = ()
-    lines: list[str] = field(default_factory=list)
-    """Below the table."""
+    """A table, lines below it, and text that is shown to the letter."""
+
+    table: Table
+    lines: Sequence[str] = ()
     text: str = ""
-    """As it is, to the letter."""
 
 
 def build_sections(facts: Facts) -> list[Section]:
@@ -45,7 +41,7 @@ def build_sections(facts: Facts) -> list[Section]:
         sections.append(comparisons(facts["comparisons"]))
     for sample in facts["samples"]:
         title = f"A sample after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
-        sections.append(Section(title, text=sample["text"]))
+        sections.append(Section(Table(title, (), ()), text=sample["text"]))
     return sections
 
 
@@ -76,7 +72,7 @@ def losses(run: Facts) -> Section:
         lines.append("baselines are counted with add-one smoothing on the training tokens")
     if run["not_finite"]:
         lines.append(f"loss not finite: {listed(run['not_finite'])}; in no figure here")
-    return Section(run["run"], ("", "nats per token", "bits per byte"), rows, (1, 2), lines + run["notes"])
+    return Section(Table(run["run"], ("", "nats per token", "bits per byte"), rows), lines + run["notes"])
 
 
 def launches(run: Facts) -> Section:
@@ -99,13 +95,8 @@ def launches(run: Facts) -> Section:
     causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
     lost = f"{count(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
     lines.append(f"{len(numbered)} launches: {causes}; {lost}")
-    return Section(
-        f"Launches of {run['name']}",
-        ("launch", "batches", "time", "ended", "batches lost", "device-hours lost"),
-        rows,
-        (0, 2, 4, 5),
-        [*lines, *advise_saves(run)],
-    )
+    columns = ("launch", "batches", "time", "ended", "batches lost", "device-hours lost")
+    return Section(Table(f"Launches of {run['name']}", columns, rows, (0, 2, 4, 5)), [*lines, *advise_saves(run)])
 
 
 def advise_saves(run: Facts) -> list[str]:
@@ -161,13 +152,13 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
         lines.append("kWh at the board's rated power: devices alone, at full draw all the time")
     if with_cost:
         lines.append("cost is devices x time x the price given")
-    return Section(
+    table = Table(
         f"Where {run['name']} ran, by {run['segments_from']}",
         [columns[i] for i in shown],
         [[row[i] for i in shown] for row in rows],
-        [shown.index(i) for i in (3, 4, 5, 6, 7, 8) if i in shown],
-        lines,
+        range(3, len(shown)),
     )
+    return Section(table, lines)
 
 
 def places(run: Facts) -> Section:
@@ -192,7 +183,7 @@ def places(run: Facts) -> Section:
     if any(part["cost"] is not None for part in facts["places"]):
         lines.append("cost is the time held x the price in relay.yaml")
     columns = ("place", "legs", "batches", "held", "training", "utilisation", "cost")
-    return Section(f"Places of {run['name']}", columns, rows, (1, 2, 3, 4, 5, 6), lines)
+    return Section(Table(f"Places of {run['name']}", columns, rows), lines)
 
 
 def legs(run: Facts) -> Section:
@@ -211,7 +202,7 @@ def legs(run: Facts) -> Section:
     more = len(facts) - len(rows)
     lines = [f"the {more:,} legs before are in report.json"] if more else []
     columns = ("leg", "place", "batches", "began", "held", "ended")
-    return Section(f"Time line of {run['name']}", columns, rows, (0, 2, 3, 4), lines)
+    return Section(Table(f"Time line of {run['name']}", columns, rows, (0, 2, 3, 4)), lines)
 
 
 def comparisons(facts: Sequence[Facts]) -> Section:
@@ -232,7 +223,7 @@ def comparisons(facts: Sequence[Facts]) -> Section:
     means = ("largest |difference|", "mean", "final loss", "validation loss")
     columns = ("run", "common batches", *means, "data digests")
     title = f"Losses beside those of {facts[0]['first']}, batch by batch"
-    return Section(title, columns, rows, (1, 2, 3, 4, 5), lines)
+    return Section(Table(title, columns, rows, range(1, 6)), lines)
 
 
 def digests(pair: Facts) -> str:
@@ -277,7 +268,7 @@ def count(value: float | None) -> str:
 
 
 def small(value: float | None) -> str:
-    """Two decimals, or three digits of what is less than one."""
+    """Format with two decimals, or three digits of numbers below one."""
     if value is None:
         return UNKNOWN
     return f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.3g}"
@@ -294,15 +285,15 @@ def clock(hours: float | None) -> str:
 
 
 def print_sections(sections: Sequence[Section], width: int | None) -> None:
-    """`width`: of a line where nobody says how wide it may be."""
+    """`width`: of a line whose width nothing else says."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(width=width, highlight=False)
     for section in sections:
-        console.print(f"[bold]{escape(printable(section.title))}[/bold]")
-        if section.rows:
-            print_table(console, section.columns, section.rows, section.right, keeps_words=True)
+        console.print(f"[bold]{escape(printable(section.table.title))}[/bold]")
+        if section.table.rows:
+            section.table.print(console, keeps_words=True)
         for line in section.lines:
             console.print(printable(line), markup=False)
         if section.text:
@@ -311,18 +302,18 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
 
 
 def markdown(sections: Sequence[Section], figure: str, relay_figure: str | None = None) -> str:
-    """GitHub's dialect, with the figure after the first section, and a relay's after its time line."""
+    """Render GitHub's dialect, with the figure after the first section, and a relay's after its time line."""
     blocks = []
     for i, section in enumerate(sections):
-        blocks.append(f"## {markdown_text(section.title)}")
-        if section.rows:
-            blocks.append("\n".join(markdown_table([section.columns, *section.rows], section.right)))
+        blocks.append(f"## {markdown_text(section.table.title)}")
+        if section.table.rows:
+            blocks.append("\n".join(section.table.markdown()))
         blocks.append("\n".join(markdown_list(section.lines)))
         if section.text:
             fence = "`" * max(4, 1 + max(map(len, re.findall("`+", section.text)), default=0))
             blocks.append("\n".join((f"{fence}text", printable(section.text, keep="\n"), fence)))
         if i == 0:
             blocks.append(f"![loss]({figure})")
-        if relay_figure and section.title.startswith("Time line"):
+        if relay_figure and section.table.title.startswith("Time line"):
             blocks.append(f"![time line]({relay_figure})")
     return "\n\n".join(block for block in blocks if block) + "\n"

@@ -1,4 +1,4 @@
-"""One run or several, told to people and to programs: tables, a figure, a sample of what the model writes.
+"""Report of one run or several, for people and programs: tables, a figure, a sample of what the model writes.
 
     llmfoundry-lite report runs/mpt-1b                      loss.png, report.md, report.json beside it
     llmfoundry-lite report runs/legs runs/whole --out both  how far apart they are, batch by batch; report.png
@@ -12,41 +12,28 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
-from llmfoundry_lite.report.comparison import compare
-from llmfoundry_lite.report.failures import describe_failures
+from llmfoundry_lite.report.launches import describe_failures, describe_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
-from llmfoundry_lite.report.reading import (
-    DEVICE_RATE,
-    FLOPS,
-    LOSS,
-    RATE,
-    SECONDS,
-    TOKENS,
-    VALIDATION,
-    Run,
-    is_local,
-    read_run,
-)
-from llmfoundry_lite.report.relay import describe_relay
-from llmfoundry_lite.report.run_figures import Axis, Curve, Leg, plot_comparison, plot_relay, plot_run
+from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, VALIDATION, Run, read_run
+from llmfoundry_lite.report.run_figures import Axis, Curve, Difference, plot_comparison, plot_relay, plot_run
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 
 PROMPTS = ("def ", "import ", "class ")
-"""Of code, as the quickstart's data are; say others for other data."""
+"""Prompts for models of code, as the quickstart's data are."""
 AXES = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 TAIL = 20
 """Batches over which the last training loss is a mean."""
 PIPE_WIDTH = 160
-"""Columns of a line that goes to a file, where nothing says how wide it may be."""
+"""Columns of a line that goes to a file."""
 
 
 def report(
@@ -93,14 +80,13 @@ def report(
         plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=baselines, reach=reach)
     else:
         pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
-        facts["comparisons"] = [asdict(comparison) for comparison, _ in pairs]
+        facts["comparisons"] = [comparison for comparison, _ in pairs]
         differences = [difference for _, difference in pairs]
         plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
     relay = facts["runs"][0]["relay"]
     if len(runs) == 1 and relay is not None:
         facts["relay_figure"] = f"relay.{form}"
-        legs = [Leg(**{key: leg[key] for key in Leg.__slots__}) for leg in relay["legs"]]
-        plot_relay(folder / facts["relay_figure"], legs, title=runs[0].name)
+        plot_relay(folder / facts["relay_figure"], relay["legs"], title=runs[0].name)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
     (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]), encoding="utf-8")
@@ -116,7 +102,7 @@ def report(
 
 
 def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
-    """A row for each batch and run, with all that the log says of it; dead branches are left out."""
+    """Write a row for each batch and run, with all that the log says of it; dead branches are left out."""
     keys = dict.fromkeys(("run", "batch", "launch"))
     for run in runs:
         for _, record in read_lines(run.log.lines):
@@ -130,15 +116,50 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
 
 
 def folder_of(run: Run) -> Path:
-    if not is_local(run.folder):
+    if not isinstance(run.folder, LocalFolder):
         raise ConfigError(f"{run.where} is not on this disk; say with --out DIR where the report goes")
     return Path(run.folder.url)
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Run names; places where two runs have one name."""
+    """Return run names, or places if two runs have one name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [run.where for run in runs]
+
+
+# ------------------------------------------------------------------------------------------------ several runs
+
+
+def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, Any], Difference]:
+    """Compare losses and data digests over the batches that both have. Signed differences are `other` less `first`."""
+    a, b = first.log, other.log
+    batches, in_a, in_b = np.intersect1d(a.batch, b.batch, assume_unique=True, return_indices=True)
+    differences, validation = (b[key][in_b] - a[key][in_a] for key in (LOSS, VALIDATION))
+    absolute = np.abs(differences)
+    finite, evaluated = np.flatnonzero(np.isfinite(absolute)), np.flatnonzero(np.isfinite(validation))
+    at = finite[np.argmax(absolute[finite])] if len(finite) else None
+    last = finite[-1] if len(finite) else None
+    digests = [(a.digest[i], b.digest[j]) for i, j in zip(in_a.tolist(), in_b.tolist(), strict=True)]
+    known = [(batch, *pair) for batch, pair in zip(batches.tolist(), digests, strict=True) if None not in pair]
+    parted_at = next((batch for batch, one, two in known if one != two), None)
+    facts = {
+        "first": names[0],
+        "other": names[1],
+        "num_common": len(batches),
+        "num_compared": len(finite),  # both losses are finite
+        "not_finite_in_one": sorted((set(a.not_finite) ^ set(b.not_finite)) & set(batches.tolist())),
+        "num_equal": int((absolute == 0).sum()),  # to the last bit
+        "max_absolute": None if at is None else float(absolute[at]),
+        "max_absolute_batch": None if at is None else int(batches[at]),
+        "mean_absolute": float(absolute[finite].mean()) if len(finite) else None,
+        "final_batch": None if last is None else int(batches[last]),
+        "final_difference": None if last is None else float(differences[last]),
+        "num_digests": len(known),
+        "digests_part_at": parted_at,
+        "validation_batch": int(batches[evaluated[-1]]) if len(evaluated) else None,
+        "validation_difference": float(validation[evaluated[-1]]) if len(evaluated) else None,
+    }
+    return facts, Difference(name=names[1], batches=batches, absolute=absolute, digests_part_at=parted_at)
 
 
 # --------------------------------------------------------------------------------------------------- one run
@@ -181,7 +202,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "relay": describe_relay(run),
         "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
-        "segments": [asdict(segment) for segment in segments],
+        "segments": segments,
         "total": total(segments),
         "notes": list(run.notes),
     }
@@ -208,7 +229,7 @@ def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> Curve:
 
 
 def axis_of(run: Run, x: str) -> Axis:
-    """What has been trained after each batch: tokens, or these times the FLOPs of one, by the run's own account."""
+    """Place batches by tokens trained after each, or these times the FLOPs of one, by the run's own account."""
     log = run.log
     if x == "batch":
         return Axis()
@@ -223,9 +244,9 @@ def axis_of(run: Run, x: str) -> Axis:
 
 
 def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | None]]:
-    """Baselines, and bytes per token for training and validation, where the data set is ours and local; else None.
+    """Return baselines, and bytes per token for training and validation; None unless the data set is ours and local.
 
-    Baselines only where the set is small and both splits are of one preparation.
+    Baselines only if the set is small and both splits are of one preparation.
     """
     config = run.config or {}
     train, validation = ((config.get(key) or {}).get("dataset") for key in ("train_loader", "eval_loader"))
@@ -248,7 +269,7 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
 
 
 def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
-    """Of the text that was tokenised for this split."""
+    """Count bytes of the text that was tokenised for this split."""
     if not dataset or not dataset.get("local"):
         return None
     counts = splits_of(Path(dataset["local"])).get(dataset.get("split") or "")
@@ -263,10 +284,9 @@ def splits_of(folder: Path) -> dict[str, Any]:
 
 
 def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
-    """What the exported model writes after each prompt; nothing where none was exported. `sampling`: temperature and
-    top_k."""
+    """Return what the exported model writes after each prompt, if one was exported. `sampling`: temperature, top_k."""
     folder = Path(run.folder.url) / "huggingface"
-    if not is_local(run.folder) or not (folder / "tokenizer.json").is_file():
+    if not isinstance(run.folder, LocalFolder) or not (folder / "tokenizer.json").is_file():
         return []
 
     import torch

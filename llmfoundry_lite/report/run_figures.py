@@ -187,22 +187,14 @@ def plot_comparison(
     write(figure, path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
-    """A launch at one place. Hours count from the first leg's beginning."""
+def plot_relay(path: Path, legs: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """Plot batches over hours since the first leg began, and below which place had the run.
 
-    place: str
-    began_hours: float
-    hours: float
-    first_batch: int
-    last_batch: int
-
-
-def plot_relay(path: Path, legs: Sequence[Leg], *, title: str) -> None:
-    """Batches over the hours, and below which place had the run; written to `path`."""
-    places = list(dict.fromkeys(leg.place for leg in legs))
+    A leg: place, began_hours, hours, first_batch, last_batch.
+    """
+    places = list(dict.fromkeys(leg["place"] for leg in legs))
     colors = {place: CURVES[i % len(CURVES)] for i, place in enumerate(places)}
-    unit, per_hour = ("hours", 1) if max(leg.began_hours + leg.hours for leg in legs) >= 1 else ("seconds", 3600)
+    unit, per_hour = ("hours", 1) if max(leg["began_hours"] + leg["hours"] for leg in legs) >= 1 else ("seconds", 3600)
     figure, (progress, rows) = plt.subplots(
         *(2, 1),
         sharex=True,
@@ -212,10 +204,10 @@ def plot_relay(path: Path, legs: Sequence[Leg], *, title: str) -> None:
         dpi=130,
     )
     for leg in legs:
-        start, end = leg.began_hours * per_hour, (leg.began_hours + leg.hours) * per_hour
-        look = {"color": colors[leg.place], "linewidth": 2.2, "solid_capstyle": "butt"}
-        progress.plot([start, end], [leg.first_batch - 1, leg.last_batch], **look)
-        rows.barh(places.index(leg.place), end - start, left=start, color=colors[leg.place], height=0.7)
+        start, end = leg["began_hours"] * per_hour, (leg["began_hours"] + leg["hours"]) * per_hour
+        look = {"color": colors[leg["place"]], "linewidth": 2.2, "solid_capstyle": "butt"}
+        progress.plot([start, end], [leg["first_batch"] - 1, leg["last_batch"]], **look)
+        rows.barh(places.index(leg["place"]), end - start, left=start, color=colors[leg["place"]], height=0.7)
     progress.set_ylabel("batch")
     progress.grid(alpha=0.25, linewidth=0.6)
     rows.set_yticks(range(len(places)), list(map(printable, places)))

@@ -4,7 +4,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves, plot_differences
-from llmfoundry_lite.report.run_figures import Leg, plot_relay
+from llmfoundry_lite.report.run_figures import plot_relay
 
 
 def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):
@@ -33,7 +33,7 @@ def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
 def test_names_with_control_characters_are_escaped_in_every_text(tmp_path):
     name = "a\x1b[31m\x00\ud800b"
     panel = Panel(title=name, y_label=name, points={name: [(1, 2, 0.1)], "b": [(1, 2, 0.1)]})
-    leg = Leg(place=name, began_hours=0, hours=1, first_batch=1, last_batch=2)
+    leg = {"place": name, "began_hours": 0, "hours": 1, "first_batch": 1, "last_batch": 2}
     plot_differences({name: {name: {name: (0.1, 0, 0.2, True)}}}, tmp_path / "a.svg", title=name)
     plot_curves([panel], tmp_path / "b.svg", x_label="batch")
     plot_relay(tmp_path / "c.svg", [leg], title=name)

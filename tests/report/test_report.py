@@ -22,6 +22,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.report.watch import Watched
 from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -220,7 +221,8 @@ def test_two_devices_of_one_name_are_told_apart_by_the_peak_of_the_run(tmp_path)
 
 
 def test_names_and_samples_stay_text_in_markdown():
-    hostile = Section("<b>a\nb", ["x", "y"], [["[z](http://z)", "c|d"]], lines=["<script>"], text="`````\n# no heading")
+    table = Table("<b>a\nb", ["x", "y"], [["[z](http://z)", "c|d"]], right=())
+    hostile = Section(table, lines=["<script>"], text="`````\n# no heading")
     assert markdown([hostile], "loss.png") == (
         "## &lt;b&gt;a\\nb\n\n| x | y |\n|---|---|\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
         "``````text\n`````\n# no heading\n``````\n\n![loss](loss.png)\n"

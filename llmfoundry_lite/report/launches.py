@@ -1,4 +1,4 @@
-"""How launches of a run ended, what the failures cost, and how often to save in view of them.
+"""Launches of a run: how each ended, what failures cost, how often to save; and which place of a relay had the run.
 
 A launch is known from the lines of metrics.jsonl that it wrote, and from launches.jsonl, which only the run directory
 has where it ran. The two meet by where a launch began. A failure is a launch that had begun and ended as `failed`, or
@@ -7,8 +7,16 @@ without a word (killed, or its machine went down); of launches that ran elsewher
     hours           `time/elapsed_seconds` of all launches, lost batches included, start-up not
     between         these over the number of failures
     lost            batches on dead branches, and their `time/batch_seconds` x devices
+
+Only a relay's own run folder has its journal, relay.jsonl:
+
+    held            from the launch to its end, start-up and saves included
+    training        `time/batch_seconds` of the batches that count, those up to the save at which a leg ended
+    utilisation     training over held
+    cost            hours held x the place's price, if relay.yaml names one
 """
 
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +25,7 @@ import numpy as np
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.launch.journal import Leg, read_legs
 from llmfoundry_lite.launch.log_lines import Record
 from llmfoundry_lite.launch.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
@@ -28,10 +37,10 @@ ELSEWHERE = "not known here"
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """None is what is not known."""
+    """A launch; None is unknown."""
 
     first_batch: int | None = None
-    """That it trained; None if it ended before."""
+    """The first that it trained; None if it ended before."""
     last_batch: int | None = None
     ended: str = ELSEWHERE
     reason: str | None = None
@@ -69,7 +78,7 @@ def describe_failures(run: Run) -> dict[str, Any]:
 
 
 def find_trained(log: Log) -> list[Launch]:
-    """A launch for each that wrote lines, in order."""
+    """Return each launch that wrote lines, in order."""
     launches = []
     for number in range(1, log.num_launches + 1):
         parts: list[tuple[Log | DeadBranch, np.ndarray]] = [
@@ -94,7 +103,7 @@ def find_trained(log: Log) -> list[Launch]:
 
 
 def find_told(run: Run) -> list[tuple[Record, Record]]:
-    """(beginning, end) of each launch in launches.jsonl. One that never began has nothing but its end."""
+    """Return (beginning, end) of each launch in launches.jsonl. One that never began has nothing but its end."""
     told: list[tuple[Record, Record]] = []
     begun: Record | None = None
     for event in run.launches:
@@ -114,7 +123,7 @@ def find_told(run: Run) -> list[tuple[Record, Record]]:
 
 
 def match(trained: list[Launch], told: list[tuple[Record, Record]]) -> list[Launch]:
-    """Both in order, so that a launch that was told of is the next that trained from the batch where it began."""
+    """Join both, in order, so that a launch that was told of is the next that trained from the batch where it began."""
     launches, next_one = [], 0
     for begun, end in told:
         ended, reason = end["status"], end.get("reason")
@@ -131,3 +140,56 @@ def match(trained: list[Launch], told: list[tuple[Record, Record]]) -> list[Laun
         launches.append(launch)
         next_one = found + 1
     return launches + trained[next_one:]
+
+
+# ---------------------------------------------------------------------------------------------------- relays
+
+
+def describe_relay(run: Run) -> dict[str, Any] | None:
+    """Return None for a run that no relay has moved."""
+    legs = read_legs(run.folder.path) if isinstance(run.folder, LocalFolder) else []
+    if not legs:
+        return None
+    held = [hold(run, leg, legs[0].began) for leg in legs]
+    places = dict.fromkeys(leg.place for leg in legs)
+    last = max(leg["began_hours"] + leg["hours"] for leg in held)
+    return {
+        "legs": held,
+        "places": [{"place": place, **sums([leg for leg in held if leg["place"] == place])} for place in places],
+        "total": sums(held),
+        "hours": last,
+        "idle_hours": max(0.0, last - sum(leg["hours"] for leg in held)),
+    }
+
+
+def hold(run: Run, leg: Leg, start: float) -> dict[str, Any]:
+    over = leg.over if leg.over is not None else max(time.time(), leg.began)
+    newest = int(run.log.batch[-1]) if leg.to_batch is None else leg.to_batch
+    last_batch = max(newest, leg.from_batch)
+    here = run.log.within(leg.from_batch + 1, last_batch)
+    hours = max(0.0, over - leg.began) / 3600  # a clock may have been set back
+    return {
+        "number": leg.number,
+        "place": leg.place,
+        "first_batch": leg.from_batch + 1,
+        "last_batch": last_batch,  # before the first one if nothing came of it
+        "began_hours": (leg.began - start) / 3600,
+        "hours": hours,
+        "training_hours": float(np.nansum(run.log[SECONDS][here])) / 3600,
+        "cost": None if leg.price is None else leg.price * hours,
+        "ended": leg.ended,  # None: it runs
+        "reason": leg.reason,
+    }
+
+
+def sums(legs: list[dict[str, Any]]) -> dict[str, Any]:
+    costs = [leg["cost"] for leg in legs]
+    hours, training_hours = (sum(leg[key] for leg in legs) for key in ("hours", "training_hours"))
+    return {
+        "num_legs": len(legs),
+        "batches": sum(leg["last_batch"] - leg["first_batch"] + 1 for leg in legs),
+        "hours": hours,
+        "training_hours": training_hours,
+        "utilisation": training_hours / hours if hours else None,
+        "cost": None if None in costs else sum(filter(None, costs)),
+    }
