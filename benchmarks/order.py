@@ -178,7 +178,7 @@ def write_index(folder: Path, num_shards: int) -> None:
 
 
 def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
-    from llmfoundry_lite.config.schema import TextDatasetConfig
+    from llmfoundry_lite.config.data_schema import TextDatasetConfig
     from llmfoundry_lite.data.dataset import TextDataset
     from llmfoundry_lite.data.loader import build_text_loader
 

@@ -19,10 +19,11 @@ from typing import Any
 import yaml
 
 from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
-from llmfoundry_lite.config.schema import LoaderConfig, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer

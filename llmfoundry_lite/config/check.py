@@ -9,9 +9,10 @@ from typing import Any
 
 from llmfoundry_lite.config.check_layout import check_layout, find_undivided
 from llmfoundry_lite.config.check_model import check_model
+from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, source_of
-from llmfoundry_lite.config.schema import FSDPConfig, LoaderConfig, OptimizerConfig, SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, must_be, setting
 
-TOKENIZATIONS = ("separate", "joint")
-METRICS = ("acc_per_token", "acc", "acc_norm")
+TOKENIZATIONS = "separate joint"
+METRICS = "acc_per_token acc acc_norm"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -15,7 +15,7 @@ class TaskConfig:
 
     label: str
     icl_task_type: str = setting(
-        choices=("multiple_choice", "schema", "language_modeling", "generation_task_with_answers", "perplexity")
+        choices="multiple_choice schema language_modeling generation_task_with_answers perplexity"
     )
     dataset_uri: str
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
@@ -92,7 +92,7 @@ class GauntletConfig:
     """How scores of tasks become scores of categories and averages."""
 
     categories: list[Category]
-    weighting: str = setting("EQUAL", choices=("EQUAL", "SAMPLE_SZ", "LOG_SAMPLE_SZ"))
+    weighting: str = setting("EQUAL", choices="EQUAL SAMPLE_SZ LOG_SAMPLE_SZ")
     """Weights of a category's tasks: SAMPLE_SZ by the number of items, LOG_SAMPLE_SZ by its log2."""
     subtract_random_baseline: bool = True
     rescale_accuracy: bool = True
@@ -121,7 +121,7 @@ class EvalConfig:
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
-    precision: str = setting("fp32", choices=("fp32", "tf32", "bf16", "fp16"))
+    precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
     """Precision of weights and hidden states. tf32 is fp32 with products in TF32 where the device has it.
     Log-probabilities are always fp32, with tf32 from products in TF32."""
     device_batch_tokens: int | None = setting(None, POSITIVE)
@@ -132,7 +132,7 @@ class EvalConfig:
     """Only the first so many items of each task: a try, not a result."""
     against: str | None = None
     """A stored result, MODEL.json: items are asked in a random order, until the difference to it is decided."""
-    spending: str = setting("obrien_fleming", choices=("obrien_fleming", "pocock"))
+    spending: str = setting("obrien_fleming", choices="obrien_fleming pocock")
     """With against: when the error is spent, late, or evenly with pocock."""
     margin: float | None = None
     """With against: a task also ends when no difference is as large as this, in accuracy or bits per byte."""

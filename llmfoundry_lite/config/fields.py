@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +48,9 @@ class Setting:
         return "freely" if self.hardware else self.change
 
 
-def setting(default: Any = MISSING, *checks: Check, **metadata: Any) -> Any:
-    """Make a dataclass field; a callable default makes each instance's. `metadata`: fields of Setting."""
-    made: dict[str, Any] = {"metadata": {"setting": Setting(checks=checks, **metadata)}}
+def setting(default: Any = MISSING, *checks: Check, choices: str = "", **metadata: Any) -> Any:
+    """Make a dataclass field; a callable default makes each instance's. `metadata`: other fields of Setting."""
+    made: dict[str, Any] = {"metadata": {"setting": Setting(checks=checks, choices=choices.split(), **metadata)}}
     if default is not MISSING:
         made["default_factory" if callable(default) else "default"] = default
     return field(**made)
@@ -84,6 +85,10 @@ POSITIVE = must_be("a number above 0", lambda value: value > 0)
 NON_NEGATIVE = must_be("0 or more", lambda value: value >= 0)
 PROBABILITY = must_be("a probability, 0 <= p < 1", lambda value: 0 <= value < 1)
 LOCAL = must_be("a folder of this machine; save_folder takes a URL", lambda value: "://" not in value)
+
+
+def matches(expected: str, pattern: str) -> Check:
+    return must_be(expected, lambda value: re.fullmatch(pattern, value))
 
 
 def not_empty(meaning: str) -> Check:

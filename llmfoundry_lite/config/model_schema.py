@@ -8,7 +8,7 @@ from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, PROBABILITY, i
 FLEX_HEAD_DIM = 16
 """The least dimensions of a head in FlexAttention's kernels (Triton's smallest product)."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-NORMS = ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm")
+NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
 
 
 def _is_init_limit(value: Any) -> bool:
@@ -27,7 +27,7 @@ def _is_divisor(value: Any) -> bool:
 class RopeScaling:
     type: str = setting(
         "no_scaling",
-        choices=("no_scaling", "linear", "dynamic", "ntk", "llama3"),
+        choices="no_scaling linear dynamic ntk llama3",
         instead="expected no_scaling, linear, dynamic, ntk or llama3",
     )
     """linear: positions / factor. dynamic: theta grows with the sequence beyond max_seq_len. ntk: theta is raised by
@@ -44,18 +44,14 @@ class RopeScaling:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionConfig:
     attn_type: str = setting(
-        "multihead_attention",
-        choices=("multihead_attention", "grouped_query_attention", "multiquery_attention"),
+        "multihead_attention", choices="multihead_attention grouped_query_attention multiquery_attention"
     )
     kv_n_heads: int | None = setting(None, POSITIVE)
     """grouped_query_attention: heads of keys and values, each shared by n_heads / kv_n_heads heads of queries."""
     attn_pdrop: float = setting(0.0, PROBABILITY)
     """Dropout of attention probabilities."""
     attn_impl: str = setting(
-        "auto",
-        choices=("auto", "sdpa", "blocked", "flex", "flash", "reference", "torch"),
-        hardware=True,
-        shapes_dropout=True,
+        "auto", choices="auto sdpa blocked flex flash reference torch", hardware=True, shapes_dropout=True
     )
     """flash: the flash-attn package where it is installed, else what auto chooses. LLM Foundry's torch is sdpa."""
     fused_qkv: bool = True
@@ -87,7 +83,7 @@ class AttentionConfig:
     """Rotary positions instead of learned ones."""
     rope_theta: float = setting(10_000, POSITIVE)
     """The longest wavelength is 2 * pi * theta tokens."""
-    rope_impl: str = setting("dail", choices=("dail", "hf"))
+    rope_impl: str = setting("dail", choices="dail hf")
     """LLM Foundry's two implementations. Here they compute the same; only hf reads rope_hf_config."""
     rope_hf_config: RopeScaling = setting(RopeScaling)
     """Scaling beyond the trained length."""
@@ -95,8 +91,8 @@ class AttentionConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FFNActivation:
-    name: str = setting("gelu", choices=("gelu", "quick_gelu", "relu", "silu"))
-    approximate: str = setting("none", choices=("none", "tanh"))
+    name: str = setting("gelu", choices="gelu quick_gelu relu silu")
+    approximate: str = setting("none", choices="none tanh")
     """For gelu; none is exact."""
 
 
@@ -104,7 +100,7 @@ class FFNActivation:
 class FFNConfig:
     ffn_type: str = setting(
         "mptmlp",
-        choices=("mptmlp", "mptglu"),
+        choices="mptmlp mptglu",
         instead="mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
     )
     """mptglu: down(act(gate(x)) * up(x))"""
@@ -117,14 +113,12 @@ class FFNConfig:
 class InitConfig:
     name: str = setting(
         "kaiming_normal_",
-        choices=(
-            *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
-            *("small_init_", "neox_init_", "baseline_", "default_"),
-        ),
+        choices="kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_ small_init_ neox_init_ baseline_ "
+        "default_",
     )
-    fan_mode: str = setting("fan_in", choices=("fan_in", "fan_out"))
+    fan_mode: str = setting("fan_in", choices="fan_in fan_out")
     """For kaiming."""
-    init_nonlinearity: str = setting("relu", choices=("relu", "leaky_relu", "linear", "tanh", "sigmoid", "selu"))
+    init_nonlinearity: str = setting("relu", choices="relu leaky_relu linear tanh sigmoid selu")
     """For kaiming's gain."""
     init_div_is_residual: int | float | bool | str = setting(
         True, must_be("true, false or a number above 0", _is_divisor)
@@ -146,7 +140,7 @@ class InitConfig:
 class ModelConfig:
     name: str = setting(
         "mpt_causal_lm",
-        choices=("mpt_causal_lm",),
+        choices="mpt_causal_lm",
         instead="LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
     )
     d_model: int = setting(2048, POSITIVE)
@@ -167,7 +161,7 @@ class ModelConfig:
     attn_config: AttentionConfig = setting(AttentionConfig)
     ffn_config: FFNConfig = setting(FFNConfig)
     init_config: InitConfig = setting(InitConfig, change="freely")
-    init_device: str = setting("meta", choices=("meta", "cpu", "mixed"), hardware=True)
+    init_device: str = setting("meta", choices="meta cpu mixed", hardware=True)
     """Accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
     logit_scale: float | str | None = setting(
         None,
@@ -184,7 +178,7 @@ class ModelConfig:
     """layernorm and rmsnorm in fp32, the others in the compute precision."""
     norm_eps: float = setting(1e-5, POSITIVE)
     tie_word_embeddings: bool = True
-    loss_fn: str = setting("auto", choices=("auto", "fused_crossentropy", "torch_crossentropy"), change="freely")
+    loss_fn: str = setting("auto", choices="auto fused_crossentropy torch_crossentropy", change="freely")
     """All are the same chunked loss here."""
 
     @property

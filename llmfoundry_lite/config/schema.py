@@ -3,122 +3,26 @@
 `load_train.py` fills it from files and `key=value` arguments and checks it; everybody else only reads it.
 """
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import LOCAL, NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
+from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
+from llmfoundry_lite.config.fields import (
+    LOCAL,
+    NON_NEGATIVE,
+    POSITIVE,
+    REQUIRED,
+    matches,
+    must_be,
+    not_empty,
+    setting,
+    span,
+)
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 
 LARGEST_REPLICATED = 1.5e9
 """Parameters up to which every device has the whole model by default: with gradients and AdamW 24 GB in fp32."""
-
-# ----------------------------------------------------------------------------------------------- data
-
-HASHES = (
-    *("md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512"),
-    *("blake2b", "blake2s", "xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"),
-)
-"""Algorithms that streaming.base.hashing finds in hashlib and xxhash."""
-
-
-def _in_units(units: str, example: str) -> Any:
-    pattern = rf"(?=.*[1-9])[0-9][0-9_.]*[{units}]?b?"
-    return must_be(
-        f"a number above 0, such as {example}",
-        lambda value: re.fullmatch(pattern, value.lower()) if isinstance(value, str) else value > 0,
-    )
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TokenizerConfig:
-    name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"))
-    kwargs: dict[str, Any] = setting(dict)
-    """LLM Foundry's options; only model_max_length is used by anything (a check against max_seq_len)."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class StreamConfig:
-    local: str | None = setting(None, hardware=True)
-    remote: str | None = setting(None, hardware=True)
-    split: str | None = None
-    proportion: float | None = setting(None, POSITIVE)
-    """Share of this stream in an epoch; given for all streams or for none."""
-    repeat: float | None = setting(None, POSITIVE)
-    """Times this stream is seen in an epoch."""
-    choose: int | None = setting(None, POSITIVE)
-    """Samples of this stream in an epoch."""
-    download_retry: int | None = setting(None, hardware=True)
-    """Default of this and the next three: the data set's."""
-    download_timeout: float | None = setting(None, hardware=True)
-    validate_hash: str | None = setting(None, change="freely")
-    keep_zip: bool | None = setting(None, change="freely")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TextDatasetConfig:
-    local: str | None = setting(None, hardware=True)
-    """Folder of an MDS data set, or where a remote one is cached."""
-    remote: str | None = setting(None, hardware=True)
-    split: str | None = None
-    streams: dict[str, StreamConfig] = setting(dict)
-    """Several data sets, mixed; keys are names of your choice."""
-    shuffle: bool = False
-    shuffle_seed: int = setting(9176, NON_NEGATIVE)
-    shuffle_block_size: int | None = setting(None, POSITIVE)
-    """Samples shuffled together, over the whole world; default 4,000,000."""
-    max_seq_len: int | None = setting(None, POSITIVE)
-    """Tokens; default: the run's."""
-    epoch_size: int | str | None = setting(None, _in_units("kmb", "100k"))
-    predownload: int | None = setting(None, POSITIVE, hardware=True)
-    cache_limit: int | str | None = setting(None, _in_units("kmgt", "100gb"), hardware=True)
-    """Bytes, or 100gb. Only copies of a remote are removed."""
-    download_retry: int = setting(2, NON_NEGATIVE, hardware=True)
-    download_timeout: float = setting(60, POSITIVE, hardware=True)
-    """Seconds."""
-    validate_hash: str | None = setting(None, choices=HASHES, change="freely")
-    """Algorithm that checks shards; default: the fastest of those in index.json."""
-    allow_unhashed_shards: bool = setting(False, change="freely")
-    """Load shards that have no hash beside others that have one; their damage is not seen."""
-    keep_zip: bool = setting(False, change="freely")
-    token_encoding_type: str = setting(
-        "int64", choices=("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-    )
-    """Type of a column `tokens` of plain bytes; arrays say theirs themselves."""
-    eos_token_id: int | None = setting(None, NON_NEGATIVE)
-    """Token that ends a document, for attn_uses_sequence_id. Default: the tokenizer's end of text."""
-    bos_token_id: int | None = setting(None, NON_NEGATIVE)
-    """Token that begins one instead."""
-    override_eos_token_id_mismatch_error: bool = setting(False, change="freely")
-    """Permit an eos_token_id that is not the tokenizer's."""
-    override_bos_token_id_mismatch_error: bool = setting(False, change="freely")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LoaderConfig:
-    name: str = setting(
-        "text",
-        choices=("text", "python:"),
-        instead="expected text or python:; `llmfoundry-lite data prepare` prepares text",
-    )
-    """text, or python:package.module:function, which is called with device_batch_size, num_workers, drop_last and the
-    block's other keys, and must return a DataLoader of {"input_ids": int64 [device_batch_size, tokens]}."""
-    dataset: TextDatasetConfig = setting(TextDatasetConfig)
-    drop_last: bool = True
-    """Evaluation never drops a sample, whatever this says."""
-    num_workers: int = setting(0, NON_NEGATIVE, hardware=True)
-    """Processes per rank that read and decode."""
-    pin_memory: bool = setting(True, hardware=True)
-    prefetch_factor: int | None = setting(None, POSITIVE, hardware=True)
-    persistent_workers: bool = setting(True, hardware=True)
-    timeout: float = setting(0, NON_NEGATIVE, hardware=True)
-    """Seconds to wait for a worker; 0 waits for ever."""
-    kwargs: dict[str, Any] = setting(dict, change="logged")
-    """For python: loaders."""
-
-
-# ------------------------------------------------------------------------------------------- training
 
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps."""
@@ -131,7 +35,7 @@ FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     name: str = setting(
-        choices=("decoupled_adamw", "adamw", "lion", "decoupled_lionw", "muon", "python:"),
+        choices="decoupled_adamw adamw lion decoupled_lionw muon python:",
         instead="expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or python:",
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
@@ -144,9 +48,9 @@ class OptimizerConfig:
     """Momentum of the matrices' gradients; default 0.95."""
     ns_steps: int | None = setting(None, POSITIVE, only="muon")
     """Iterations of Newton and Schulz; default 5."""
-    ns_dtype: str | None = setting(None, choices=("bf16", "fp32"), change="logged", only="muon")
+    ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", only="muon")
     """Precision of these iterations; default bf16."""
-    adjust_lr_fn: str | None = setting(None, choices=("match_rms_adamw", "original"), only="muon")
+    adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", only="muon")
     """As in torch: match_rms_adamw (default) makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = setting(1e-8, POSITIVE)
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
@@ -165,10 +69,8 @@ class OptimizerConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SchedulerConfig:
     name: str = setting(
-        choices=(
-            *("constant_with_warmup", "cosine_with_warmup"),
-            *("linear_decay_with_warmup", "inv_sqrt_with_warmup", "warmup_stable_decay"),
-        )
+        choices="constant_with_warmup cosine_with_warmup linear_decay_with_warmup inv_sqrt_with_warmup "
+        "warmup_stable_decay"
     )
     t_warmup: str | int = span("0ba", FRACTION_OF_RUN, may_be_zero=True)
     """Linear warm-up from 0."""
@@ -179,7 +81,7 @@ class SchedulerConfig:
     """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
     t_decay: str | int = span("0.1dur", FRACTION_OF_RUN, only="warmup_stable_decay")
     """Span of the decay, which ends at t_max. Until then the rate is lr."""
-    decay: str | None = setting(None, choices=("linear", "cosine", "1-sqrt"), only="warmup_stable_decay")
+    decay: str | None = setting(None, choices="linear cosine 1-sqrt", only="warmup_stable_decay")
     """Shape of the decay; default linear."""
     t_scale: str | int = span("1ba", FRACTION_OF_RUN, only="inv_sqrt_with_warmup")
     """Time scale of the decay."""
@@ -194,7 +96,7 @@ class SchedulerConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GradientClippingConfig:
     clipping_type: str = setting(
-        "norm", choices=("norm", "value"), instead="expected norm or value; adaptive clipping is left out"
+        "norm", choices="norm value", instead="expected norm or value; adaptive clipping is left out"
     )
     clipping_threshold: float = setting(1.0, POSITIVE)
 
@@ -206,11 +108,9 @@ class AlgorithmsConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FSDPConfig:
-    sharding_strategy: str = setting(
-        "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO_1")
-    )
+    sharding_strategy: str = setting("FULL_SHARD", choices="FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD NO_SHARD ZERO_1")
     """ZERO_1: the optimizer's state sharded, all else whole."""
-    mixed_precision: str = setting("DEFAULT", choices=("PURE", "DEFAULT", "FULL"))
+    mixed_precision: str = setting("DEFAULT", choices="PURE DEFAULT FULL")
     """PURE: parameters, residual stream and gradient reduction in the compute precision. DEFAULT: gradients are
     reduced in fp32. FULL: parameters and residual stream in fp32, matrix products in the compute precision."""
     data_parallel_shard_degree: int | None = setting(None, POSITIVE)
@@ -219,7 +119,7 @@ class FSDPConfig:
     """Sum gradients over devices after each microbatch (memory for one block's whole gradient) or after the last one
     (memory for the whole model's). Default: after the last, up to 1.5 billion parameters."""
     activation_checkpointing: bool | str = setting(
-        False, must_be("true, false or selective", lambda value: value in (True, False, "selective"))
+        False, must_be("true, false or selective", (True, False, "selective").__contains__)
     )
     """true recomputes each block in the backward pass; selective recomputes all but matrix products and attention."""
     activation_checkpointing_reentrant: bool = False
@@ -243,7 +143,7 @@ class ContextParallelConfig:
     context_parallel_degree: int = setting(1, POSITIVE)
     """Devices that divide the tokens of each sample among them; fsdp_config says how the model is shared, by all of
     them."""
-    kind: str = setting("heads", choices=("heads", "gather"))
+    kind: str = setting("heads", choices="heads gather")
     """heads: in attention, each device has some heads of all tokens. gather: each has all heads of its own tokens'
     queries, and all keys and values; for models with fewer heads than devices."""
 
@@ -263,7 +163,7 @@ class PipelineConfig:
     pipeline_parallel_degree: int = setting(1, POSITIVE)
     """Stages: devices, or groups of them, that each hold some of the blocks and see the same samples one after the
     other; fsdp_config and tp_config say how each stage is divided."""
-    schedule: str = setting("1f1b", choices=("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"))
+    schedule: str = setting("1f1b", choices="gpipe 1f1b interleaved zero_bubble zbv")
     """Order of a stage's forward and backward passes. No schedule changes the gradient."""
     virtual_stages: int | None = setting(None, POSITIVE)
     """Runs of blocks on each device. Default: 2 for interleaved and zbv, else 1."""
@@ -363,16 +263,11 @@ class LoggersConfig:
 class IslandsConfig:
     """This launch as one of several that train one run at once, each with a process group of its own."""
 
-    coordinator: str = setting(
-        REQUIRED, must_be("host:port, such as 127.0.0.1:7070", lambda value: re.fullmatch(r".+:\d{1,5}", value))
-    )
+    coordinator: str = setting(REQUIRED, matches("host:port, such as 127.0.0.1:7070", r".+:\d{1,5}"))
     """Address of `llmfoundry-lite islands coordinate`."""
     begin_with: int | None = setting(None, must_be("a number of islands", lambda value: value >= 1))
     """Start the coordinator, on this host, where none answers yet; the run begins when so many islands are here."""
-    name: str = setting(
-        REQUIRED,
-        must_be("letters and digits, and . _ - after the first", lambda value: re.fullmatch(r"\w[\w.\-]{0,63}", value)),
-    )
+    name: str = setting(REQUIRED, matches("letters and digits, and . _ - after the first", r"\w[\w.\-]{0,63}"))
     """Name of this island, unlike any other's."""
     address: str = setting(
         "127.0.0.1",
@@ -428,7 +323,7 @@ class TrainConfig:
     )
     precision: str = setting(
         "amp_bf16",
-        choices=("fp32", "tf32", "amp_bf16", "amp_fp16"),
+        choices="fp32 tf32 amp_bf16 amp_fp16",
         instead="expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
         hardware=True,
     )
@@ -476,7 +371,7 @@ class TrainConfig:
     """null: every device computes all blocks."""
     islands: IslandsConfig | None = setting(None, hardware=True)
     """null: this launch trains alone."""
-    on_non_finite: str = setting("stop", choices=("stop", "skip"), change="logged")
+    on_non_finite: str = setting("stop", choices="stop skip", change="logged")
     """Policy for a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = setting(100, POSITIVE, change="freely")
     """skip gives up after this many batches of one launch."""
@@ -527,9 +422,7 @@ class TrainConfig:
     console_log_interval: str | int = span("1ba", ("ba", "ep"), change="freely")
     export_at_end: bool = setting(True, change="freely")
     """Write <run directory>/huggingface when the run is done and plain transformers can read the model."""
-    python_log_level: str | None = setting(
-        None, choices=("debug", "info", "warning", "error", "critical"), change="freely"
-    )
+    python_log_level: str | None = setting(None, choices="debug info warning error critical", change="freely")
     variables: dict[str, Any] = setting(dict, change="freely")
     metadata: dict[str, Any] = setting(dict, change="freely")
 

@@ -20,7 +20,7 @@ from streaming.base.util import bytes_to_int, number_abbrev_to_int
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from llmfoundry_lite.config.schema import TextDatasetConfig
+from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.data.agreement import check_alike, failing_together, one_line
 from llmfoundry_lite.data.cache import ShardCache
 from llmfoundry_lite.data.order import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from streaming import MDSWriter
 
-from llmfoundry_lite.config.schema import StreamConfig, TextDatasetConfig
+from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
 

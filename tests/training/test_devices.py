@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.schema import LoaderConfig
+from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.training import in_context, islands
 

@@ -1,0 +1,104 @@
+"""The tokenizer and the data loaders of a training run's YAML, in LLM Foundry's words."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting
+
+HASHES = (
+    "md5 sha1 sha224 sha256 sha384 sha512 sha3_224 sha3_256 sha3_384 sha3_512 blake2b blake2s "
+    "xxh32 xxh64 xxh128 xxh3_64 xxh3_128"
+)
+"""Algorithms that streaming.base.hashing finds in hashlib and xxhash."""
+
+
+def _in_units(units: str, example: str) -> Any:
+    pattern = rf"(?=.*[1-9])[0-9][0-9_.]*[{units}]?b?"
+    return must_be(
+        f"a number above 0, such as {example}",
+        lambda value: re.fullmatch(pattern, value.lower()) if isinstance(value, str) else value > 0,
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TokenizerConfig:
+    name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"))
+    kwargs: dict[str, Any] = setting(dict)
+    """LLM Foundry's options; only model_max_length is used by anything (a check against max_seq_len)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StreamConfig:
+    local: str | None = setting(None, hardware=True)
+    remote: str | None = setting(None, hardware=True)
+    split: str | None = None
+    proportion: float | None = setting(None, POSITIVE)
+    """Share of this stream in an epoch; given for all streams or for none."""
+    repeat: float | None = setting(None, POSITIVE)
+    """Times this stream is seen in an epoch."""
+    choose: int | None = setting(None, POSITIVE)
+    """Samples of this stream in an epoch."""
+    download_retry: int | None = setting(None, hardware=True)
+    """Default of this and the next three: the data set's."""
+    download_timeout: float | None = setting(None, hardware=True)
+    validate_hash: str | None = setting(None, change="freely")
+    keep_zip: bool | None = setting(None, change="freely")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TextDatasetConfig:
+    local: str | None = setting(None, hardware=True)
+    """Folder of an MDS data set, or where a remote one is cached."""
+    remote: str | None = setting(None, hardware=True)
+    split: str | None = None
+    streams: dict[str, StreamConfig] = setting(dict)
+    """Several data sets, mixed; keys are names of your choice."""
+    shuffle: bool = False
+    shuffle_seed: int = setting(9176, NON_NEGATIVE)
+    shuffle_block_size: int | None = setting(None, POSITIVE)
+    """Samples shuffled together, over the whole world; default 4,000,000."""
+    max_seq_len: int | None = setting(None, POSITIVE)
+    """Tokens; default: the run's."""
+    epoch_size: int | str | None = setting(None, _in_units("kmb", "100k"))
+    predownload: int | None = setting(None, POSITIVE, hardware=True)
+    cache_limit: int | str | None = setting(None, _in_units("kmgt", "100gb"), hardware=True)
+    """Bytes, or 100gb. Only copies of a remote are removed."""
+    download_retry: int = setting(2, NON_NEGATIVE, hardware=True)
+    download_timeout: float = setting(60, POSITIVE, hardware=True)
+    """Seconds."""
+    validate_hash: str | None = setting(None, choices=HASHES, change="freely")
+    """Algorithm that checks shards; default: the fastest of those in index.json."""
+    allow_unhashed_shards: bool = setting(False, change="freely")
+    """Load shards that have no hash beside others that have one; their damage is not seen."""
+    keep_zip: bool = setting(False, change="freely")
+    token_encoding_type: str = setting("int64", choices="int8 int16 int32 int64 uint8 uint16 uint32 uint64")
+    """Type of a column `tokens` of plain bytes; arrays say theirs themselves."""
+    eos_token_id: int | None = setting(None, NON_NEGATIVE)
+    """Token that ends a document, for attn_uses_sequence_id. Default: the tokenizer's end of text."""
+    bos_token_id: int | None = setting(None, NON_NEGATIVE)
+    """Token that begins one instead."""
+    override_eos_token_id_mismatch_error: bool = setting(False, change="freely")
+    """Permit an eos_token_id that is not the tokenizer's."""
+    override_bos_token_id_mismatch_error: bool = setting(False, change="freely")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoaderConfig:
+    name: str = setting(
+        "text", choices="text python:", instead="expected text or python:; `llmfoundry-lite data prepare` prepares text"
+    )
+    """text, or python:package.module:function, which is called with device_batch_size, num_workers, drop_last and the
+    block's other keys, and must return a DataLoader of {"input_ids": int64 [device_batch_size, tokens]}."""
+    dataset: TextDatasetConfig = setting(TextDatasetConfig)
+    drop_last: bool = True
+    """Evaluation never drops a sample, whatever this says."""
+    num_workers: int = setting(0, NON_NEGATIVE, hardware=True)
+    """Processes per rank that read and decode."""
+    pin_memory: bool = setting(True, hardware=True)
+    prefetch_factor: int | None = setting(None, POSITIVE, hardware=True)
+    persistent_workers: bool = setting(True, hardware=True)
+    timeout: float = setting(0, NON_NEGATIVE, hardware=True)
+    """Seconds to wait for a worker; 0 waits for ever."""
+    kwargs: dict[str, Any] = setting(dict, change="logged")
+    """For python: loaders."""
