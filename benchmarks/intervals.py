@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.evaluation import paired
 from llmfoundry_lite.evaluation.paired import Counts, Floats
 from llmfoundry_lite.report.tables import Table
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     num_draws: int
 
 
-def run(*, num_draws: int, out: Path | None) -> list[Row]:
+def run(*, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
     """Simulate, print tables, write intervals.json and .md to `out`."""
     console, rows = open_console(), []
     for row in [*items(num_draws), *means(num_draws), *texts(max(1, num_draws // TEXT_DRAWS))]:
@@ -43,11 +43,10 @@ def run(*, num_draws: int, out: Path | None) -> list[Row]:
         rows.append(row)
     powers, levels = list(promised_power(num_draws)), list(texts_among_others(max(1, num_draws // TEXT_DRAWS)))
     tables = table_of_cases(rows), table_of_powers(powers), table_of_levels(levels)
-    show(console, *tables)
-    if out is not None:
-        report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers, "levels": levels}
-        heading, command = "What intervals and verdicts of `compare` keep of what they promise", "bench intervals"
-        write_report(out, "intervals", heading, f"llmfoundry-lite {command}", report, PROMISE, *tables)
+    report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers, "levels": levels}
+    heading = "What intervals and verdicts of `compare` keep of what they promise"
+    command = "python -m benchmarks intervals"
+    tell(report, *tables, notes=[PROMISE], name="intervals", heading=heading, command=command, out=out)
     return rows
 
 

@@ -127,8 +127,8 @@ def can_be_divided(config: TrainConfig, num_devices: int) -> bool:
 
 
 def run(
-    models: Sequence[str] | None = None,
-    overlays: Sequence[str] | None = None,
+    models: Sequence[str] = (),
+    overlays: Sequence[str] = (),
     devices: Sequence[str] = ("smallest", "1024"),
     minutes: float = 600,
     out: Path | None = None,

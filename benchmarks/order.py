@@ -32,7 +32,7 @@ WANTED_SECONDS, WANTED_MB = 20, 400
 SCALE_BATCH, SCALE_TOKENS = 64, 8
 
 
-def run(*, num_shards: int, num_workers: int, out: Path | None) -> dict[str, Any]:
+def run(*, num_shards: int = 1_560_000, num_workers: int = 2, out: Path | None = None) -> dict[str, Any]:
     """Measure both, print them, and write `shuffle.md` and `shuffle.json` to `out`."""
     report = describe_conditions() | {
         "mixing": measure_mixing(),

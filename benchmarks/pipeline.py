@@ -45,11 +45,11 @@ NUM_PASSES = 3
 
 
 def run(
-    stages: Sequence[int],
-    microbatches: Sequence[int],
-    schedules: Sequence[str],
-    milliseconds: float = 20,
-    num_repeats: int = 3,
+    stages: Sequence[int] = (2, 4),
+    microbatches: Sequence[int] = (4, 8, 16),
+    schedules: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
+    milliseconds: float = 100,
+    num_repeats: int = 2,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure all schedules on so many stages, print a table, write pipeline.json, .md and .png to `out`.

@@ -31,10 +31,9 @@ from llmfoundry_lite.bench.frame import (
     measured_table,
     open_console,
     ratios,
-    show,
     spread,
     take_turns,
-    write_report,
+    tell,
 )
 from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
 from llmfoundry_lite.errors import DataError
@@ -115,11 +114,16 @@ def run(
         "num_rounds": num_rounds,
         "sides": {name: [timing._asdict() for timing in timings] for name, timings in found.items()},
     }
-    show(console, table_of(report), notes=notes_of(report))
-    if out is not None:
-        heading, command = "`data prepare`, beside LLM Foundry's converter", "python -m benchmarks prepare"
-        asked = ("text_bytes", "max_seq_len", "num_cores")
-        write_report(out, "prepare", heading, command, report, table_of(report), notes_of(report), asked=asked)
+    tell(
+        report,
+        table_of(report),
+        notes=notes_of(report),
+        name="prepare",
+        heading="`data prepare`, beside LLM Foundry's converter",
+        command="python -m benchmarks prepare",
+        asked=("text_bytes", "max_seq_len", "num_cores"),
+        out=out,
+    )
     return report
 
 

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
+from llmfoundry_lite.bench.frame import (
+    describe_conditions,
+    measured_table,
+    open_console,
+    spread,
+    tell,
+)
 from llmfoundry_lite.bench.steps import check_shapes, write_run
 from llmfoundry_lite.errors import DataError
 
@@ -217,7 +223,13 @@ def kill_with_children(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(
-    shape: str, seq_len: int, batch_size: int, num_faults: int, peer_faults: int, seed: int, out: Path | None
+    shape: str = "10m",
+    seq_len: int = 128,
+    batch_size: int = 8,
+    num_faults: int = 50,
+    peer_faults: int = 6,
+    seed: int = 17,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """Returns the report. Raises ConfigError for a shape nobody knows, and, once what was found is told, DataError for
     a run of ours that does not come back."""
@@ -246,7 +258,7 @@ def run(
                 console.print(str(error), highlight=False)
                 lost[side.name] = error
     options = f"--num-faults {num_faults} --peer-faults {peer_faults}"
-    report = tell(conditions | settings, found, differing, list(lost), options, out)
+    report = tell_faults(conditions | settings, found, differing, list(lost), options, out)
     if OURS.name in lost:
         raise lost[OURS.name]
     return report
@@ -260,7 +272,7 @@ def count_differing(disturbed: dict[int, dict[str, Any]], alone: dict[int, dict[
     )
 
 
-def tell(
+def tell_faults(
     report: dict[str, Any],
     found: dict[str, list[Fault]],
     differing: dict[str, int],
@@ -292,8 +304,9 @@ def tell(
     notes.append("a killed launcher: the same command is given again at once, and imports anew")
     notes.append(f"a frozen launcher: its ranks train on; it goes on after {FROZEN_SECONDS:g} s")
     report |= {"faults": records, "differing": differing, "lost": lost}
-    show(open_console(), table, notes=notes)
-    if out is not None:
-        command = f"python -m benchmarks recover --shape {report['shape']} {options}"
-        write_report(out, "recover", "What a fault costs", command, report, table, notes, asked=("shape", "seq_len"))
+    asked = ("shape", "seq_len")
+    command = f"python -m benchmarks recover --shape {report['shape']} {options}"
+    tell(
+        report, table, notes=notes, name="recover", heading="What a fault costs", command=command, asked=asked, out=out
+    )
     return report

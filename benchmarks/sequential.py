@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.intervals import SCENES, SKEWED, text_of_rows
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.evaluation import paired
 from llmfoundry_lite.evaluation.compare import Paired, compare
 from llmfoundry_lite.evaluation.paired import Counts, Floats
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     num_draws: int
 
 
-def run(results: Sequence[Path], *, num_draws: int, out: Path | None) -> list[Row]:
+def run(results: Sequence[Path] = (), *, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
     """Simulate, print tables, write sequential.json and .md to `out`."""
     console, rows = open_console(), []
     pairs = list(real_pairs(results))
@@ -63,13 +63,17 @@ def run(results: Sequence[Path], *, num_draws: int, out: Path | None) -> list[Ro
     if pairs:
         tables += [table_of_pairs(pairs), table_of_rows("the items of those pairs, drawn anew", by_size(drawn_anew))]
     notes = summary([*rows, *drawn_anew], pairs)
-    show(console, *tables, notes=notes)
-    if out is not None:
-        report = describe_conditions() | {"cases": [row._asdict() for row in rows]}
-        report |= {"anew": [row._asdict() for row in drawn_anew], "pairs": [pair._asdict() for pair in pairs]}
-        heading = "Stopping when decided: what is promised, and what is kept"
-        command = "python -m benchmarks sequential" + (" RESULT.json ..." if pairs else "")
-        write_report(out, "sequential", heading, command, report, PROMISE, notes, *tables)
+    report = describe_conditions() | {"cases": [row._asdict() for row in rows]}
+    report |= {"anew": [row._asdict() for row in drawn_anew], "pairs": [pair._asdict() for pair in pairs]}
+    tell(
+        report,
+        *tables,
+        notes=[PROMISE, *notes],
+        name="sequential",
+        heading="Stopping when decided: what is promised, and what is kept",
+        command="python -m benchmarks sequential" + (" RESULT.json ..." if pairs else ""),
+        out=out,
+    )
     return rows
 
 

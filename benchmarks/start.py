@@ -23,10 +23,9 @@ from llmfoundry_lite.bench.frame import (
     measured_table,
     open_console,
     ratios,
-    show,
     spread,
     take_turns,
-    write_report,
+    tell,
 )
 from llmfoundry_lite.bench.steps import check_shapes, write_run
 from llmfoundry_lite.errors import DataError
@@ -45,7 +44,7 @@ BATCHES_SAVED = 2
 DEADLINE_SECONDS = 300.0
 
 
-def run(shape: str, seq_len: int, num_rounds: int, out: Path | None) -> dict[str, Any]:
+def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path | None = None) -> dict[str, Any]:
     """Returns the report. Raises ConfigError for a shape nobody knows, DataError for a launcher that fails."""
     check_shapes("--shape", [shape])
     console, conditions = open_console(), describe_conditions()
@@ -76,10 +75,9 @@ def run(shape: str, seq_len: int, num_rounds: int, out: Path | None) -> dict[str
         [(name, str(spread(some)), str(ratios(some, found[IMPORT]))) for name, some in found.items()],
     )
     notes = [f"the run: {shape}, {seq_len} tokens a sample, from its save after {BATCHES_SAVED} batches"]
-    show(console, table, notes=notes)
-    if out is not None:
-        command = f"python -m benchmarks start --shape {shape} --num-rounds {num_rounds}"
-        write_report(out, "start", "How long a launch takes", command, report, table, notes, asked=("shape", "seq_len"))
+    heading, asked = "How long a launch takes", ("shape", "seq_len")
+    command = f"python -m benchmarks start --shape {shape} --num-rounds {num_rounds}"
+    tell(report, table, notes=notes, name="start", heading=heading, command=command, asked=asked, out=out)
     return report
 
 

@@ -65,7 +65,14 @@ BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 
 
-def run(*, num_rounds: int, sizes: Sequence[str], out: Path | None, folder: Path, quick: bool) -> dict[str, Any]:
+def run(
+    *,
+    num_rounds: int = 3,
+    sizes: Sequence[str] = ("10m", "40m", "125m", "350m"),
+    folder: Path = Path("."),
+    quick: bool = False,
+    out: Path | None = None,
+) -> dict[str, Any]:
     """Measure everything in `folder`, print the tables, write them into `out`, and return the report.
 
     `num_rounds` warm rounds follow a first one. `quick` takes a tiny model throughout. Raises UserError for a size

@@ -1,6 +1,6 @@
 """What would a large run's checkpoints cost on thousands of ranks? The real code; one process plays all ranks.
 
-    python -m benchmarks checkpoint --plan yamls/pretrain/mpt-70b.yaml --num-ranks 4096 --folder /data/scratch
+    python -m benchmarks checkpoint-plan --plan yamls/pretrain/mpt-70b.yaml --num-ranks 4096 --folder /data/scratch
 
 The model is built and sharded as in a launch, over torch's fake process group: this rank's tensors are real, the other
 ranks' are not there. Rank 0 saves with the real `Saver` and really writes its file. The other ranks' files have real
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
@@ -58,12 +58,19 @@ WANTED = {
 }
 
 
-def run(*, plan: Path, num_ranks: int, sharding: str | None, folder: Path, out: Path | None) -> dict[str, Any]:
+def run(
+    *,
+    plan: Path,
+    num_ranks: int = 4096,
+    sharding: str | None = None,
+    folder: Path = Path("."),
+    out: Path | None = None,
+) -> dict[str, Any]:
     """Print the table, write it into `out`, and return the report. Raises UserError."""
     arguments = [str(plan)] + ([f"fsdp_config.sharding_strategy={sharding}"] if sharding else [])
     config = load_train_config(arguments).config
     if dist.is_initialized():
-        raise UserError("bench checkpoint --plan plays all ranks itself; start it as one process")
+        raise UserError("checkpoint-plan plays all ranks itself; start it as one process")
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-plan-", dir=folder) as work, _rank_of(0, num_ranks):
@@ -80,14 +87,15 @@ def run(*, plan: Path, num_ranks: int, sharding: str | None, folder: Path, out: 
         "parameters": count_parameters(config.model),
         "figures": figures,
     }
-    show(open_console(), _table(report))
-    if out is not None:
-        name, command = "checkpoint-plan", f"python -m benchmarks checkpoint --plan {plan}"
-        heading, asked = (
-            "A checkpoint of many ranks, walked through in one process",
-            ("num_ranks", "sharding", "parameters"),
-        )
-        write_report(out, name, heading, command, report, _table(report), asked=asked)
+    tell(
+        report,
+        _table(report),
+        name="checkpoint-plan",
+        heading="A checkpoint of many ranks, walked through in one process",
+        command=f"python -m benchmarks checkpoint-plan --plan {plan}",
+        asked=("num_ranks", "sharding", "parameters"),
+        out=out,
+    )
     return report
 
 

@@ -1,6 +1,6 @@
 """The answers of lm-evaluation-harness, item by item, on the public tasks' own files under `tokenization: joint`.
 
-python -m benchmarks eval --parity data/eval --model runs/mpt-quickstart/huggingface --peer-python ~/lm-eval/bin/python
+python -m benchmarks eval-parity --data data/eval --model runs/x/huggingface --peer-python ~/lm-eval/bin/python
 
 Each side makes its prompts from the same rows, zero-shot: ours by the task's YAML, the peer by a template of its own
 that says the same. Compared are the choice by summed and by per-character log-probability, the log-probabilities
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.eval.eval import peer_of
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError
@@ -82,10 +82,8 @@ def run(
     report["is_same"] = all(is_same(found) for found in report["tasks"].values())
     verdict = "the same answers" if report["is_same"] else "NOT the same answers"
     notes = [f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)"]
-    show(console, table_of(report), notes=notes)
-    if out is not None:
-        heading, command = "The same answers as lm-evaluation-harness", f"python -m benchmarks eval --parity {data}"
-        write_report(out, "eval-parity", heading, command, report, table_of(report), notes)
+    heading, command = "The same answers as lm-evaluation-harness", f"python -m benchmarks eval-parity --data {data}"
+    tell(report, table_of(report), notes=notes, name="eval-parity", heading=heading, command=command, out=out)
     return report
 
 

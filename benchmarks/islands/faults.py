@@ -1,6 +1,6 @@
 """Random faults of ranks, islands, links, the scribe and the coordinator while three islands train one run.
 
-    python -m benchmarks islands --faults 50 --out results          some 9 minutes on two busy cores
+    python -m benchmarks islands-faults --out results          some 9 minutes on two busy cores
 
 Three islands train a tiny model. Their ranks are real, as the launcher starts them; an island that has ended is
 launched again, as a scheduler would. For each fault: seconds until two more batches are finished, and until those that
@@ -387,7 +387,7 @@ def train_alone(folder: Path, yaml: Path, num_ranks: int, last: int) -> list[dic
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def run(*, num_faults: int, seed: int, out: Path | None = None, keep: Path | None = None) -> dict[str, Any]:
+def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: Path | None = None) -> dict[str, Any]:
     """Disturb, check, print; with `out`, write islands-faults.json and .md there. Returns what the JSON holds.
 
     Raises UserError when a run does not come back from a fault.
@@ -435,7 +435,7 @@ def run(*, num_faults: int, seed: int, out: Path | None = None, keep: Path | Non
     show(console, table, notes=notes)
     console.print("passed" if report["passed"] else "FAILED: see the notes", style="bold")
     if out is not None:
-        command = f"python -m benchmarks islands --faults {num_faults} --seed {seed}"
+        command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}"
         how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
         asked = ("num_faults", "seed")
         write_report(out, "islands-faults", "Faults of islands", command, report, how, table, notes, asked=asked)

@@ -2,7 +2,7 @@
 
     python -m benchmarks islands --out results                   some 8 minutes on two quiet cores
     python -m benchmarks islands --other-python other/bin/python
-    python -m benchmarks islands --speed                         what the exchange costs, see `speed`
+    python -m benchmarks islands-speed                         what the exchange costs, see `speed`
 
 Three single worlds train a small MPT. Their losses span the band of the switch benchmark. Then two islands train it:
 A, and B with other instructions, another sharding and perhaps another torch. B is killed and launched again. Digests
@@ -54,7 +54,7 @@ CONTROL_BATCHES = 2 * DIES_AT
 
 def run(
     *,
-    data: Path,
+    data: Path = Path("data/python-stdlib"),
     num_batches: int = 120,
     kill_at: int = 30,
     seed: int = 17,

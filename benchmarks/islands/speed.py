@@ -1,6 +1,6 @@
 """What the exchange costs: islands beside the same launches that share nothing, and over slower and slower links.
 
-    python -m benchmarks islands --speed --out results                   some 6 minutes on two quiet cores
+    python -m benchmarks islands-speed --out results                   some 6 minutes on two quiet cores
 
 First A (2 ranks) and B (1 rank): both train at once, each for itself; then together, as islands. Three ranks share two
 cores, so only what both do at once can be compared. Then one rank each, over links that a proxy holds to a rate: how
@@ -40,7 +40,7 @@ GRADIENT_BYTES = 4
 
 def run(
     *,
-    data: Path,
+    data: Path = Path("data/python-stdlib"),
     rows: int = 64,
     num_batches: int = 10,
     rates: Sequence[float] = (1000, 200, 50),
@@ -84,7 +84,7 @@ def run(
     show(console, *tables, notes=notes_of(report))
     if out is not None:
         how = f"Batches of {rows} x {SEQ_LEN} tokens, fp32, {num_parameters:,} parameters; {num_batches} are timed."
-        heading, command = "What the exchange between islands costs", "python -m benchmarks islands --speed"
+        heading, command = "What the exchange between islands costs", "python -m benchmarks islands-speed"
         parts = (*tables, notes_of(report), table_of_clusters(described))
         write_report(out, "islands-speed", heading, command, report, how, *parts, asked=("rows", "num_batches"))
         console.print(f"written: {out}/islands-speed.json and .md")

@@ -50,7 +50,7 @@ CONTROLS: dict[str, tuple[str, tamper.Change]] = {
 
 def run(
     *,
-    data: Path,
+    data: Path = Path("data/python-stdlib"),
     num_batches: int = 100,
     every: int = 20,
     precision: str = "fp32",

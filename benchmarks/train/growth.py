@@ -1,6 +1,6 @@
 """How the cost of a training step grows with parameters, with the sequence and with the batch.
 
-python -m benchmarks train --growth --out results
+python -m benchmarks growth --out results
 
 Held against the line that model FLOPs alone would draw through the first point of each kind. Where a point is more
 than 10 % off the line, the matrix products of the same shapes, timed in the same turns, tell how much of that they
@@ -19,9 +19,8 @@ from llmfoundry_lite.bench.frame import (
     describe_conditions,
     measured_table,
     open_console,
-    show,
     take_turns,
-    write_report,
+    tell,
 )
 from llmfoundry_lite.bench.steps import count_step_flops, measure_in_a_process, model_of
 from llmfoundry_lite.errors import DataError
@@ -44,7 +43,7 @@ GROWTH: dict[str, list[Point]] = {
 HEADINGS = ["grows", "model", "tokens", "seconds", "by model FLOPs", "of the line", "products alone", "why"]
 
 
-def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = None) -> dict[str, Any]:
+def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path | None = None) -> dict[str, Any]:
     """Measure all points in turns, print a table, write growth-DTYPE.json, .md and .png to `out`, return the report."""
     console, report = open_console(), describe_conditions()
     points = list(dict.fromkeys(point for kind in GROWTH.values() for point in kind))
@@ -60,7 +59,7 @@ def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = N
     measures = {name: partial(measure_in_a_process, task) for name, task in tasks.items()}
     results, failed = take_turns(measures, num_rounds, console)
     if failed:
-        raise DataError(f"bench train --growth: {next(iter(failed.values()))}")
+        raise DataError(f"growth: {next(iter(failed.values()))}")
     seconds = {
         name: statistics.median(value for result in rounds for value in result["step_seconds"])
         for name, rounds in results.items()
@@ -71,14 +70,17 @@ def run_growth(dtype: str, num_steps: int, num_rounds: int, out: Path | None = N
         "num_rounds": num_rounds,
         "rows": [row for kind, of_kind in GROWTH.items() for row in _rows(kind, of_kind, seconds)],
     }
-    show(console, table_of(report))
-    if out is not None:
-        name, command = f"growth-{dtype}", f"python -m benchmarks train --growth --dtype {dtype}"
-        figure = f"![the figure]({name}.png)"
-        write_report(
-            out, name, "How the cost of a step grows", command, report, table_of(report), LINE, figure, asked=["dtype"]
-        )
-        plot_growth(report, out / f"{name}.png")
+    tell(
+        report,
+        table_of(report),
+        notes=[LINE],
+        name=f"growth-{dtype}",
+        heading="How the cost of a step grows",
+        command=f"python -m benchmarks growth --dtype {dtype}",
+        asked=["dtype"],
+        plot=partial(plot_growth, report),
+        out=out,
+    )
     return report
 
 

@@ -24,9 +24,8 @@ from llmfoundry_lite.bench.frame import (
     measured_table,
     open_console,
     ratios,
-    show,
     take_turns,
-    write_report,
+    tell,
 )
 from llmfoundry_lite.bench.steps import (
     DTYPES,
@@ -54,11 +53,11 @@ SIDES = {
 
 
 def run(
-    shape: str,
-    seq_len: int,
-    batch_size: int,
-    num_steps: int,
-    num_rounds: int,
+    shape: str = "125m",
+    seq_len: int = 512,
+    batch_size: int = 4,
+    num_steps: int = 3,
+    num_rounds: int = 2,
     *,
     peer_python: str | None = None,
     overrides: Sequence[str] = (),
@@ -92,11 +91,16 @@ def run(
         },
         "failed": failed,
     }
-    show(console, table_of(report), notes=notes_of(report))
-    if out is not None:
-        name, heading = f"train-{shape}-{seq_len}", "A training step, beside its peers and its own matrix products"
-        asked, command = ("shape", "seq_len", "batch_size"), "python -m benchmarks train"
-        write_report(out, name, heading, command, report, table_of(report), notes_of(report), asked=asked)
+    tell(
+        report,
+        table_of(report),
+        notes=notes_of(report),
+        name=f"train-{shape}-{seq_len}",
+        heading="A training step, beside its peers and its own matrix products",
+        command="python -m benchmarks train",
+        asked=("shape", "seq_len", "batch_size"),
+        out=out,
+    )
     return report
 
 

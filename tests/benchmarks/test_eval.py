@@ -113,5 +113,6 @@ def test_forty_rows_are_a_document_of_held_out_text():
 
 
 def test_parity_wants_a_model_and_a_peer(tmp_path, capsys):
-    assert run_benchmark(["eval", "--parity", str(tmp_path)]) == 2
-    assert "--parity compares an exported model's answers: give --model FOLDER" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run_benchmark(["eval-parity", "--data", str(tmp_path)])
+    assert "required: --peer-python, --model" in capsys.readouterr().err

@@ -4,18 +4,16 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks import pipeline
-from benchmarks.__main__ import bench as bench_app
+from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.errors import ConfigError
 
 
 @pytest.mark.long
 def test_a_schedule_waits_no_less_than_its_formula_says(tmp_path):
     options = ["--stages", "2", "--microbatches", "2,4", "--milliseconds", "50", "--num-repeats", "1"]
-    result = CliRunner().invoke(bench_app, ["pipeline", *options, "--out", str(tmp_path)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert run_benchmark(["pipeline", *options, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "pipeline.json").read_text())
     names = [row["schedule"] for row in report["rows"]]
     assert sorted(names) == sorted([*pipeline.SCHEDULES] * 2)

@@ -33,7 +33,7 @@ def test_faults_are_told_by_launcher_and_kind(tmp_path):
     ]
     conditions = {"date": "2026-11-22", "machine": "one", "torch": "2.13.0", "load_average": 0.0}
     report = conditions | {"shape": "tiny", "seq_len": 128}
-    recover.tell(report, {"ours": faults, "peer": []}, {"ours": 0}, ["peer"], "--num-faults 3", tmp_path)
+    recover.tell_faults(report, {"ours": faults, "peer": []}, {"ours": 0}, ["peer"], "--num-faults 3", tmp_path)
     assert "peer: did not come back from fault 1" in (tmp_path / "recover.md").read_text()
     rows = json.loads((tmp_path / "recover.json").read_text())["tables"][0]["rows"]
     assert rows == [

@@ -3,16 +3,15 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import bench as bench_app
+from benchmarks.__main__ import run_benchmark
 from benchmarks.train import growth, train
 from llmfoundry_lite.bench import mfu
 
 
 def rows_where(measure, monkeypatch, tmp_path):
     monkeypatch.setattr(growth, "measure_in_a_process", lambda task: {"step_seconds": [measure(task)]})
-    report = growth.run_growth("bf16", 1, 1, tmp_path)
+    report = growth.run("bf16", 1, 1, tmp_path)
     assert json.loads((tmp_path / "growth-bf16.json").read_text())["rows"] == report["rows"]
     assert (tmp_path / "growth-bf16.png").stat().st_size > 10_000
     return report["rows"]
@@ -66,8 +65,7 @@ def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch
 @pytest.mark.long
 def test_all_sides_are_measured_and_written_down(tmp_path):
     options = ["--shape", "tiny", "--seq-len", "32", "--num-steps", "1", "--num-rounds", "1"]
-    result = CliRunner().invoke(bench_app, ["train", *options, "--out", str(tmp_path)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert run_benchmark(["train", *options, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "train-tiny-32.json").read_text())
     assert list(report["sides"]) == [
         f"{side} {dtype}" for dtype in ("fp32", "bf16") for side in ("matmul", "plain", "bare", "trainer")
