@@ -35,7 +35,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, devices_of, read_run
+from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, read_run
 from llmfoundry_lite.report.tables import Table
 
 STRONG, WEAK = "strong", "weak"
@@ -197,7 +197,7 @@ def read_point(place: str) -> Point:
     log = found.log
     timed = np.isfinite(log[SECONDS]) & (log.batch > 0)
     timed[np.flatnonzero(timed)[:WARM_UP]] = False
-    counts = set(devices_of(log)[timed].tolist())
+    counts = set(log.num_devices[timed].tolist())
     if len(counts) != 1 or not np.isfinite(list(counts)).all():
         known = ", ".join(f"{count:g}" for count in sorted(counts)) or "nobody knows how many"
         raise DataError(f"{place}: {known} devices in its batches; a table needs runs on one count each")

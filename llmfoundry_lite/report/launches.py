@@ -28,7 +28,7 @@ from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.launch.journal import Leg, read_legs
 from llmfoundry_lite.launch.log_lines import Record
 from llmfoundry_lite.launch.status import is_running, read_status
-from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, DeadBranch, Log, Run, devices_of
+from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)
@@ -81,14 +81,14 @@ def find_trained(log: Log) -> list[Launch]:
     """Return each launch that wrote lines, in order."""
     launches = []
     for number in range(1, log.num_launches + 1):
-        parts: list[tuple[Log | DeadBranch, np.ndarray]] = [
+        parts: list[tuple[Rows, np.ndarray]] = [
             (rows, rows.launch == number) for rows in (log, *log.dead) if (rows.launch == number).any()
         ]
         batches = np.concatenate([rows.batch[here] for rows, here in parts]) if parts else np.empty(0, np.int64)
         clocks = np.concatenate([rows[ELAPSED][here] for rows, here in parts]) if parts else np.empty(0)
-        lost = [(rows, here) for rows, here in parts if isinstance(rows, DeadBranch)]
-        device_seconds = sum(float(np.nansum((rows[SECONDS] * devices_of(rows))[here])) for rows, here in lost)
-        is_known = all(np.isfinite(devices_of(rows)[here]).all() for rows, here in lost)
+        lost = [(rows, here) for rows, here in parts if rows is not log]
+        device_seconds = sum(float(np.nansum((rows[SECONDS] * rows.num_devices)[here])) for rows, here in lost)
+        is_known = all(np.isfinite(rows.num_devices[here]).all() for rows, here in lost)
         if len(batches):
             launches.append(
                 Launch(

@@ -1,13 +1,12 @@
-"""What a run has left behind, as it is read for a report: its log, its configuration, where it ran.
+"""Reading of a run for reports: its log, its configuration, where it ran. No torch.
 
 A run is a run directory (runs/mpt-1b), here or behind a URL, or a folder of checkpoints that carry the log with them.
-Owns what is made of half-written, missing and repeated lines; asks nothing of the training code and needs no torch.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -37,19 +36,26 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class DeadBranch:
-    """Batches that were trained and lost, a row for each: a later launch carried on from before them."""
+class Rows:
+    """Lines of a log, as columns."""
 
     batch: NDArray[np.int64]
     launch: NDArray[np.int64]
+    """Counted anew, 1 for the first that wrote a line: in several folders, launches may bear the same number."""
     columns: dict[str, Floats]
 
     def __getitem__(self, column: str) -> Floats:
         return self.columns[column]
 
     @property
+    def num_devices(self) -> Floats:
+        """Devices of each batch: the rate of all over the rate of one."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.round(self[RATE] / self[DEVICE_RATE])
+
+    @property
     def seconds(self) -> float:
-        """Of training."""
+        """Seconds of training."""
         return float(np.nansum(self[SECONDS]))
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,29 +64,25 @@ class DeadBranch:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """metrics.jsonl as columns, in order of batch: the batches that the newest state comes from, of each its last
-    line; NaN where a line has no number."""
+class Log(Rows):
+    """metrics.jsonl in order of batch: batches that the newest state comes from, the last line of each.
 
-    batch: NDArray[np.int64]
-    launch: NDArray[np.int64]
-    """Counted anew, 1 for the first that wrote a line: in several folders, launches may bear the same number."""
+    NaN stands for a line without a number.
+    """
+
     num_launches: int
-    """Those too whose every batch was lost."""
+    """Including launches whose every batch was lost."""
     digest: list[str | None]
-    columns: dict[str, Floats]
     tokens: Floats
-    """In each batch; NaN where the log does not have the batch before it."""
+    """In each batch; NaN if the log does not have the batch before it."""
     not_finite: list[int]
-    """Batches whose loss was neither skipped over nor a number that fp32 holds: null in the file."""
+    """Batches whose loss is null in the file: not a number that fp32 holds."""
     num_unreadable: int
     """Lines that are not whole."""
-    dead: list[DeadBranch]
+    dead: list[Rows]
+    """Branches that were trained and lost: a later launch carried on from before them."""
     lines: list[bytes]
-    """Of each batch, as it stands in the file."""
-
-    def __getitem__(self, column: str) -> Floats:
-        return self.columns[column]
+    """Line of each batch, as in the file."""
 
     def within(self, first_batch: int, last_batch: int) -> slice:
         return slice(*np.searchsorted(self.batch, (first_batch, last_batch + 1)).tolist())
@@ -95,11 +97,11 @@ class Run:
     config: dict[str, Any] | None
     segments: tuple[Segment, ...]
     segments_from: str | None
-    """The checkpoint whose manifest they stand in."""
+    """The checkpoint whose manifest has them."""
     launches: list[Record]
-    """The lines of launches.jsonl: those launches alone that ran here."""
+    """Lines of launches.jsonl: only launches that ran here."""
     notes: list[str]
-    """A line for each thing that was not there or not whole."""
+    """A line for each thing that is missing or not whole."""
 
 
 def read_run(where: str) -> Run:
@@ -120,7 +122,7 @@ def read_run(where: str) -> Run:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
     if not is_run and not lines:
-        within = runs_within(Path(where)) if is_local(folder) else ""
+        within = runs_within(Path(where)) if isinstance(folder, LocalFolder) else ""
         expected = within or "expected a run directory such as runs/mpt-quickstart"
         raise DataError(f"{where}: no {METRICS} here; {expected}")
     log = parse_log(lines)
@@ -145,7 +147,7 @@ def read_run(where: str) -> Run:
 
 
 def runs_within(where: Path) -> str:
-    """What to say of a folder whose folders hold runs, as islands have one each; nothing where none does.
+    """Describe a folder whose folders hold runs, as islands have one each; empty if none does.
 
     The island that took part in most batches has the longest log.
     """
@@ -157,7 +159,7 @@ def runs_within(where: Path) -> str:
 
 
 def read_launches(content: bytes) -> list[Record]:
-    """Lines that tell how a launch stands; what something else has written is passed over."""
+    """Return lines that tell how a launch stands."""
     return [record for _, record in read_lines(content) if isinstance(record.get("status"), str)]
 
 
@@ -176,12 +178,12 @@ def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
 
 
 def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None) -> str:
-    """The `save_folder` of the configuration; else where a run directory has its own, wherever that was moved to."""
+    """Return the configuration's `save_folder`, else the run directory's own, wherever that was moved to."""
     return str((config or {}).get("save_folder") or folder.child("checkpoints").url)
 
 
 def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
-    """The newest checkpoint whose manifest can be read. A report does without when there is none."""
+    """Find the newest checkpoint whose manifest can be read."""
     try:
         search = CheckpointStore(folder).newest_intact()
     except CheckpointError as error:
@@ -194,7 +196,7 @@ def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
 
 
 def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> list[bytes]:
-    """With the lines of batches that another machine trained, which travel with its checkpoints."""
+    """Add lines of batches that another machine trained, which travel with its checkpoints."""
     lines = content.splitlines(keepends=True)
     try:
         carried, _, lost = read_log(newest)
@@ -213,33 +215,7 @@ def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> lis
 # ------------------------------------------------------------------------------------------------------ the log
 
 
-def parse_log(lines: list[bytes]) -> Log:
-    branches = Branches()
-    # A log that came with a checkpoint may have repeated lines of ours: each counts where it stands last.
-    lines = [*reversed(dict.fromkeys(line for line in reversed(lines) if line.strip()))]
-    num_whole = 0
-    for line, record in read_lines(lines):
-        branches.add(line, record)
-        num_whole += 1
-    rows = branches.live
-    batches = [row.batch for row in rows]
-    columns = columns_of(rows)
-    return Log(
-        batch=np.array(batches, np.int64),
-        launch=np.array([row.launch for row in rows], np.int64),
-        num_launches=branches.num_launches,
-        digest=[row.digest for row in rows],
-        columns=columns,
-        tokens=count_tokens(batches, columns[TOKENS]),
-        not_finite=[row.batch for row in rows if row.is_not_finite],
-        num_unreadable=len(lines) - num_whole,
-        dead=[build_dead_branch(rows) for rows in branches.cut],
-        lines=[row.line for row in rows],
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
+class Line(NamedTuple):
     """A line, less what a report has no use for."""
 
     batch: int
@@ -250,73 +226,70 @@ class Row:
     is_not_finite: bool
     values: tuple[float | None, ...]
     """In the order of COLUMNS."""
-    line: bytes
+    content: bytes
 
-    def is_same_training(self, other: "Row") -> bool:
-        """Whether one line is the other, written anew to add to it: its clock shows the same to the last bit."""
-        clock = COLUMNS.index(ELAPSED)
-        return (self.batch, self.launch_in_file, self.values[clock]) == (
-            *(other.batch, other.launch_in_file, other.values[clock]),
-        )
+    @property
+    def clock(self) -> float | None:
+        return self.values[COLUMNS.index(ELAPSED)]
+
+    @property
+    def training(self) -> tuple[int, int, float | None]:
+        """Equal in a line that was written again to add to it: its clock shows the same to the last bit."""
+        return self.batch, self.launch_in_file, self.clock
 
 
-class Branches:
-    """Lines in the order in which they were written -> those that count, and those that a later launch voided."""
-
-    def __init__(self) -> None:
-        self.live: list[Row] = []
-        """Batches ascend."""
-        self.cut: list[list[Row]] = []
-        self.num_launches = 0
-        self.last: Row | None = None
-
-    def add(self, line: bytes, record: Record) -> None:
-        first = next(iter(validation_losses(record).values()), None)
-        values = tuple(number_of(first if key == VALIDATION else record.get(key)) for key in COLUMNS)
-        is_not_finite = LOSS in record and values[COLUMNS.index(LOSS)] is None
-        row = Row(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, line)
-        at = len(self.live)
-        if self.live and row.batch <= self.live[-1].batch:
-            at = bisect_left(self.live, row.batch, key=lambda other: other.batch)
-        tail = self.live[at:]
-        is_addition = bool(tail) and row.is_same_training(tail[0])
-        if is_addition:
-            number, tail = tail[0].launch, tail[1:]
+def parse_log(lines: list[bytes]) -> Log:
+    """Tell lines that count from those that a later launch voided."""
+    # A log that came with a checkpoint may have repeated lines of ours: each counts where it stands last.
+    lines = [*reversed(dict.fromkeys(line for line in reversed(lines) if line.strip()))]
+    live: list[Line] = []  # batches ascend
+    dead: list[list[Line]] = []
+    num_launches, num_whole, last = 0, 0, None
+    for content, record in read_lines(lines):
+        num_whole += 1
+        line = parse_line(content, record)
+        at = len(live)
+        if live and line.batch <= live[-1].batch:
+            at = bisect_left(live, line.batch, key=lambda other: other.batch)
+        tail = live[at:]
+        if tail and line.training == tail[0].training:
+            line, tail = line._replace(launch=tail[0].launch), tail[1:]
         else:
-            number = self._launch_of(row, has_gone_back=bool(tail))
-        if tail:
-            self.cut.append(tail)
-        row = replace(row, launch=number)
-        self.live[at:] = [row]
-        self.last = row
-
-    def _launch_of(self, row: Row, *, has_gone_back: bool) -> int:
-        before, clock = self.last, COLUMNS.index(ELAPSED)
-        if (
-            before is None
-            or has_gone_back
-            or row.launch_in_file != before.launch_in_file
             # A launch that knew nothing of the others' log counts from 1 as they did; its clock starts again.
-            or (row.values[clock] or 0.0) < (before.values[clock] or 0.0)
-        ):
-            self.num_launches += 1
-        return self.num_launches
+            is_next = last is not None and not tail and line.launch_in_file == last.launch_in_file
+            if last is None or not is_next or (line.clock or 0.0) < (last.clock or 0.0):
+                num_launches += 1
+            line = line._replace(launch=num_launches)
+        if tail:
+            dead.append(tail)
+        live[at:] = [line]
+        last = line
+    rows = build_rows(live)
+    return Log(
+        batch=rows.batch,
+        launch=rows.launch,
+        columns=rows.columns,
+        num_launches=num_launches,
+        digest=[line.digest for line in live],
+        tokens=count_tokens([line.batch for line in live], rows[TOKENS]),
+        not_finite=[line.batch for line in live if line.is_not_finite],
+        num_unreadable=len(lines) - num_whole,
+        dead=[build_rows(branch) for branch in dead],
+        lines=[line.content for line in live],
+    )
 
 
-def build_dead_branch(rows: list[Row]) -> DeadBranch:
-    batch, launch = (np.array([getattr(row, name) for row in rows], np.int64) for name in ("batch", "launch"))
-    return DeadBranch(batch, launch, columns_of(rows))
+def parse_line(content: bytes, record: Record) -> Line:
+    validation = next(iter(validation_losses(record).values()), None)
+    values = tuple(number_of(validation if key == VALIDATION else record.get(key)) for key in COLUMNS)
+    is_not_finite = LOSS in record and values[COLUMNS.index(LOSS)] is None
+    return Line(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, content)
 
 
-def columns_of(rows: list[Row]) -> dict[str, Floats]:
-    values = np.array([row.values for row in rows], dtype=np.float64).reshape(len(rows), len(COLUMNS))
-    return {key: values[:, i] for i, key in enumerate(COLUMNS)}
-
-
-def devices_of(rows: Log | DeadBranch) -> Floats:
-    """How many each batch was trained on: the rate of all over the rate of one."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.round(rows[RATE] / rows[DEVICE_RATE])
+def build_rows(lines: list[Line]) -> Rows:
+    values = np.array([line.values for line in lines], dtype=np.float64).reshape(len(lines), len(COLUMNS))
+    batch, launch = (np.array([getattr(line, name) for line in lines], np.int64) for name in ("batch", "launch"))
+    return Rows(batch, launch, {key: values[:, i] for i, key in enumerate(COLUMNS)})
 
 
 def count_tokens(batches: list[int], so_far: Floats) -> Floats:
@@ -331,7 +304,3 @@ def span(first_batch: int, last_batch: int) -> str:
     if first_batch == last_batch:
         return f"batch {first_batch:,}"
     return f"batches {first_batch:,} to {last_batch:,}"
-
-
-def is_local(folder: Folder) -> bool:
-    return isinstance(folder, LocalFolder)

@@ -1,9 +1,8 @@
-"""A run as it runs: where it is, its loss, its rate, the time it still needs, its last checkpoint.
+"""A running run, live: batch, loss, rate, remaining time, last checkpoint.
 
     llmfoundry-lite watch runs/mpt-1b
 
-Reads status.json, config.yaml and the end of metrics.jsonl, again and again, until the run has ended; a file that the
-run is about to replace or to append to is read as it stands. Asks nothing of the process that trains. No torch.
+Reads status.json, config.yaml and the end of metrics.jsonl again and again, until the run has ended. No torch.
 """
 
 import contextlib
@@ -37,21 +36,21 @@ from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, run
 REMAINING = "time/remaining_seconds"
 UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
 PIPE_SECONDS = 10.0
-"""Between lines where nobody looks at a terminal."""
+"""Between lines that go to a file or pipe."""
 LOOK_SECONDS = 1.0
 """Between two looks at a terminal."""
 
 
 class Watched:
-    """What is known of a run: each `look` reads what has been written since the last one."""
+    """State of a run: each `look` reads what has been written since the last one."""
 
     def __init__(self, folder: Path):
-        """Raises DataError where no run is."""
+        """Raises DataError if there is no run."""
         self.folder = folder
         self.config: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.last: Record = {}
-        """The numbers in the newest line of the log."""
+        """Numbers in the newest line of the log."""
         self.validation: tuple[int, float] | None = None
         """(batch, loss)"""
         self.max_duration: Duration | None = None
@@ -95,7 +94,7 @@ class Watched:
 
     @property
     def progress(self) -> float | None:
-        """Share of the run that is done."""
+        """Return the share of the run that is done."""
         if self.status["status"] == "done":
             return 1.0
         if self.max_duration is None:
@@ -105,7 +104,7 @@ class Watched:
         return min(1.0, done / float(self.max_duration.value))
 
     def last_checkpoint(self) -> str | None:
-        """`ba200`; None where there is none, or where they lie behind a URL."""
+        """Return `ba200`; None if there is none, or if they lie behind a URL."""
         where = str(self.config.get("save_folder") or self.folder / "checkpoints")
         if "://" in where:
             return None
@@ -117,7 +116,7 @@ class Watched:
 def watch(
     folder: Path, *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
 ) -> dict[str, Any]:
-    """Show the run at `folder` until it has ended; returns its status. Raises DataError where no run is."""
+    """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run."""
     console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     run = Watched(folder)
     run.look()
@@ -132,7 +131,7 @@ def watch(
 
 
 def _print_lines(run: Watched, console: Console, pause: Callable[[float], None]) -> dict[str, Any]:
-    """A line whenever the run is further, for files and pipes."""
+    """Print a line whenever the run has moved on, for files and pipes."""
     shown = None
     while not run.has_ended:
         if run.last and run.last["batch"] != shown:
@@ -153,7 +152,7 @@ def line_of(run: Watched) -> str:
 
 
 def ending_of(run: Watched) -> str:
-    """`done at batch 300`; `failed at batch 120: out of memory …`"""
+    """Return `done at batch 300` or `failed at batch 120: out of memory …`."""
     reason = f": {run.status['reason']}" if run.status.get("reason") else ""
     return f"{run.status['status']} at batch {run.batch}{reason}"
 
