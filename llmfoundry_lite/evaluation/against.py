@@ -47,8 +47,7 @@ def units_of(task: Prepared) -> list[str]:
 
 
 def load_against(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequence[Path]) -> Against:
-    """Check everything that can be known before a model is loaded. `written` are this evaluation's own files. Raises
-    DataError."""
+    """Check what can be known before a model is loaded; `written` are this evaluation's own files. Raises DataError."""
     if path.resolve() in (file.resolve() for file in written):
         raise DataError(
             f"against: {path} is where this evaluation is written to; name the model otherwise, models.NAME=…, or "
@@ -78,8 +77,7 @@ def ask_until_decided(
 ) -> tuple[Prepared, list[Record], Record]:
     """Return (the task with the items that were asked, a record for each, what to say under `sequential`).
 
-    `ask(part, num_before)` asks a part of the task, after so many items. Every rank must call this, and decides alike:
-    all have all answers.
+    `ask(part, num_before)` asks a part of the task, after so many items. All ranks must call this, and decide alike.
     """
     reference, found = against.reference, dict[int, Record]()
     units = units_of(task)

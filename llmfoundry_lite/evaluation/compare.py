@@ -1,23 +1,22 @@
 """Results of several models -> what can be said of their differences, item by item, each against the first.
 
-A difference is called one when its p, corrected for the number of tests, is below 0.05, and not otherwise. Its interval
-is at the level that its p is held against (Holm's), so that it excludes 0 exactly where a difference is called one.
+A difference is called one when its p, corrected for the number of tests (Holm), is below 0.05. Its interval is at the
+level that its p is held against, so that it excludes 0 exactly where a difference is called one.
 
 Items, or clusters of them, are independent. An item that several tasks ask (with other examples, prompts or labels, but
 of the same data) is one item: in the mean, what all of them say of it is added up first.
 
-A comparison may be sequential (`sequential.py`): then a task's p and interval are of its look, and hold at all looks
-together. Its Holm's correction stays: p-values that any stopping leaves valid need no more.
+In a sequential comparison (`sequential.py`) a task's p and interval are of its look, and hold at all looks together.
 
-Accuracies of models with different tokenizers: `acc_per_token` divides an answer's log-probability by its number of
-tokens, so two tokenizers can make one distribution over texts choose differently. `acc_norm` (per character) is
-compared in its place; the sum, exact answers and bits per byte are of texts as well.
+`acc_per_token` divides an answer's log-probability by its number of tokens, so two tokenizers can make one distribution
+over texts choose differently. Models with different tokenizers are compared by `acc_norm` (per character) in its place.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +72,7 @@ class Paired:
     p: float
     test: str
     p_corrected: float = math.nan
-    needed: int | None
+    needed: int | None = None
     """Items that find a difference of 0.01 with 80 % power, in a test of its own."""
     error: float
     """Standard error of the difference."""
@@ -163,10 +162,8 @@ def is_within(margin: float | None, low: float | None, high: float | None) -> bo
 def compare(
     results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False, sequential: Rule | None = None
 ) -> list[Pair]:
-    """Compare each result with the first; with a `sequential` rule, by the items that it would have asked.
-
-    Raises DataError for results that cannot be compared, naming task and reason.
-    """
+    """Compare each result with the first; with a `sequential` rule, by the items that it would have asked. Raises
+    DataError for results that cannot be compared, naming task and reason."""
     known = {task for result in results for task in result.items}
     for task in skip:
         if task not in known:
@@ -336,28 +333,27 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
             share[unit] = share.get(unit, 0.0) + weight
     # Rounded, so that what cancels out is 0.
     counts = statistics.count(np.round(list(added.values()), 15), np.array(list(share.values())))
-    differences = np.concatenate([task.other - task.first for task in answers])
-    n, wins, losses = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
     ours = sum(float(task.weights @ task.first) for task in answers) / len(answers)
     theirs = sum(float(task.weights @ task.other) for task in answers) / len(answers)
     name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
     paired = Paired(
         task=name,
         metric=metric,
-        n=n,
         first=ours,
         other=theirs,
         difference=theirs - ours,
-        wins=wins,
-        losses=losses,
-        ties=n - wins - losses,
+        **_count_won(np.concatenate([task.other - task.first for task in answers])),
         p=statistics.score_p(counts),
         test="score",
-        needed=None,
         error=math.sqrt(max(0.0, float(counts.variance))),
         interval=lambda level: statistics.score_interval(counts, level),
     )
     return paired, counts
+
+
+def _count_won(gains: statistics.Floats) -> dict[str, Any]:
+    wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
+    return {"n": len(gains), "wins": wins, "losses": losses, "ties": len(gains) - wins - losses}
 
 
 def _pair_texts(task: str, first: Results, other: Results) -> Paired:
@@ -367,21 +363,17 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
     # A function of the task, so that one more task or result changes no other number.
     generator = np.random.default_rng([SEED, zlib.crc32(f"{task} {BITS}".encode())])
     found = statistics.difference_of_ratios(a * bits, b * bits, generator)
-    n, rates = len(a), b[:, 0] / b[:, 1] - a[:, 0] / a[:, 1]
-    deviation = found.error * math.sqrt(n)
+    deviation = found.error * math.sqrt(len(a))
     return Paired(
         task=task,
         metric=BITS,
-        n=n,
         first=float(bits_per_byte(a.sum(axis=0))),
         other=float(bits_per_byte(b.sum(axis=0))),
         difference=found.difference,
-        wins=int((rates < 0).sum()),
-        losses=int((rates > 0).sum()),
-        ties=int((rates == 0).sum()),
+        **_count_won(a[:, 0] / a[:, 1] - b[:, 0] / b[:, 1]),
         p=found.p,
         test="studentised bootstrap",
-        needed=statistics.documents_needed(deviation) if n > 1 and deviation else None,
+        needed=statistics.documents_needed(deviation) if len(a) > 1 and deviation else None,
         error=found.error,
         interval=found.interval,
     )

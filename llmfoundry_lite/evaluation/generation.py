@@ -27,8 +27,8 @@ def answer_all(
     share: tuple[int, int],
     on_progress: Callable[[str, int, int], None],
 ) -> list[str]:
-    """Return the model's answer to each item, in order; `share` is (rank, ranks) that divide the items. Raises
-    DataError, on all of them, where the model gives no numbers."""
+    """Return the model's answer to each item; `share` is (rank, ranks) that divide them. Raises DataError on all ranks
+    where the model gives no numbers."""
     (rank, world_size), num_items = share, len(task.items)
     found: list[tuple[int, str]] = []
     for start in range(0, num_items, world_size):
@@ -48,10 +48,7 @@ def answer_all(
 
 def write(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:
     """Return the likeliest continuation, to the end of text, a stopping text or `max_new_tokens`; None where the model
-    gives no numbers.
-
-    Ranks go on until all are done or one has failed, because those of a sharded model can only compute together.
-    """
+    gives no numbers. Ranks go on until all are done or one has failed: those of a sharded model compute together."""
     assert config.max_new_tokens is not None, "tasks.prepare fills it in"
     tokens: Iterator[int] | None = model.write(context, config.max_new_tokens)
     written: list[int] = []
@@ -110,10 +107,8 @@ def write_text(
     device: torch.device | None = None,
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text.
-
-    `sampling`: temperature, top_k, top_p and seed, as in `models.generate`.
-    """
+    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text; `sampling` is for
+    `models.generate`: temperature, top_k, top_p and seed."""
     asked = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
     written: list[int] = []
     shown = ""

@@ -47,10 +47,8 @@ def evaluate(
     against: Against | None = None,
 ) -> Results:
     """Ask all `tasks`, or those that `files` does not have yet; `against` a stored result, until the difference to it
-    is decided. With several ranks all must call this; all get the same Results, and rank 0 writes.
-
-    `share` is (rank, ranks) of those among whom the items are divided, where several ranks compute as one; the
-    default is one share for each rank.
+    is decided. All ranks must call this; all get the same Results, and rank 0 writes. `share` is (rank, ranks) that
+    divide the items, where several ranks compute as one.
 
     Raises DataError for a task that cannot be read, has tokens that the model does not know, or would replace a
     finished one in `files`, before anything is computed, and for a model that gives no numbers (NaN).
@@ -114,8 +112,7 @@ def _refuse_unknown_tokens(model: Scorable, prepared: Sequence[Prepared]) -> Non
 def run_task(
     asker: "Asker", task: Prepared, results: Results, against: Against | None = None
 ) -> tuple[Record, list[Record]]:
-    """Return (the task's record, one for each item); with `against`, for those that are asked until the difference of
-    `results` to the stored one is decided."""
+    """Return (the task's record, one for each item that was asked)."""
     started, total, more = time.monotonic(), len(task.items), {}
     asker.on_progress(task.name, 0, total)
 

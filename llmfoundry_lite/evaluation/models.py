@@ -2,12 +2,16 @@
 
 Portable checkpoints and folders of the model types mpt, gpt2 and llama become our MPT, which shares prefixes, or are
 refused: transformers' models of these types ignore what they do not know. A causal language model of another type runs
-as transformers has it (`plain_models.py`). Code that a folder brings is never run.
+as transformers has it, row by row, and is refused where a folder is not what it says: options that transformers
+ignores, weights that are missing or packed, tokens that see later ones. Code that a folder brings is never run.
 """
 
+import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,19 +35,33 @@ from llmfoundry_lite.checkpoint.where import read_tokenizer
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.files import check_no_adapter
+from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
 from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.plain_models import load_plain, read_plain_config
-from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden
-from llmfoundry_lite.models.generate import generate
+from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
+from llmfoundry_lite.models.attention import for_any_width
+from llmfoundry_lite.models.generate import check_finite, generate
 from llmfoundry_lite.models.mpt import MPT
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+DECISIVE_OPTIONS = (
+    *("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "sliding_window", "qk_ln", "qk_norm"),
+)
+"""Keys of config.json that change logits. transformers ignores those that a model's class does not declare."""
+FAULTS = {
+    "missing_keys": "lacks weights of its model",  # which transformers draws at random
+    "unexpected_keys": "has weights that its model has no place for",
+    "mismatched_keys": "has weights of other shapes than its model",
+}
+FLOATS = ("F32", "BF16", "F16", "F64")
+PROBED_TOKENS = 1024
+"""Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
 
 Shard = Callable[[nn.Module], None]
 """Spreads a model over all ranks, in place."""
@@ -77,8 +95,8 @@ class Subject:
 
 
 def find_checkpoint(where: str) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one
-    that is damaged or incomplete. Raises DamagedCheckpointError when none is intact."""
+    """Return the checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one.
+    Raises DamagedCheckpointError when none is intact."""
     notes: list[str] = []
     for url in _places_of(where):
         if is_checkpoint(url):
@@ -93,8 +111,7 @@ def find_checkpoint(where: str) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
-    """Return a run's or folder's checkpoints whose manifest can be read, in order of batch, and a line for each whose
-    manifest cannot."""
+    """Return a run's checkpoints whose manifest can be read, in order of batch, and a line for each of the others."""
     stores = (CheckpointStore(url) for url in _places_of(where))
     candidates = next((found for store in stores if (found := store.candidates())), [])
     refuse_newer(candidates)
@@ -105,7 +122,6 @@ def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
 
 
 def _places_of(where: str) -> tuple[str, str]:
-    """Return where checkpoints may be: the path itself, or inside a run directory."""
     return where, f"{where.rstrip('/')}/checkpoints"
 
 
@@ -233,7 +249,7 @@ def _identify(folder: Path) -> str:
 
 
 def _fetch(name: str) -> Path:
-    """Fetch what is read here, not all that a repository may hold (ONNX, GGUF, weights of other frameworks)."""
+    """Fetch what is read here, not all that a repository may hold, such as ONNX or GGUF."""
     if Path(name).is_dir():
         return Path(name)
     import huggingface_hub
@@ -252,7 +268,6 @@ def _fetch(name: str) -> Path:
 
 
 def _build_empty(config: ModelConfig, at: Placement) -> MPT:
-    """Build a model on no device yet, or spread over all and not filled in."""
     with torch.device("meta"):
         model = MPT(config)
     model = model.to(at.dtype).eval().requires_grad_(False)
@@ -295,3 +310,160 @@ class TreeModel:
 
     def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         return generate(self.model, torch.tensor(context, device=self.device), num_tokens, temperature=0)
+
+
+# -------------------------------------------------------------------------------------- models of transformers alone
+
+
+def read_plain_config(folder: Path) -> Any:
+    """Return transformers' description of the model. Raises DataError."""
+    from transformers import AutoConfig
+
+    with _refuse_what_fails(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+    hf_config = read_hf_config(folder)
+    for key in DECISIVE_OPTIONS:
+        if hf_config.get(key) is not None and key not in declared:
+            raise DataError(
+                f"models: {folder}: {key} is {json.dumps(hf_config[key])} in config.json, and transformers' "
+                f"{config.model_type} ignores it; expected a model that has it"
+            )
+    return config
+
+
+@contextmanager
+def _refuse_what_fails(folder: Path) -> Iterator[None]:
+    """Raises DataError for whatever transformers, its readers and such models raise."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            code = ", ".join(map(str, (read_hf_config(folder).get("auto_map") or {}).values()))
+            raise DataError(
+                f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model "
+                "that transformers has itself"
+            ) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
+
+
+def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "PlainModel":
+    """Raises DataError or ExportError for what is no causal language model, or not the one that it says."""
+    from transformers import AutoModelForCausalLM
+
+    config, dtypes = read_plain_config(folder), read_dtypes(folder)
+    # transformers takes packed weights for the numbers they are packed in, unless it is told how to unpack them.
+    packed = [name for name, of in dtypes.items() if name.endswith(".weight") and of not in FLOATS]
+    if packed and not read_hf_config(folder).get("quantization_config"):
+        raise DataError(
+            f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
+            f"expected {', '.join(FLOATS)}"
+        )
+    with _refuse_what_fails(folder):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    model, told = loaded
+    for kind, fault in FAULTS.items():
+        if names := sorted(map(str, told[kind])):
+            raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
+    with _refuse_what_fails(folder):  # such a model may not compute what its config.json promises
+        plain = PlainModel(model.to(device).eval(), device)
+        sees_ahead = _sees_ahead(plain)
+    if sees_ahead:
+        raise DataError(
+            f"models: {folder}: later tokens change its earlier logits, so it is no causal language model; its "
+            f"model_type is {config.model_type!r}"
+        )
+    return plain
+
+
+@torch.no_grad()
+def _sees_ahead(model: "PlainModel") -> bool:
+    """Return whether other tokens from some place on change logits before it, and not by rounding alone.
+
+    The places are odd, so that a block whose tokens all see each other is cut in two.
+    """
+    length = min(PROBED_TOKENS, model.max_seq_len)
+    places = {place for place in (1, length // 4 | 1, length // 2 | 1, length - 1) if 0 < place < length}
+    if not places:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    tokens_t = torch.randint(model.vocab_size, (length,), generator=generator)
+    steps_t = torch.randint(1, max(2, model.vocab_size), (length,), generator=generator)
+    others_t = (tokens_t + steps_t) % model.vocab_size
+    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)}))
+    expected_cv = model.logits(tokens_t, columns_c)
+    tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
+    for place in places:
+        changed_t = torch.cat([tokens_t[:place], others_t[place:]])
+        apart_c = (model.logits(changed_t, columns_c) - expected_cv).abs().amax(dim=-1).cpu()
+        if apart_c[columns_c < place].max() > tolerance * apart_c[columns_c >= place].max():
+            return True
+    return False
+
+
+class PlainModel:
+    """Any causal language model of transformers. Padding is on the right, where causal attention never looks."""
+
+    shares_prefixes = False
+    separates_documents = False
+    separator = None
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model = model
+        self.device = device
+        _make_fp32_logits(model)
+        self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
+        config = getattr(model.config, "text_config", model.config)  # of a model that reads more than text
+        self.vocab_size = int(config.vocab_size)
+        names = ("max_position_embeddings", "n_positions", "max_seq_len")
+        said = [int(value) for name in names if (value := getattr(config, name, None))]
+        self.max_seq_len = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
+        for name, table in model.named_modules():  # a table of positions may begin behind that of padding: RoBERTa's
+            if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+                self.max_seq_len = min(self.max_seq_len, table.num_embeddings - table.padding_idx - 1)
+
+    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+        assert inputs.positions_bt is None, "rows are plain text"
+        options: dict[str, Any] = {}
+        columns_u = wanted.columns_u
+        if self.keeps_columns:  # logits of the columns alone at which any row has an answer
+            options["logits_to_keep"], columns_u = columns_u.unique(return_inverse=True)
+        logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
+        return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
+
+    def logits(self, tokens_t: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits of one row at these columns [c, v]."""
+        columns_c = columns_c.to(self.device)
+        options = {"logits_to_keep": columns_c} if self.keeps_columns else {}
+        logits_cv = self.model(input_ids=tokens_t[None].to(self.device), **options).logits[0]
+        return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
+
+    @torch.no_grad()
+    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+        tokens_1t, past = torch.tensor([context], device=self.device), None
+        for _ in range(num_tokens):
+            with for_any_width():
+                output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
+            logits_11v = output.logits[:, -1:].float()
+            check_finite(logits_11v)
+            next_11 = logits_11v.argmax(dim=-1)
+            yield int(next_11)
+            # The oldest models keep nothing, and recurrent ones something else: those read the whole text again.
+            past = getattr(output, "past_key_values", None)
+            tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if past is None else next_11
+
+
+def _make_fp32_logits(model: Any) -> None:
+    """Let the last layer of a model in another precision compute in fp32, as ours does: rounded logits make ties."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear) and head.weight.dtype != torch.float32:
+
+        def in_fp32(hidden_btd: torch.Tensor) -> torch.Tensor:
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden_btd.float(), head.weight.float(), bias)
+
+        module: Any = head
+        module.forward = in_fp32

@@ -51,8 +51,7 @@ def z_of(level: float) -> float:
 
 
 class Counts(NamedTuple):
-    """Units won, lost and asked, and what one of them adds; whole numbers and 1 where every item is a unit. Numbers or
-    arrays."""
+    """Units won, lost and asked, and what one of them adds. Numbers or arrays."""
 
     wins: float | Floats
     losses: float | Floats
@@ -137,10 +136,8 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
 
 def items_needed(discordance: float, difference: float = 0.01, power: float = 0.8) -> int:
     """Return the items that `score_p` needs to be below 0.05 with this power, when the share `discordance` of items is
-    right in one model alone; that share cannot be smaller than the difference itself.
-
-    Connor's normal approximation (Biometrics 43, 1987) with our correction, then exact counts while they are few.
-    """
+    right in one model alone: Connor's normal approximation (Biometrics 43, 1987) with our correction, then exact counts
+    while they are few."""
     share, z_power = max(discordance, difference), NormalDist().inv_cdf(power)
     first = Z_TWO_SIDED * math.sqrt(share) + z_power * math.sqrt(share - difference**2)
     # n d - z √(n s) - correction = z_power √(n (s - d²)), a quadratic in √n
@@ -195,8 +192,7 @@ class Studentised(NamedTuple):
         return min(1.0, self.caution * (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
-        """Return what p would not reject at `level`. None where nothing is claimed, where it has no end, or where more
-        draws would be needed."""
+        """Return what p would not reject at `level`. None where nothing is claimed, or more draws would be needed."""
         draws = self.deviations_d
         room = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
         both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out

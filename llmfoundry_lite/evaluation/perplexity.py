@@ -18,14 +18,12 @@ LINES = (".jsonl", ".json", ".ndjson")
 
 
 class Document(NamedTuple):
+    """Tokens to be predicted, the one before them, and what the file has: the text, or a sample's tokens."""
+
     before: int
-    """The token before the first."""
     ids: list[int]
-    """To be predicted."""
     num_bytes: int
-    """Of their text, in UTF-8."""
     source: str | list[int]
-    """What the file has: the text, or a sample's tokens."""
 
 
 def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> Prepared:
@@ -33,12 +31,9 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     fewer to predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
 
     A text file is one document; in a file of JSON lines each row's `text` is one. Both are predicted from the
-    tokenizer's beginning, or its beginning-of-text token, or its end-of-text token where it has neither. In an MDS
-    split each sample is one, and its first token is given, not predicted. The documents in a sample see each other
-    unless the model was trained with attn_uses_sequence_id.
-
-    The `num_characters` of a request are bytes. An item's `index` is its document's, because windows of one document
-    are not independent. Equal documents are a cluster. `limit` counts windows. Raises DataError.
+    tokenizer's beginning, or its beginning-of-text or end-of-text token. In an MDS split each sample is one, and its
+    first token is given. An item's `index` is its document's; equal documents are a cluster. The `num_characters` of a
+    request are bytes. `limit` counts windows. Raises DataError.
     """
     items: list[Item] = []
     first_of: dict[str, int] = {}

@@ -171,8 +171,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
 
 
 def _perplexity(nats: float, error: float | None) -> Record:
-    """Return the perplexity with its standard error, to first order: exp(x ± e) is exp(x) ± exp(x) e. Nothing where no
-    float can hold it, as of long answers of a model that has learnt little."""
+    """Return exp(nats) ± exp(nats) error; nothing where no float can hold it, as of long answers."""
     with contextlib.suppress(OverflowError):
         found = math.exp(nats)
         return {"perplexity": found, **({} if error is None else {"perplexity_stderr": found * error})}
@@ -276,8 +275,7 @@ def has_categories(record: Record) -> bool:
 
 
 def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
-    """Return the standard error of a sum, from (data, standard error) of each part: parts on the same data are taken to
-    err together, those on other data independently."""
+    """Return the standard error of a sum of (data, error); parts on the same data are taken to err together."""
     found: dict[str, float] = {}
     for data, error in errors:
         found[data] = found.get(data, 0.0) + error

@@ -85,8 +85,7 @@ def code_version() -> str:
 
 
 def load_results(paths: Sequence[Path]) -> list[Results]:
-    """Read results with their items. Raises DataError for a file that is no result, or whose items are missing, torn or
-    another evaluation's."""
+    """Raises DataError for a file that is no result, or whose items are missing, torn or another evaluation's."""
     for i, path in enumerate(paths):
         if any(path.resolve() == earlier.resolve() for earlier in paths[:i]):
             raise DataError(f"{path} is given twice; name another result to compare it with")
@@ -110,7 +109,6 @@ def read_results(path: Path) -> Results:
 
 
 def _read_items(results: Results) -> dict[str, list[Record]]:
-    """Return the items of every task, checked against the numbers in the result."""
     beside, found = _items_path(results.path), {}
     try:
         lines_of = _lines_by_task(beside)
@@ -136,7 +134,7 @@ def _items_path(path: Path) -> Path:
 
 
 def _lines_by_task(path: Path) -> dict[str, list[str]]:
-    """Return each task's lines of a file of items, without those that are torn."""
+    """Skip lines that are torn."""
     found: dict[str, list[str]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -145,8 +143,7 @@ def _lines_by_task(path: Path) -> dict[str, list[str]]:
 
 
 def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:
-    """Return the results in a suite's folder of models that are not `known`, by name, and a line for each that cannot
-    be read."""
+    """Return the results of other models in a suite's folder, and a line for each that cannot be read."""
     found, notes = [], []
     for path in sorted(folder.glob("*.json")):
         if path.stem in known or not _items_path(path).exists():  # compare.json is no result
@@ -171,8 +168,7 @@ class Outline(NamedTuple):
 
 
 def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | None) -> list[Outline]:
-    """Tell what is known without a tokenizer, so that a launch is refused before a model is loaded. Raises DataError
-    for a file that cannot be read or lacks a column."""
+    """Tell what is known before a model is loaded. Raises DataError for a file that cannot be read."""
     found = []
     for config in tasks:
         if config.icl_task_type == "perplexity":
@@ -278,8 +274,8 @@ class ResultFiles:
         return self.known is not None and len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
     def find(self, task: Prepared, results: Results, told: Record | None = None) -> Record | None:
-        """Return the finished result of this very task on this very model, if it is here. One that stopped when it was
-        decided is finished where it says what is `told`: the same comparison."""
+        """Return the finished result of this very task on this very model. One that stopped when it was decided is
+        finished where it says what is `told`: the same comparison."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, outline(task)):
             return None

@@ -133,8 +133,7 @@ def in_order(units: Sequence[str]) -> list[str]:
 
 
 def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
-    """Plan a task whose items belong to these units, each a `noun`: an item, a cluster or a document. Raises DataError
-    where they are too few for any verdict."""
+    """Plan a task whose items belong to these units, each a `noun`. Raises DataError for too few for any verdict."""
     num_units, least = len(set(units)), MIN_DOCUMENTS if noun == "document" else MIN_UNITS
     if num_units < least:
         raise DataError(
@@ -187,8 +186,8 @@ def from_record(record: Record) -> Stage:
 
 @lru_cache(maxsize=1024)
 def boundaries(shares: tuple[float, ...], level: float, spending: str = OBRIEN_FLEMING) -> tuple[float, ...]:
-    """Return for looks with these shares of the information, ascending up to 1, the distance from 0, in standard
-    errors, beyond which a difference is one. inf where a look may spend nothing yet."""
+    """Return for each look, at these shares of the information, how many standard errors a difference must exceed; inf
+    where a look may spend nothing yet."""
     found: list[float] = []
     nodes_i, mass_i = np.zeros(1), np.ones(1)
     spent = before = 0.0
@@ -207,9 +206,8 @@ def boundaries(shares: tuple[float, ...], level: float, spending: str = OBRIEN_F
 
 
 def _crossed_with(chance: float, nodes_i: np.ndarray, mass_i: np.ndarray, deviation: float, whole: float) -> float:
-    """Return the limit that a step of this deviation crosses, on either side, with `chance`; `whole` is the deviation
-    of the sum. By Newton's method on the logarithm, which comes from outside and stays there: the tail is log-concave.
-    """
+    """Return the limit that a step of this deviation crosses, on either side, with `chance`; `whole` is the sum's. By
+    Newton's method on the logarithm, which comes from outside and stays there: the tail is log-concave."""
     if chance < LEAST_SPENT:
         return math.inf
     limit = -NormalDist().inv_cdf(chance / 2) * whole

@@ -50,8 +50,7 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
-    """Evaluate, print the table, write the files. Every rank of a launch must call this; rank 0 prints, and begins with
-    `notes`."""
+    """Evaluate, print the tables, write the files. Every rank of a launch must call this; rank 0 prints."""
     tell(notes)
     device = start(config)
     folder = Path(config.results_folder) / config.suite

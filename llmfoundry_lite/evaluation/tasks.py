@@ -295,14 +295,12 @@ def data_fingerprint(rows: list[dict[str, Any]]) -> str:
 
 
 def _question(config: TaskConfig, row: dict[str, Any]) -> str:
-    """Return a fingerprint of what a row asks, without its other columns."""
     contexts, answers, _ = _options(config, row)
     return fingerprint([contexts, answers])
 
 
 def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, str]:
-    """Return the cluster of each row: rows are in one that share the column `cluster`, or ask the same. Empty where all
-    rows are independent."""
+    """Return each row's cluster: of rows that share the column `cluster`, or ask the same. Empty where none do."""
     root, first_of = list(range(len(rows))), dict[tuple[str, str], int]()
 
     def find(index: int) -> int:
@@ -434,16 +432,15 @@ def _accepted(row: dict[str, Any]) -> list[str]:
 
 
 def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> int:
-    """Return the tokens a model is given for its answer, reasoning included. As LLM Foundry counts them: the answer by
-    itself, after the tokenizer's beginning."""
+    """Return the tokens a model is given for its answer, as LLM Foundry counts them: reasoning included, and the
+    tokenizer's beginning."""
     solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
     longest = max(len(tokenizer.encode(solution)) for solution in solutions)
     return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
 
 
 def clean(config: TaskConfig, text: str) -> str:
-    """Return what is compared of a generated text, or of an answer: in lower case, without punctuation, articles,
-    underscores and double spaces, unless the task wants it as it is."""
+    """Return what is compared: in lower case, without punctuation, articles and double spaces, or the text as it is."""
     if not config.do_normalization:
         return text.strip()
     marks = string.punctuation + "‘’´`"
@@ -483,7 +480,6 @@ class _Encoding:
         return self._fit(self._apart(preamble, context), [], num_tokens, 0)
 
     def _fit(self, ids: list[int], answer_ids: list[int], num_tokens: int, num_characters: int) -> Request | str:
-        """Trim from the left."""
         room = self.max_tokens - num_tokens
         if room < 1:
             return "an answer longer than the model"

@@ -25,24 +25,21 @@ SEQUENTIAL = (
 
 def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     for pair in pairs:
-        _print_rows(console, f"{pair.other} against {pair.first}", pair, pair.rows)
-        if pair.more:
-            _print_rows(console, "by the other metrics", pair, pair.more)
+        for title, rows in ((f"{pair.other} against {pair.first}", pair.rows), ("by the other metrics", pair.more)):
+            if rows:
+                names = (
+                    "\n".join(name[i : i + 9] for i in range(0, len(name), 9)) for name in (pair.first, pair.other)
+                )
+                columns = ["task", "items\n(needed)", *names, " difference [interval]", "p\nwon/lost"]
+                console.print(Text(printable(title), style="italic"))
+                table = Table(title, columns, [_console_row(paired, pair) for paired in rows], right={1, 2, 3, 5})
+                table.print(console, unbroken={4})
+                console.print()
         if pair.sentence:
             console.print(Text(printable(pair.sentence), style="bold"))
         print_notes(console, pair.notes)
         console.print()
     console.print(Text(legend(pairs), style="dim"))
-
-
-def _print_rows(console: Console, title: str, pair: Pair, rows: Sequence[Paired]) -> None:
-    names = (_in_lines(name) for name in (pair.first, pair.other))
-    columns = ["task", "items\n(needed)", *names, " difference [interval]", "p\nwon/lost"]
-    console.print(Text(printable(title), style="italic"))
-    Table(title, columns, [_console_row(paired, pair) for paired in rows], right={1, 2, 3, 5}).print(
-        console, unbroken={4}
-    )
-    console.print()
 
 
 def _console_row(paired: Paired, pair: Pair) -> list[str]:
@@ -52,11 +49,14 @@ def _console_row(paired: Paired, pair: Pair) -> list[str]:
     return [
         "\n".join((name or paired.task, *under)),
         _items(paired, "\n") + (f"\n({paired.needed:,})" if paired.needed else ""),
-        f"{paired.first:.{paired.digits}f}",
-        f"{paired.other:.{paired.digits}f}",
+        *_numbers(paired),
         f" {_difference(paired)}\n {paired.verdict}",
         f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
     ]
+
+
+def _numbers(paired: Paired) -> list[str]:
+    return [f"{number:.{paired.digits}f}" for number in (paired.first, paired.other)]
 
 
 def _items(paired: Paired, space: str) -> str:
@@ -64,10 +64,6 @@ def _items(paired: Paired, space: str) -> str:
         return f"{paired.n:,}"
     plan = paired.stage.plan
     return f"{paired.n:,}{space}of {plan.looks[-1] if paired.metric == BITS else plan.num_items:,}"
-
-
-def _in_lines(name: str) -> str:
-    return "\n".join(name[i : i + 9] for i in range(0, len(name), 9))
 
 
 def _difference(paired: Paired) -> str:
@@ -114,8 +110,7 @@ def _markdown_row(paired: Paired) -> list[str]:
         "" if paired.metric == "mean" else paired.metric,
         _items(paired, " "),
         f"{paired.needed:,}" if paired.needed else "",
-        f"{paired.first:.{paired.digits}f}",
-        f"{paired.other:.{paired.digits}f}",
+        *_numbers(paired),
         _difference(paired),
         f"{100 * paired.confidence:.4g} %",
         f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",

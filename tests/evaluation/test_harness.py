@@ -351,7 +351,7 @@ def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here)
     transformers = pytest.importorskip("transformers")
     folder = load_subject("model", device=CPU)
     assert isinstance(folder.model, TreeModel)
-    from llmfoundry_lite.evaluation.plain_models import PlainModel
+    from llmfoundry_lite.evaluation.models import PlainModel
 
     plain = PlainModel(transformers.AutoModelForCausalLM.from_pretrained("model").eval(), CPU)
     ours = evaluate(folder.model, folder.tokenizer, tasks(), Results(model="a", suite="s", source=""))

@@ -20,7 +20,7 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
-from llmfoundry_lite.evaluation.plain_models import PlainModel, _sees_ahead
+from llmfoundry_lite.evaluation.models import PlainModel, _sees_ahead
 from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal
 
 GPT_NEO_X: dict[str, Any] = {
