@@ -1,8 +1,5 @@
 """The table of accelerators: which names it knows, and that it guesses none."""
 
-import subprocess
-import sys
-
 import pytest
 
 from llmfoundry_lite.hardware import ACCELERATORS, GIB, find_accelerator
@@ -107,8 +104,3 @@ def test_cards_agree_with_the_published_table(name):
     found = accelerator.memory_bandwidth_bytes_per_second * devices
     assert found == pytest.approx(bandwidth * 1e9, rel=1e-3)
     assert accelerator.power_watts * devices == watts
-
-
-def test_the_table_needs_no_torch():
-    code = "import llmfoundry_lite.hardware, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -219,128 +219,90 @@ def test_one_wrong_key_is_named_with_what_to_write_instead(argument):
     assert refusal("run.yaml", argument) == f"command line: {key}: {WRONG[argument]}"
 
 
-IMPOSSIBLE_ATTENTION = {
+TOGETHER = {
     "model.attn_config.attn_type=grouped_query_attention": (
-        "kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v"
+        "model.attn_config.kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v"
     ),
     "model.attn_config={attn_type: grouped_query_attention, kv_n_heads: 3}": (
-        "kv_n_heads: 3 does not divide n_heads, 4; use one of 1, 2 or 4"
+        "model.attn_config.kv_n_heads: 3 does not divide n_heads, 4; use one of 1, 2 or 4"
     ),
     "model.attn_config.rope_hf_config={type: llama3, factor: 8, high_freq_factor: 1}": (
-        "rope_hf_config.high_freq_factor: 1.0 given, expected more than low_freq_factor, 1.0"
+        "model.attn_config.rope_hf_config.high_freq_factor: 1.0 given, expected more than low_freq_factor, 1.0"
     ),
-    "model.attn_config={alibi: true, rope: true}": "rope: both alibi and rope given; use one of them",
-    "model.attn_config={qk_ln: true, qk_gn: true}": "qk_gn: both qk_ln and qk_gn given; use one of them",
+    "model.attn_config={alibi: true, rope: true}": "model.attn_config.rope: both alibi and rope given; use one of them",
+    "model.attn_config={qk_ln: true, qk_gn: true}": (
+        "model.attn_config.qk_gn: both qk_ln and qk_gn given; use one of them"
+    ),
     "model.attn_config={attn_impl: flex, attn_pdrop: 0.1}": (
-        "attn_impl: flex has no attn_pdrop; use sdpa, or attn_pdrop: 0"
+        "model.attn_config.attn_impl: flex has no attn_pdrop; use sdpa, or attn_pdrop: 0"
     ),
     "model={n_heads: 8, attn_config: {attn_impl: flex}}": (
-        "attn_impl: flex needs heads of 16 dimensions or more, and d_model / n_heads is 8; use auto or sdpa"
+        "model.attn_config.attn_impl: flex needs heads of 16 dimensions or more, and d_model / n_heads is 8; use auto "
+        "or sdpa"
     ),
+    "compile_config={speed: max}": (
+        "compile_config.speed: torch.compile has no such argument; it has fullgraph, dynamic, backend, mode, options, "
+        "disable"
+    ),
+    "compile_config={mode: fast}": (
+        "compile_config.mode: 'fast' given, expected one of default, reduce-overhead, max-autotune, "
+        "max-autotune-no-cudagraphs"
+    ),
+    "fsdp_config={activation_cpu_offload: true}": (
+        "fsdp_config.activation_cpu_offload: offloads what activation_checkpointing keeps; add "
+        "activation_checkpointing: true, or remove it"
+    ),
+    "callbacks.my_own.batch_interval=9": (
+        "callbacks.my_own: unknown key; one of your own is named by its import path, python:package.module:Class"
+    ),
+    "optimizer.betas=[0.9,x]": "optimizer.betas[1]: 'x' given, expected a number",
+    "model.ffn_config.ffn_act_fn={name: relu, approximate: tanh}": (
+        "model.ffn_config.ffn_act_fn.approximate: tanh given, but name is relu, and only gelu is approximated; remove "
+        "it"
+    ),
+    "model.init_config.name=baseline_": (
+        "model.init_config.init_std: missing; baseline_ draws weights from N(0, init_std)"
+    ),
+    "model.init_config={name: default_, emb_init_std: 0.1}": (
+        "model.init_config.emb_init_std: default_ draws embeddings from N(0, 1); remove it or use another scheme"
+    ),
+    "train_loader.dataset.streams.a.local=x": (
+        "train_loader.dataset: both streams and local/remote given; put each folder under streams, or use no streams"
+    ),
+    "train_loader={dataset: {local: null, streams: {a: {local: x, proportion: 1, repeat: 2}}}}": (
+        "train_loader.dataset.streams.a: proportion and repeat given, expected one of them at most"
+    ),
+    "train_loader={dataset: {local: null, streams: {a: {local: x, proportion: 1}, b: {local: y}}}}": (
+        "train_loader.dataset.streams: some streams have a proportion and some do not; give it to all or to none"
+    ),
+    "train_loader={dataset: {local: null, streams: {a: {remote: x}}}}": (
+        "train_loader.dataset.streams.a.local: missing; expected the folder this stream is read or cached in"
+    ),
+    "islands={coordinator: 'h:1', name: a, address: 0.0.0.0}": (
+        "islands.address: '0.0.0.0' given, expected an address at which other islands reach this host"
+    ),
+    **{
+        f"islands={{coordinator: 'h:1', name: a, weight: {weight}}}": f"islands.weight: {said}"
+        for weight, said in {
+            ".inf": "inf given, expected a finite number",
+            "0": "0.0 given, expected a number from 1e-6 to 1e6",
+            "1.0e+300": "1e+300 given, expected a number from 1e-6 to 1e6",
+        }.items()
+    },
 }
-"""Options that do not go together -> which one is named, and what is said of it."""
+"""Keys that do not go together -> which one is named, and what is said of it."""
 
 
-@pytest.mark.parametrize("argument", IMPOSSIBLE_ATTENTION)
-def test_impossible_combinations_of_attention_options_are_refused(argument):
-    assert refusal("run.yaml", argument) == f"command line: model.attn_config.{IMPOSSIBLE_ATTENTION[argument]}"
+@pytest.mark.parametrize("argument", TOGETHER)
+def test_of_keys_that_do_not_fit_each_other_the_one_to_change_is_named(argument):
+    assert refusal("run.yaml", argument) == f"command line: {TOGETHER[argument]}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["compile_config={speed: max}"],
-            "command line: compile_config.speed: torch.compile has no such argument; it has fullgraph, dynamic, "
-            "backend, mode, options, disable",
-        ),
-        (
-            ["compile_config={mode: fast}"],
-            "command line: compile_config.mode: 'fast' given, expected one of default, reduce-overhead, max-autotune, "
-            "max-autotune-no-cudagraphs",
-        ),
-        (
-            ["fsdp_config={activation_cpu_offload: true}"],
-            "command line: fsdp_config.activation_cpu_offload: offloads what activation_checkpointing keeps; add "
-            "activation_checkpointing: true, or remove it",
-        ),
-        (
-            ["callbacks.my_own.batch_interval=9"],
-            "command line: callbacks.my_own: unknown key; one of your own is named by its "
-            "import path, python:package.module:Class",
-        ),
-        (
-            ["optimizer.betas=[0.9,x]"],
-            "command line: optimizer.betas[1]: 'x' given, expected a number",
-        ),
-        (
-            ["model.ffn_config.ffn_act_fn={name: relu, approximate: tanh}"],
-            "command line: model.ffn_config.ffn_act_fn.approximate: tanh given, but name is relu, and only gelu is "
-            "approximated; remove it",
-        ),
-        (
-            ["model.init_config.name=baseline_"],
-            "command line: model.init_config.init_std: missing; baseline_ draws weights from N(0, init_std)",
-        ),
-        (
-            ["model.init_config={name: default_, emb_init_std: 0.1}"],
-            "command line: model.init_config.emb_init_std: default_ draws embeddings from N(0, 1); "
-            "remove it or use another scheme",
-        ),
-        (
-            ["train_loader.dataset.streams.a.local=x"],
-            "command line: train_loader.dataset: both streams and local/remote given; put each folder"
-            " under streams, or use no streams",
-        ),
-        (
-            ["scheduler.t_max=5ba"],
-            "run.yaml: scheduler.t_warmup: 10ba is more than t_max, 5ba; the warm-up is part of the schedule",
-        ),
-        (
-            [
-                "train_loader.dataset.local=null",
-                "train_loader.dataset.streams={a: {local: x, proportion: 1, repeat: 2}}",
-            ],
-            "command line: train_loader.dataset.streams.a: proportion and repeat given, expected one of them at most",
-        ),
-        (
-            [
-                "train_loader.dataset.local=null",
-                "train_loader.dataset.streams={a: {local: x, proportion: 1}, b: {local: y}}",
-            ],
-            "command line: train_loader.dataset.streams: some streams have a proportion and some do "
-            "not; give it to all or to none",
-        ),
-        (
-            ["train_loader.dataset.local=null", "train_loader.dataset.streams={a: {remote: x}}"],
-            "command line: train_loader.dataset.streams.a.local: missing; expected the folder this "
-            "stream is read or cached in",
-        ),
-        (
-            ["islands={coordinator: 'h:1', name: a, address: 0.0.0.0}", "save_folder=s"],
-            "command line: islands.address: '0.0.0.0' given, expected an address at which other islands reach this "
-            "host",
-        ),
-        *(
-            (
-                [f"islands={{coordinator: 'h:1', name: a, weight: {weight}}}", "save_folder=s"],
-                f"command line: islands.weight: {said}",
-            )
-            for weight, said in (
-                (".inf", "inf given, expected a finite number"),
-                (".nan", "nan given, expected a finite number"),
-                ("0", "0.0 given, expected a number from 1e-6 to 1e6"),
-                ("1.0e+300", "1e+300 given, expected a number from 1e-6 to 1e6"),
-            )
-        ),
-        (
-            ["model.max_seq_len=64"],
-            "run.yaml: max_seq_len: 128 is more than model.max_seq_len, 64",
-        ),
-    ],
-)
-def test_of_keys_that_do_not_fit_each_other_the_one_to_change_is_named(arguments, message):
-    assert refusal("run.yaml", *arguments) == message
+@pytest.mark.parametrize("key", ["resid_pdrop", "emb_pdrop", "attn_config.attn_pdrop"])
+def test_an_island_refuses_each_kind_of_dropout(key):
+    island = ["islands={name: a, coordinator: '127.0.0.1:7070'}", "device_train_microbatch_size=4", "save_folder=saves"]
+    assert load(*island).config.islands is not None
+    assert "islands: an island does not go with dropout yet" in refusal("run.yaml", *island, f"model.{key}=0.1")
 
 
 # ------------------------------------------------------------------------------------------ files and arguments
@@ -391,6 +353,12 @@ def test_a_fine_tuning_run_is_refused_as_such():
 def test_the_file_that_has_the_key_is_named():
     Path("second.yaml").write_text("optimizer: {lr: fast}\n")
     assert refusal("run.yaml", "second.yaml") == "second.yaml: optimizer.lr: 'fast' given, expected a number"
+    assert refusal("run.yaml", "scheduler.t_max=5ba") == (
+        "run.yaml: scheduler.t_warmup: 10ba is more than t_max, 5ba; the warm-up is part of the schedule"
+    )
+    assert (
+        refusal("run.yaml", "model.max_seq_len=64") == "run.yaml: max_seq_len: 128 is more than model.max_seq_len, 64"
+    )
 
 
 def test_a_missing_block_and_a_missing_key_are_named():
@@ -825,43 +793,25 @@ def test_a_microbatch_larger_than_the_devices_share_names_the_largest():
 # --------------------------------------------------------------------------------- LLM Foundry's shipped MPT runs
 
 FOUNDRY = """\
-variables:
-  data_local: ./my-copy-c4
-  data_remote:
-  max_seq_len: 2048
-  global_seed: 17
-  run_name:
+variables: {{data_local: ./my-copy-c4, data_remote: null, max_seq_len: 2048, global_seed: 17, run_name: null}}
 max_seq_len: ${{variables.max_seq_len}}
 run_name: ${{variables.run_name}}
 model:
-  name: mpt_causal_lm
-  init_device: meta
-  d_model: {d_model}
-  n_heads: {n_heads}
-  n_layers: {n_layers}
-  expansion_ratio: 4
-  max_seq_len: ${{variables.max_seq_len}}
-  vocab_size: 50368
-  attn_config: {{attn_impl: flash}}
-tokenizer:
-  name: EleutherAI/gpt-neox-20b
-  kwargs: {{model_max_length: "${{variables.max_seq_len}}"}}
+  {{name: mpt_causal_lm, init_device: meta, d_model: {d_model}, n_heads: {n_heads}, n_layers: {n_layers},
+    max_seq_len: "${{variables.max_seq_len}}", expansion_ratio: 4, vocab_size: 50368,
+    attn_config: {{attn_impl: flash}}}}
+tokenizer: {{name: EleutherAI/gpt-neox-20b, kwargs: {{model_max_length: "${{variables.max_seq_len}}"}}}}
 train_loader: &loader
   name: text
   dataset:
-    local: ${{variables.data_local}}
-    remote: ${{variables.data_remote}}
-    split: train
-    shuffle: true
-    max_seq_len: ${{variables.max_seq_len}}
-    shuffle_seed: ${{variables.global_seed}}
+    {{local: "${{variables.data_local}}", remote: "${{variables.data_remote}}", split: train, shuffle: true,
+      max_seq_len: "${{variables.max_seq_len}}", shuffle_seed: "${{variables.global_seed}}"}}
   drop_last: true
   num_workers: 8
 eval_loader: *loader
 scheduler: {{name: cosine_with_warmup, t_warmup: 100ba, alpha_f: 0.1}}
 optimizer: {{name: decoupled_adamw, lr: {lr}, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.0}}
-algorithms:
-  gradient_clipping: {{clipping_type: norm, clipping_threshold: 1.0}}
+algorithms: {{gradient_clipping: {{clipping_type: norm, clipping_threshold: 1.0}}}}
 max_duration: {max_duration}
 eval_interval: 500ba
 eval_first: false
@@ -872,20 +822,12 @@ device_eval_batch_size: 4
 device_train_microbatch_size: 4
 precision: amp_bf16
 fsdp_config:
-  sharding_strategy: FULL_SHARD
-  mixed_precision: PURE
-  activation_checkpointing: true
-  activation_checkpointing_reentrant: false
-  activation_cpu_offload: false
-  limit_all_gathers: true
+  {{sharding_strategy: FULL_SHARD, mixed_precision: PURE, activation_checkpointing: true, limit_all_gathers: true,
+    activation_checkpointing_reentrant: false, activation_cpu_offload: false}}
 progress_bar: false
 log_to_console: true
 console_log_interval: 1ba
-callbacks:
-  speed_monitor: {{window_size: 10}}
-  lr_monitor: {{}}
-  memory_monitor: {{}}
-  runtime_estimator: {{}}
+callbacks: {{speed_monitor: {{window_size: 10}}, lr_monitor: {{}}, memory_monitor: {{}}, runtime_estimator: {{}}}}
 """
 """The words of LLM Foundry's pre-training YAMLs."""
 
