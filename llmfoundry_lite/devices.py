@@ -1,4 +1,4 @@
-"""What torch sees on this machine: the kind of device, its name, its memory, and its row in `hardware.py`."""
+"""This machine as torch sees it: the kind of device, its name, its memory, and its row in `hardware.py`."""
 
 import ctypes
 import os
@@ -14,12 +14,12 @@ from llmfoundry_lite.hardware import Accelerator, Device, find_accelerator
 
 
 def device_type() -> str:
-    """`cuda` (NVIDIA and AMD alike, as torch has it) or `cpu`."""
+    """Return `cuda`, for NVIDIA and AMD, or `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name() -> str:
-    """The accelerator's own name, or the processor's."""
+    """Return the accelerator's name, or the processor's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
@@ -30,7 +30,7 @@ def device_name() -> str:
 
 
 def accelerator() -> Accelerator | None:
-    """This machine's row of the hardware table; None when it is not in it, and then nothing is guessed."""
+    """Return this machine's row of the hardware table; None for a device that is not in it."""
     if not torch.cuda.is_available():
         return None
     return find_accelerator(device_name(), torch.cuda.get_device_properties().multi_processor_count)
@@ -48,32 +48,31 @@ def has_tf32() -> bool:
 
 
 def set_tf32(is_allowed: bool) -> None:
-    """TF32 keeps 10 of fp32's 23 bits of fraction. Composer allows it on every GPU; here `precision` alone decides."""
+    """Set whether products may use TF32, with 10 of fp32's 23 bits of fraction. Composer allows it on every GPU."""
     torch.backends.cuda.matmul.allow_tf32 = is_allowed
     torch.backends.cudnn.allow_tf32 = is_allowed
 
 
 def computed_precision(precision: str) -> str:
-    """`precision` as this device computes it: without TF32, tf32 is fp32."""
+    """Return `precision` as this device computes it: without TF32, tf32 is fp32."""
     return "fp32" if precision == "tf32" and not has_tf32() else precision
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held: on the accelerator if there is one, else resident in RAM."""
+    """Return the most memory this process has held: on the accelerator if there is one, else resident in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def finish() -> None:
-    """Return when the device has done all that it was asked to: kernels run behind the host, which a clock would time
-    instead. On CPUs everything has been done already."""
+    """Wait until the device has done its work: kernels run behind the host, which a clock would time instead."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def keep_freed_memory() -> None:
-    """On CPUs, have what a step frees serve the next one, instead of returning it to the system.
+    """On CPUs, keep the memory that a step frees for the next one, instead of returning it to the system.
 
     glibc maps each large tensor anew, and its first touch costs a page fault for every 4 KiB: a sixth of a step of the
     124M model in bf16. A process holds on to its peak instead, which a step needs again at once.
@@ -89,19 +88,19 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def vendor() -> str:
-    """nvidia, amd or cpu: whose runtime this torch was built for, where there is a device to run on."""
+    """Return nvidia, amd or cpu: the vendor of torch's runtime, where there is a device to run on."""
     if not torch.cuda.is_available():
         return "cpu"
     return "amd" if torch.version.hip else "nvidia"
 
 
 def runtime() -> str | None:
-    """The CUDA or ROCm release torch was built for; None on CPUs."""
+    """Return the CUDA or ROCm release that torch was built for; None on CPUs."""
     return (torch.version.hip or torch.version.cuda) if torch.cuda.is_available() else None
 
 
 def driver() -> str | None:
-    """The release of the kernel's driver for the accelerators; None on CPUs."""
+    """Return the release of the kernel's driver for the accelerators; None on CPUs."""
     files = {"nvidia": "/proc/driver/nvidia/version", "amd": "/sys/module/amdgpu/version"}
     path = Path(files.get(vendor(), ""))
     # NVIDIA's is a sentence: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar …"
@@ -110,7 +109,7 @@ def driver() -> str | None:
 
 
 def local_devices() -> list[Device]:
-    """The accelerators of this machine; its RAM where it has none."""
+    """Return the accelerators of this machine; its RAM where it has none."""
     if not torch.cuda.is_available():
         return [Device("this machine's RAM", available_memory_bytes(), True)]
     indices = range(torch.cuda.device_count())
@@ -120,7 +119,7 @@ def local_devices() -> list[Device]:
 
 
 def available_memory_bytes() -> int:
-    """RAM that could still be had, by the machine's count or that of the container around us, whichever is less."""
+    """Return the RAM that is left, by the machine's count or the container's, whichever is less."""
     available = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,10 +1,6 @@
-"""The errors a user is meant to read, and the exit codes of every process we start.
+"""Errors for users, in one line each, and the exit codes of every process.
 
-Whoever raises one of these owns its sentence: what was given, what was expected, where, and what to do
-next, in one line. `ranks.ending` and `cli` print that line and exit with the error's code; anything else
-that escapes is a bug and keeps its traceback.
-
-A mistake of the user comes again with every try. A fault of the world may pass: a full disk, a server's 5xx, an expired
+A user's mistake comes again with every try. A fault of the world may pass: a full disk, a server's 5xx, an expired
 token, a lost link. `is_transient` tells them apart by what an error was raised `from`; `from None` keeps a mistake one.
 """
 
@@ -23,7 +19,7 @@ EXIT_UNREAD = 141
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """`text` for a terminal: control characters escaped, but those in `keep`.
+    """Return `text` for a terminal: control characters escaped, except those in `keep`.
 
     Names of runs and of files may come from anybody, and a terminal obeys what it is shown.
     """
@@ -43,9 +39,9 @@ BRIEF_ERRNOS = (
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
 )
-"""Answers of disks and of the servers behind them that may be others a moment later."""
+"""Answers of disks and of the servers behind them that may differ a moment later."""
 TRANSIENT_ERRNOS = {*BRIEF_ERRNOS, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EBUSY} - {errno.EAGAIN}
-"""May be others an hour later, too. EAGAIN is what a lock says that somebody else holds."""
+"""Answers that may differ an hour later. EAGAIN means a lock that another process holds."""
 TRANSIENT_STATUSES = (408, 425, 429)
 """HTTP statuses beside 5xx: too slow, too early, too many requests."""
 EXPIRED_CODES = ("400", "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
@@ -56,15 +52,9 @@ TRANSIENT_CODES = (
 )
 """Codes of S3 and its like. Every code with `Throttl` in it counts too."""
 TRANSIENT_CLASSES = {
-    *(
-        "HTTPClientError",
-        "ConnectionError",
-        "CredentialRetrievalError",
-        "TokenRetrievalError",
-        "MetadataRetrievalError",
-    ),
-    *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "ClientConnectionError", "ClientPayloadError"),
-    *("TransportError", "IncompleteRead", "ResponseParserError"),
+    *("HTTPClientError", "ConnectionError", "CredentialRetrievalError", "TokenRetrievalError"),
+    *("MetadataRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError", "ClientConnectionError"),
+    *("ClientPayloadError", "TransportError", "IncompleteRead", "ResponseParserError"),
 }
 """Names of clients' own errors for a link or credentials: botocore, aiohttp, requests, httpx, urllib3."""
 
@@ -74,25 +64,24 @@ class TransientError(OSError):
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether what led to `error` may pass without anybody changing the command. A server's answer, if there is one,
+    """Whether the causes of `error` may pass without a change of the command. A server's answer, if there is one,
     decides; then the operating system's."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__
+    chain = _causes(error)
     answers = [answer for one in chain if (answer := _answer_of(one)) is not None]
-    if answers:
-        return answers[0]
-    return any(_is_transient_here(one) for one in chain)
+    return answers[0] if answers else any(_is_transient_here(one) for one in chain)
 
 
 def has_expired(error: BaseException | None) -> bool:
     """Whether a server has refused credentials that were good once."""
-    while error is not None:
-        if _code_of(error) in EXPIRED_CODES:
-            return True
+    return any(_code_of(one) in EXPIRED_CODES for one in _causes(error))
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__cause__
-    return False
+    return chain
 
 
 def _code_of(error: BaseException) -> str | None:
@@ -102,7 +91,7 @@ def _code_of(error: BaseException) -> str | None:
 
 
 def _answer_of(error: BaseException) -> bool | None:
-    """By a server's answer; None if `error` is none."""
+    """Whether a server's answer may pass; None if `error` is no answer."""
     code, response = _code_of(error), getattr(error, "response", None)
     if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
         return True
@@ -127,7 +116,7 @@ class UserError(ValueError):
     """Something outside our code is wrong. One line; exit code 2 for a mistake, 75 for a fault that may pass."""
 
     has_lost = False
-    """Batches have been trained that no save holds: not 75, but 1."""
+    """No save holds some batches that were trained: the exit code is 1, not 75."""
     _exit_code: int | None = None
 
     @property
@@ -156,7 +145,7 @@ class DataError(UserError):
 
 
 class TransientDataError(DataError):
-    """The same from a worker process, which what led to it does not leave."""
+    """A transient DataError from a worker process, whose cause does not travel."""
 
     @property
     def is_transient(self) -> bool:
@@ -180,12 +169,12 @@ class CheckpointError(UserError):
 
 
 class UnsoundCheckpointError(CheckpointError):
-    """A file of a checkpoint cannot be had as it was written. One of the three below."""
+    """A file of a checkpoint is not as it was written. One of the three below."""
 
     def __init__(self, text: str, file: str = ""):
         super().__init__(text)
         self.file = file
-        """Its name in the manifest; empty for the manifest itself."""
+        """Name in the manifest; empty for the manifest itself."""
 
 
 class DamagedCheckpointError(UnsoundCheckpointError):
@@ -201,4 +190,4 @@ class UnreadableCheckpointError(UnsoundCheckpointError):
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint of a newer release: sound, but not for this one to read, replace or pass over."""
+    """A checkpoint of a newer release: sound, but this release must not read, replace or ignore it."""

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def prepare_environment(config: EvalConfig) -> None:
-    """What torch looks for when it is imported."""
+    """Set the variables that torch reads when it is imported."""
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
 

@@ -17,17 +17,17 @@ from llmfoundry_lite.errors import ConfigError
 ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
 """Suffixes of the files that a command writes its answer to; the JSON is its record."""
 RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
-"""Keys of a record: of a bench, of `benchmarks memory`, of `report`, `compare` and `doctor`."""
+"""Keys of the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor`."""
 
 
 def check_is_path(path: Path) -> None:
-    """Raises ConfigError for a URL: `s3://b/x` as a path is a folder `s3:` here, which nobody means."""
+    """Raise ConfigError for a URL: `s3://b/x` as a path is a folder `s3:` here, which nobody means."""
     if re.match(r"\w[\w+.-]+:/", str(path)):
         raise ConfigError(f"{path}: a URL given, expected a path of this machine")
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
-    """Raises ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command."""
+    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command."""
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
     if there and not _is_record(record):
@@ -35,7 +35,7 @@ def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
 
 
 def check_answer_replaceable(folder: Path, name: str) -> None:
-    """`check_replaceable` of NAME.json, NAME.md, NAME.png and the like."""
+    """Check NAME.json, NAME.md, NAME.png and the like, as `check_replaceable` does."""
     check_replaceable(folder / f"{name}.json", [folder / f"{name}{suffix}" for suffix in ANSWERS])
 
 
@@ -47,8 +47,8 @@ def _is_record(path: Path) -> bool:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor, for `open`'s `opener` too. Raises IsADirectoryError for anything but a file: a pipe would make its
-    reader wait for ever."""
+    """Open a file and return its descriptor; an `opener` for `open`. Raises IsADirectoryError for anything but a file:
+    a pipe would make its reader wait for ever."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -61,7 +61,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
-    """Whatever happens meanwhile, `path` has what it had or `content`, as UTF-8. Raises OSError."""
+    """Replace `path` by `content`, as UTF-8, whole or not at all. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -76,7 +76,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 @contextmanager
 def without_magic(name: str) -> Iterator[str]:
-    """`name`, or for a folder whose path is a pattern to `datasets` another one that holds links to its files.
+    """Yield `name`, or for a folder whose path is a pattern to `datasets` another one with links to its files.
 
     `datasets` takes the path of a folder for a glob, and one with `::` for a chain of URLs: it reads another folder.
     Raises OSError.

@@ -4,7 +4,7 @@
     composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml                # in a clone
     llmfoundry-lite train mpt-125m --dry-run
 
-Owns the order of a launch: configuration, preflight, environment, then the heavy imports. No torch before those.
+The order is configuration, preflight, environment, then the heavy imports. No torch before those.
 """
 
 if __name__ == "__main__":  # before the imports below, which take a moment
@@ -65,10 +65,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Preflight]:
-    """Everything that can be said before anything heavy starts.
-
-    Raises UserError; the status of an earlier launch of that run then says how this one has ended.
-    """
+    """Check all that needs nothing heavy. Raises UserError, which the status of an earlier launch then records."""
     try:
         invocation = load_train_config(arguments)
         config = invocation.config
@@ -89,7 +86,7 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
 
 
 def prepare_environment(config: TrainConfig) -> None:
-    """What torch looks for when it is imported, and whether everything must be."""
+    """Set the variables that torch reads when it is imported, and whether everything must be imported."""
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
     if config.has_own_components:
@@ -97,7 +94,7 @@ def prepare_environment(config: TrainConfig) -> None:
 
 
 def check_this_machine(config: TrainConfig, layout: Layout) -> None:
-    """Raises ConfigError for a tokenizer or for memory that is not here."""
+    """Raise ConfigError for a tokenizer or for memory that is not here."""
     from llmfoundry_lite.devices import local_devices  # imports torch
 
     preflight.check_here(config, layout, local_devices())

@@ -2,9 +2,8 @@
 
     llmfoundry-lite data prepare --source python-stdlib --out data/stdlib --tokenizer train:4096 --max-seq-len 256
 
-Owns the commands, their options, and what a failure looks like: one line on standard error and the exit codes of
-`errors.py`. Leaves the work to the packages; each command imports what it needs when it is called, so that `--help`
-answers at once.
+A failure is one line on standard error and an exit code of `errors.py`. Each command imports what it needs when it is
+called, so that `--help` answers at once.
 """
 
 import importlib.metadata

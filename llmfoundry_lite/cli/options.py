@@ -1,4 +1,4 @@
-"""Options that mean nothing beside another one, and folders that cannot be written: refused before any work."""
+"""Checks of options before any work: those that mean nothing beside another one, and folders that cannot be written."""
 
 import inspect
 import os
@@ -15,9 +15,8 @@ from llmfoundry_lite.files import check_answer_replaceable
 def refuse_beside(
     context: typer.Context, option: str, why: str, *, only: Collection[str] = (), but: Collection[str] = ()
 ) -> None:
-    """Raises ConfigError, which says `why`, where the command line gives what means nothing beside `option`: one
-    of the parameters `only`; or, where that is empty, any that is not in `but`.
-    """
+    """Raise ConfigError, which says `why`, where the command line gives a parameter that means nothing beside `option`:
+    one of `only`, or, where that is empty, any that is not in `but`."""
     given = [
         _words(context, parameter)
         for parameter in context.command.params
@@ -48,12 +47,12 @@ def takes(options: type) -> Callable[[Callable[[typer.Context, Any], None]], Cal
 
 
 def out_folder(help: str) -> Any:
-    """An option for a folder that is written when all is done."""
+    """Make an option for a folder that is written when all is done."""
     return typer.Option(help=help, callback=_check_folder)
 
 
 def _check_folder(context: typer.Context, path: Path | None) -> Path | None:
-    """Raises ConfigError for one that cannot be made or written, or where somebody's own file has an answer's name."""
+    """Raise ConfigError for one that cannot be made or written, or where somebody's own file has an answer's name."""
     if path is None:
         return None
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -71,5 +70,5 @@ def _is_given(context: typer.Context, parameter: Any) -> bool:
 
 
 def _words(context: typer.Context, parameter: Any) -> str:
-    """An option's name, or the arguments as they were given."""
+    """Return an option's name, or the arguments as they were given."""
     return parameter.opts[0] if parameter.opts[0].startswith("-") else " ".join(context.params[parameter.name])

@@ -65,8 +65,7 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
 
 
 def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = False) -> bool:
-    """Whether there are ranks to start. One runs in this process unless `is_asked`, and so does what only tells of
-    many."""
+    """Whether there are ranks to start. One runs in this process unless `is_asked`, and so do help and dry runs."""
     if num_ranks == 1 and not is_asked:
         return False
     from llmfoundry_lite.launch.launcher import places, refuse_other_launchers
