@@ -1,4 +1,6 @@
-"""One thread for torch: the tests share two cores with others."""
+"""One thread for torch: the tests share two cores with others. Folders of both kinds."""
+
+import uuid
 
 import pytest
 
@@ -8,3 +10,8 @@ def one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["local", "remote"])
+def url(request, tmp_path):
+    return str(tmp_path / "checkpoints") if request.param == "local" else f"memory://{uuid.uuid4().hex}"

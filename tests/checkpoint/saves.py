@@ -46,6 +46,19 @@ def save(store: CheckpointStore, lease: Lease, batch: int) -> Checkpoint:
     return store.publish(write_draft(store, lease, batch), lease)
 
 
+def saved(where: str | Path, *batches: int) -> tuple[CheckpointStore, Lease]:
+    """A store in which these batches have been saved under a lease."""
+    store = CheckpointStore(where)
+    lease = store.acquire()
+    for batch in batches:
+        save(store, lease, batch)
+    return store, lease
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return [candidate.name for candidate in store.candidates()]
+
+
 def flip(path: Path, position: int, bits: int = 1) -> None:
     raw = bytearray(path.read_bytes())
     raw[position] ^= bits

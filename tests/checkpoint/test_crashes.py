@@ -13,7 +13,7 @@ from llmfoundry_lite.checkpoint.shards import Want, open_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main
-from tests.checkpoint.saves import ROWS, flip, save, values_of
+from tests.checkpoint.saves import ROWS, flip, names, save, saved, values_of
 
 pytestmark = [pytest.mark.fault, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
 
@@ -67,9 +67,7 @@ def test_killed_at_any_phase_a_committed_state_is_found_and_the_run_goes_on(tmp_
             continue
         assert found.checkpoint.manifest.lease_epoch in (launch, launch + 1)
         assert np.array_equal(read_values(found.checkpoint), values_of(found.checkpoint.manifest.timestamp.batch))
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 99)
+    store, _lease = saved(tmp_path, 99)
     found = store.newest_intact(verify_checkpoint)
     assert found.checkpoint is not None and found.checkpoint.name == "ba99"
     left = [name for name in os.listdir(tmp_path) if not name.startswith("ba")]
@@ -79,9 +77,7 @@ def test_killed_at_any_phase_a_committed_state_is_found_and_the_run_goes_on(tmp_
 @pytest.fixture
 def half_replaced(tmp_path):
     """A store that was killed between moving its only checkpoint away and putting the next in its place."""
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, lease = saved(tmp_path, 1)
     child = os.fork()
     if child == 0:
         rename, count = os.rename, 0
@@ -132,12 +128,12 @@ def test_a_half_replaced_save_that_is_damaged_is_not_cleared_away(half_replaced,
     flip(replaced / "manifest.json", 700)
     half_replaced.acquire()
     assert (tmp_path / "ba1" / "manifest.json").exists()
-    assert [candidate.name for candidate in half_replaced.candidates()] == ["ba1"]
+    assert names(half_replaced) == ["ba1"]
 
 
 def test_what_was_replaced_is_no_checkpoint_beside_what_replaced_it(half_replaced, tmp_path):
     (replaced,), (draft,) = tmp_path.glob(".replaced-*"), tmp_path.glob(".tmp-*")
     draft.rename(tmp_path / "ba1")
-    assert [candidate.name for candidate in half_replaced.candidates()] == ["ba1"]
+    assert names(half_replaced) == ["ba1"]
     half_replaced.acquire()
     assert not replaced.exists()

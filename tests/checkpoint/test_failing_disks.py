@@ -16,6 +16,7 @@ from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 from tests.checkpoint.mounts import mounted
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
+from tests.checkpoint.saves import names
 
 pytestmark = pytest.mark.fault
 
@@ -101,7 +102,7 @@ def test_a_full_disk_that_is_cleared(tmp_path):
         verify_checkpoint(open_checkpoint(disk.path / "ba1"))
         ballast.unlink()
         save_now(saver, model, optimizer, 3)
-        assert [c.name for c in CheckpointStore(disk.path).candidates()] == ["ba3", "ba1"]
+        assert names(CheckpointStore(disk.path)) == ["ba3", "ba1"]
 
 
 def test_a_disk_that_fills_up_while_a_hint_is_written_has_published(tmp_path, monkeypatch):

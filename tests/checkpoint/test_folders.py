@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_sh
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
-from tests.checkpoint.saves import save, write_draft
+from tests.checkpoint.saves import names, save, saved, write_draft
 
 
 @pytest.fixture
@@ -144,8 +144,7 @@ def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_what_commits_a_save_waits_for_the_disk_twice_and_the_hint_not_at_all(tmp_path, monkeypatch):
     """The manifest and the names in its folder go out together; then the new name of the folder."""
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     draft = write_draft(store, lease, 1)
     synced, both = [], threading.Barrier(2, timeout=20)
     real = os.fsync
@@ -180,14 +179,14 @@ def test_a_name_like_a_pattern_removes_its_own_files_and_no_others(tmp_path, kin
             save(one, lease, batch)
         one.root.child("ba1").put("extra", b"right in here, as in a folder copied from a local disk")
     store.prune(store.acquire(), keep_newest=1)
-    assert [candidate.name for candidate in store.candidates()] == ["ba2"]
+    assert names(store) == ["ba2"]
     assert "ba1" not in store.root.names()
     assert "extra" in beside.root.child("ba1").names()
     for candidate in (*store.candidates(), *beside.candidates()):
         verify_checkpoint(candidate.checkpoint)  # type: ignore[arg-type]
     beside.root.remove_all()
     assert not beside.root.exists()
-    assert [candidate.name for candidate in store.candidates()] == ["ba2"]
+    assert names(store) == ["ba2"]
 
 
 @pytest.mark.fault

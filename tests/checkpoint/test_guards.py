@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,17 +22,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
-from tests.checkpoint.saves import save, write_draft
-
-
-@pytest.fixture(params=["local", "remote"])
-def url(request, tmp_path):
-    return str(tmp_path / "checkpoints") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
-
-
-def names(store):
-    return [candidate.name for candidate in store.candidates()]
-
+from tests.checkpoint.saves import names, save, saved, write_draft
 
 # --------------------------------------------------------------------------------------- a prune beside a running save
 
@@ -71,10 +60,7 @@ def test_a_prune_gives_back_the_save_that_took_the_name_meanwhile(tmp_path, monk
 
 @pytest.mark.fault
 def test_a_prune_killed_before_it_gives_a_save_back_leaves_it_to_the_next_launch(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path, 1, 2)
     beside_compare(monkeypatch, lambda: save(store, lease, 1))
 
     def kill(phase):
@@ -89,10 +75,7 @@ def test_a_prune_killed_before_it_gives_a_save_back_leaves_it_to_the_next_launch
 
 @pytest.mark.fault
 def test_a_save_is_published_though_a_prune_takes_away_what_it_replaces(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path, 1, 2)
     draft, rename = write_draft(store, lease, 1), LocalFolder.rename
 
     def after_a_prune(folder, old, new):
@@ -108,10 +91,7 @@ def test_a_save_is_published_though_a_prune_takes_away_what_it_replaces(tmp_path
 @pytest.mark.fault
 @pytest.mark.parametrize("failing", ["unlink", "rmdir"])
 def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch, failing):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in (1, 2, 3):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path, 1, 2, 3)
 
     def fail(*args, **kwargs):
         raise OSError(errno.EBUSY, "Device or resource busy")
@@ -130,9 +110,7 @@ def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch, faili
 
 @pytest.mark.fault
 def test_claims_that_a_kill_left_unfinished_are_cleared_and_others_are_not(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, _lease = saved(tmp_path, 1)
     litter, theirs = f".leases/.00000001.json.{'c' * 32}", f".leases/.00000099.json.{'c' * 32}"
     for name in (litter, theirs):
         (tmp_path / name).write_bytes(b"x")
@@ -166,9 +144,7 @@ def test_a_zombie_process_is_not_alive():
 
 @pytest.mark.fault
 def test_a_lease_that_is_lost_while_a_save_is_committed_stops_it(url):
-    store = CheckpointStore(url)
-    old = store.acquire()
-    save(store, old, 1)
+    store, old = saved(url, 1)
     draft = write_draft(store, old, 2)
 
     def lose(seen):
@@ -183,8 +159,7 @@ def test_a_lease_that_is_lost_while_a_save_is_committed_stops_it(url):
 
 @pytest.mark.fault
 def test_an_old_lease_clears_no_parts_of_the_log_that_newer_launches_wrote(url):
-    store = CheckpointStore(url)
-    old = store.acquire()
+    store, old = saved(url)
     for batch in (1, 2):
         save(store, old, batch)
     for epoch in (1, 2):
@@ -193,31 +168,9 @@ def test_an_old_lease_clears_no_parts_of_the_log_that_newer_launches_wrote(url):
     assert store.root.child("log").names() == ["e2-ba9-0a1b2c3d4e5f.jsonl"]
 
 
-@pytest.mark.fault
-def test_a_save_that_cannot_take_its_name_leaves_the_one_it_was_to_replace(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    first = save(store, lease, 1)
-    draft, rename = write_draft(store, lease, 1), LocalFolder.rename
-
-    def fail(folder, old, new):
-        if old.startswith(".tmp-"):
-            raise OSError(errno.EIO, "Input/output error")
-        rename(folder, old, new)
-
-    monkeypatch.setattr(LocalFolder, "rename", fail)
-    with pytest.raises(CheckpointError, match="not published: Input/output error"):
-        store.publish(draft, lease)
-    assert (tmp_path / "ba1" / "manifest.json").exists()
-    assert store.candidates()[0].head.save_id == first.manifest.save_id
-
-
 @pytest.mark.parametrize("keep", [0, -3])
 def test_a_prune_that_keeps_none_keeps_the_newest_though_it_is_not_intact(url, keep):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    for batch in (1, 2, 3):
-        save(store, lease, batch)
+    store, lease = saved(url, 1, 2, 3)
 
     def refuse_newest(checkpoint):
         if checkpoint.name == "ba3":
@@ -231,8 +184,7 @@ def test_a_prune_that_keeps_none_keeps_the_newest_though_it_is_not_intact(url, k
 
 @pytest.mark.fault
 def test_verifying_compares_the_headers_with_the_manifest(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     draft = write_draft(store, lease, 1)
     other = replace(draft.tensors["model/w"], dtype="F64")  # as many bytes, and right hashes
     checkpoint = store.publish(replace(draft, tensors={"model/w": other}), lease)
@@ -243,8 +195,7 @@ def test_verifying_compares_the_headers_with_the_manifest(tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("lost", ["attachment", "short attachment"])
 def test_what_was_saved_beside_the_tensors_is_looked_for_too(tmp_path, lost):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     draft = write_draft(store, lease, 1)
     content = bytes(range(100))
     store.root.child(f".tmp-{draft.save_id}").put("rng.bin", content)
@@ -267,8 +218,7 @@ def test_what_was_saved_beside_the_tensors_is_looked_for_too(tmp_path, lost):
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "manifest.json"])
 def test_what_is_no_file_in_the_place_of_one_is_passed_over_and_not_waited_for(tmp_path, kind, name):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     for batch in (1, 2):
         newest = save(store, lease, batch)
     path = tmp_path / "ba2" / name
@@ -281,7 +231,7 @@ def test_what_is_no_file_in_the_place_of_one_is_passed_over_and_not_waited_for(t
         with socket.socket(socket.AF_UNIX) as end, contextlib.chdir(path.parent):
             end.bind(name)
     found = store.newest_intact(verify_checkpoint, quarantine=lease)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert found.checkpoint.name == "ba1"
     assert f"{name}: " in found.notes[0] and "passed over incomplete checkpoint" in found.notes[0]
     with pytest.raises(IncompleteCheckpointError):
         check_present(newest) if name != "manifest.json" else verify_checkpoint(open_checkpoint(tmp_path / "ba2"))

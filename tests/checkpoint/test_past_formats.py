@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.errors import CheckpointError, NewerFormatError
 from tests.checkpoint.make_fixture import ABOUT, LOG, digests_of
 from tests.checkpoint.ranks import build, whole_state
-from tests.checkpoint.saves import save, write_draft
+from tests.checkpoint.saves import saved, write_draft
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("format-*/*-ranks"))
 
@@ -86,10 +86,7 @@ def test_a_past_save_of_a_later_lease_is_newer_than_a_later_batch(tmp_path, is_r
 @pytest.fixture
 def folder(tmp_path):
     """ba1 of this release, ba2 to be changed."""
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
-    save(store, lease, 2)
+    _store, _lease = saved(tmp_path, 1, 2)
     return tmp_path
 
 
@@ -97,8 +94,7 @@ def folder(tmp_path):
 def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_renamed_nor_passed_over(folder):
     rewrite(folder / "ba2", lambda content: content.update(version=VERSION + 1, files={"laid out": "otherwise"}))
     before = sorted(path.name for path in folder.iterdir())
-    store = CheckpointStore(folder)
-    lease = store.acquire()
+    store, lease = saved(folder)
     text = rf"ba2/manifest.json: written by a newer release \(format {VERSION + 1}; this one reads up to {VERSION}\)"
     with pytest.raises(NewerFormatError, match=f"{text}: install a newer release"):
         store.newest_intact(quarantine=lease)

@@ -24,7 +24,7 @@ from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpoi
 from llmfoundry_lite.training.optimizers import Lion
 from tests.checkpoint.mounts import mounted
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
-from tests.checkpoint.saves import flip
+from tests.checkpoint.saves import flip, names
 
 
 def train(num_steps=2, optimizer="adamw", seed=0):
@@ -308,7 +308,7 @@ def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_pat
     assert restored.manifest is not None and restored.manifest.timestamp.batch == 2
     assert [("ba4" in a, "ba3" in b) for a, b in [restored.notes]] == [(True, True)]
     assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
-    assert [c.name for c in store.candidates()] == ["ba3", "ba2"], "what is incomplete is not moved"
+    assert names(store) == ["ba3", "ba2"], "what is incomplete is not moved"
 
 
 @pytest.mark.fault
@@ -322,7 +322,7 @@ def test_without_a_lease_damaged_ones_are_passed_over_where_they_lie(tmp_path):
         flip(shard, shard.stat().st_size - 1)
     restored = load_newest(store, model, opt)
     assert restored.manifest is None and len(restored.notes) == 2
-    assert [c.name for c in store.candidates()] == ["ba3", "ba2"]
+    assert names(store) == ["ba3", "ba2"]
 
 
 def test_a_save_that_does_not_fit_is_not_passed_over(tmp_path):
@@ -347,7 +347,7 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
     saver.save(model, opt, about(3))
     with pytest.raises(CheckpointError, match=r"not saved: non-finite values in (model/gain|optim/gain/exp_avg)"):
         saver.wait()
-    assert [c.name for c in CheckpointStore(tmp_path).candidates()] == ["ba2"]
+    assert names(CheckpointStore(tmp_path)) == ["ba2"]
     verify_checkpoint(open_checkpoint(url))
     target[1] = 0.5
     save_now(saver, model, opt, 4)
@@ -394,7 +394,7 @@ def test_a_writer_that_was_replaced_hears_of_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"another launch|No such file"):
         old.wait()
     save_now(new, model, opt, 3)
-    assert [c.name for c in CheckpointStore(tmp_path).candidates()] == ["ba3"]
+    assert names(CheckpointStore(tmp_path)) == ["ba3"]
 
 
 # ------------------------------------------------------------------------------------------------------- no pickle

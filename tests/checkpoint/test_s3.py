@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
 from tests.checkpoint.s3_server import DroppingProxy, RefusingProxy, s3_server
-from tests.checkpoint.saves import save, write_draft
+from tests.checkpoint.saves import names, save, saved, write_draft
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -68,19 +68,17 @@ def test_a_run_saves_prunes_and_restores_on_s3(connect):
     expected, found = whole_state(model, opt), whole_state(fresh, fresh_opt)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     verify_checkpoint(open_checkpoint(f"{url}/ba2"))
-    assert [c.name for c in store.candidates()] == ["ba3", "ba2"]
+    assert names(store) == ["ba3", "ba2"]
 
 
 @pytest.mark.fault
 def test_nothing_is_there_until_the_manifest_is(connect):
-    store = CheckpointStore(connect())
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, lease = saved(connect(), 1)
     draft = write_draft(store, lease, 2)
-    assert [c.name for c in store.candidates()] == ["ba1"]
+    assert names(store) == ["ba1"]
     assert MANIFEST not in store.root.child("ba2").names()
     store.publish(draft, lease)
-    assert [c.name for c in store.candidates()] == ["ba2", "ba1"]
+    assert names(store) == ["ba2", "ba1"]
 
 
 @pytest.mark.fault
@@ -135,7 +133,7 @@ def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatc
     assert [candidate.head.save_id for candidate in store.candidates()][1:] == [late[0].manifest.save_id]
     verify_checkpoint(open_checkpoint(f"{store.root.url}/ba1"))
     assert pruner.prune(None, keep_newest=1) == ["ba1"]
-    assert [candidate.name for candidate in store.candidates()] == ["ba2"]
+    assert names(store) == ["ba2"]
 
 
 def uploads_of(bucket):
@@ -146,8 +144,7 @@ def uploads_of(bucket):
 @pytest.mark.fault
 def test_a_launch_aborts_the_uploads_of_dead_writers_of_its_run_alone(connect):
     bucket = connect().split("/")[2]
-    store = CheckpointStore(f"s3://{bucket}/run1")
-    save(store, store.acquire(), 1)
+    store, _ = saved(f"s3://{bucket}/run1", 1)
     dead = [
         *(f"run1/ba{batch}/e1-ba{batch}-0a/shard-00000.safetensors" for batch in (2, 3)),
         "run1/log/e1-ba2-0a.jsonl",
@@ -181,10 +178,7 @@ def test_a_launch_that_may_not_list_uploads_goes_on(connect, monkeypatch):
 
 
 def test_a_save_asks_the_server_little_however_many_checkpoints_there_are(connect, monkeypatch):
-    store = CheckpointStore(connect())
-    lease = store.acquire()
-    for batch in range(1, 6):
-        save(store, lease, batch)
+    store, lease = saved(connect(), *range(1, 6))
     counts, call = Counter(), AioBaseClient._make_api_call
 
     async def counted(self, method, *args, **kwargs):
@@ -192,8 +186,8 @@ def test_a_save_asks_the_server_little_however_many_checkpoints_there_are(connec
         return await call(self, method, *args, **kwargs)
 
     monkeypatch.setattr(AioBaseClient, "_make_api_call", counted)
-    saved = save(store, lease, 6)
-    assert sum(counts.values()) <= 2 * len(saved.manifest.files) + 10, counts
+    sixth = save(store, lease, 6)
+    assert sum(counts.values()) <= 2 * len(sixth.manifest.files) + 10, counts
     counts.clear()
     assert len(store.candidates()) == 6
     assert sum(counts.values()) <= 6 + 2, counts
@@ -241,10 +235,7 @@ def test_a_second_look_is_past_what_was_listed(connect):
 
 @pytest.mark.fault
 def test_an_empty_manifest_is_damage(connect):
-    store = CheckpointStore(connect())
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, _lease = saved(connect(), 1, 2)
     store.root.child("ba2").put(MANIFEST, b"")
     found = store.newest_intact(verify_checkpoint)
     assert found.checkpoint is not None and found.checkpoint.name == "ba1"
@@ -277,8 +268,7 @@ def test_dropped_connections_are_retried_or_reported_but_never_damage(connect, s
     proxy = DroppingProxy(server, drop_rate=0.0)
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
     s3fs.S3FileSystem.clear_instance_cache()
-    store = CheckpointStore(url)
-    lease = store.acquire()
+    store, lease = saved(url)
     proxy.drop_rate = 0.3
     published, batch = [], 0
     while (proxy.num_dropped < 4 or not published) and batch < 30:
@@ -296,8 +286,7 @@ def test_dropped_connections_are_retried_or_reported_but_never_damage(connect, s
     for candidate in CheckpointStore(url).candidates():
         assert candidate.checkpoint is not None
         verify_checkpoint(candidate.checkpoint)
-    names = {candidate.name for candidate in CheckpointStore(url).candidates()}
-    assert {f"ba{batch}" for batch in published} <= names
+    assert {f"ba{batch}" for batch in published} <= set(names(CheckpointStore(url)))
     proxy.shutdown()
     proxy.server_close()
 
@@ -333,7 +322,7 @@ def test_a_server_that_refuses_a_save_for_a_while_costs_that_save(proxy, code, m
         saver.wait()
     assert caught.value.is_transient and proxy.num_refused
     proxy.refuses = lambda asked, path, headers: None
-    assert [c.name for c in CheckpointStore(proxy.url).candidates()] == ["ba1"]
+    assert names(CheckpointStore(proxy.url)) == ["ba1"]
     fresh, fresh_opt = build("plain", seed=5)
     load(f"{proxy.url}/ba1", fresh, fresh_opt)
     found = whole_state(fresh, fresh_opt)
@@ -379,11 +368,11 @@ def test_credentials_that_have_expired_are_read_again(proxy, tmp_path, monkeypat
     saver = open_saver(CheckpointStore(proxy.url))
     save_now(saver, model, opt, 1)
     refuse("first"), give("second")
-    assert [c.name for c in saver.store.candidates()] == ["ba1"]
+    assert names(saver.store) == ["ba1"]
     save_now(saver, model, opt, 2)
     refuse("second"), give("third")
     saver.save(model, opt, about(3))
     with pytest.raises(CheckpointError, match="not written"):
         saver.wait()
     save_now(saver, model, opt, 4)
-    assert [c.name for c in CheckpointStore(proxy.url).candidates()] == ["ba4", "ba2", "ba1"]
+    assert names(CheckpointStore(proxy.url)) == ["ba4", "ba2", "ba1"]

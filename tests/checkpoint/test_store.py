@@ -35,23 +35,12 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, start_ticks
 from tests.checkpoint.mounts import mounted
-from tests.checkpoint.saves import flip, save, write_draft
-
-
-@pytest.fixture(params=["local", "remote"])
-def url(request, tmp_path):
-    return str(tmp_path / "checkpoints") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
-
-
-def names(store):
-    return [candidate.name for candidate in store.candidates()]
+from tests.checkpoint.saves import flip, names, save, saved, write_draft
 
 
 def test_what_is_published_can_be_found_and_verified(url):
-    store = CheckpointStore(url)
-    save(store, store.acquire(), 3)
+    store, _ = saved(url, 3)
     found = store.newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None
     assert (found.checkpoint.name, found.notes) == ("ba3", [])
     checkpoint = open_checkpoint(f"{url}/ba3")
     verify_checkpoint(checkpoint)
@@ -59,34 +48,27 @@ def test_what_is_published_can_be_found_and_verified(url):
 
 
 def test_a_draft_is_not_a_checkpoint(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
+    store, lease = saved(url)
     write_draft(store, lease, 3)
     assert names(store) == []
     assert store.newest_intact().checkpoint is None
 
 
 def test_the_same_batch_may_be_saved_again(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    save(store, lease, 3)
+    store, lease = saved(url, 3)
     second = save(store, lease, 3)
     assert [c.checkpoint.manifest.save_id for c in store.candidates()] == [second.manifest.save_id]
     verify_checkpoint(open_checkpoint(f"{url}/ba3"))
 
 
 def test_a_folder_copied_elsewhere_is_still_a_checkpoint(tmp_path):
-    store = CheckpointStore(tmp_path / "a")
-    save(store, store.acquire(), 3)
+    _store, _ = saved(tmp_path / "a", 3)
     os.rename(tmp_path / "a" / "ba3", tmp_path / "copy")
     verify_checkpoint(open_checkpoint(tmp_path / "copy"))
 
 
 def test_opening_the_folder_above_says_which_one_was_meant(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    save(store, lease, 9)
-    save(store, lease, 10)
+    _store, _lease = saved(url, 9, 10)
     with pytest.raises(CheckpointError, match=r"no manifest.json here, so no checkpoint; did you mean .*/ba10"):
         open_checkpoint(url)
 
@@ -96,8 +78,7 @@ def test_opening_the_folder_above_says_which_one_was_meant(url):
 
 @pytest.mark.fault
 def test_the_last_to_acquire_is_the_writer(url):
-    store = CheckpointStore(url)
-    old = store.acquire()
+    store, old = saved(url)
     draft = write_draft(store, old, 3)
     new = CheckpointStore(url).acquire()
     assert new.epoch == old.epoch + 1
@@ -110,9 +91,7 @@ def test_the_last_to_acquire_is_the_writer(url):
 
 @pytest.mark.fault
 def test_a_zombie_that_slips_through_loses_to_the_new_writer(url, monkeypatch):
-    store = CheckpointStore(url)
-    old = store.acquire()
-    save(store, old, 200)
+    store, old = saved(url, 200)
     zombie = write_draft(store, old, 400)
 
     new_store = CheckpointStore(url)
@@ -203,8 +182,7 @@ def test_the_epoch_outlives_a_lost_lease_file(url):
 
 @pytest.mark.fault
 def test_a_number_that_no_manifest_can_hold_is_nobody_s_claim(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
+    store, lease = saved(url)
     store.leases.folder.put("99999999999999999999.json", b"{}")
     save(store, lease, 1)
     save(store, store.acquire(), 2)
@@ -214,9 +192,7 @@ def test_a_number_that_no_manifest_can_hold_is_nobody_s_claim(url):
 @pytest.mark.fault
 @pytest.mark.parametrize("change", ["absent", "foreign", "folder"])
 def test_only_its_own_claim_tells_a_writer_that_it_may_write(url, change):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, lease = saved(url, 1)
     draft = write_draft(store, lease, 2)
     store.leases.folder.remove("00000001.json")
     if change == "foreign":  # of the same launch, for another folder
@@ -251,9 +227,7 @@ def test_when_the_disk_vanishes_nothing_is_written_beneath(tmp_path, inside):
 
 @pytest.mark.fault
 def test_acquiring_clears_away_what_dead_writers_left(url):
-    store = CheckpointStore(url)
-    old = store.acquire()
-    save(store, old, 1)
+    store, old = saved(url, 1)
     write_draft(store, old, 2)
     save(store, store.acquire(), 3)
     left = [name for name in store.root.names() if name.startswith(".tmp")]
@@ -264,9 +238,7 @@ def test_acquiring_clears_away_what_dead_writers_left(url):
 
 @pytest.mark.fault
 def test_a_clock_set_back_changes_nothing(url, monkeypatch, tmp_path):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, _lease = saved(url, 1)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 86_400)
     save(store, store.acquire(), 2)
@@ -280,14 +252,11 @@ def test_a_clock_set_back_changes_nothing(url, monkeypatch, tmp_path):
 
 @pytest.mark.fault
 def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in (1, 2, 3):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path, 1, 2, 3)
     flip(tmp_path / "ba3" / "shard-00001.safetensors", 300_000)
     flip(tmp_path / "ba2" / "manifest.json", 700)
     found = store.newest_intact(verify_checkpoint, quarantine=lease)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert found.checkpoint.name == "ba1"
     assert len(found.notes) == 2 and all("\n" not in note for note in found.notes)
     assert any("shard-00001.safetensors: bytes" in note and "model/w" in note for note in found.notes)
     assert any("manifest.json: the checksum" in note for note in found.notes)
@@ -297,8 +266,7 @@ def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
 
 @pytest.mark.fault
 def test_readers_without_the_lease_move_nothing(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, store.acquire(), 1)
+    _store, _ = saved(tmp_path, 1)
     flip(tmp_path / "ba1" / "shard-00000.safetensors", 300_000)
     before = sorted(os.listdir(tmp_path))
     assert CheckpointStore(tmp_path).newest_intact(verify_checkpoint).checkpoint is None
@@ -307,10 +275,8 @@ def test_readers_without_the_lease_move_nothing(tmp_path):
 
 @pytest.mark.fault
 def test_all_damaged_finds_nothing_and_says_so(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
+    store, lease = saved(url, 1, 2)
     for batch in (1, 2):
-        save(store, lease, batch)
         store.root.child(f"ba{batch}").put("manifest.json", b"{}")
     found = store.newest_intact(verify_checkpoint, quarantine=lease)
     assert found.checkpoint is None
@@ -320,10 +286,7 @@ def test_all_damaged_finds_nothing_and_says_so(url):
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", ["header", "truncated", "deleted", "swapped", "other save", "no manifest"])
 def test_every_damage_to_files_is_found_by_name(tmp_path, damage):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
-    save(store, lease, 2)
+    store, _lease = saved(tmp_path, 1, 2)
     folder, one, two = tmp_path / "ba2", "shard-00000.safetensors", "shard-00001.safetensors"
     if damage == "header":
         flip(folder / one, 20)
@@ -339,15 +302,14 @@ def test_every_damage_to_files_is_found_by_name(tmp_path, damage):
     else:
         (folder / "manifest.json").unlink()
     found = store.newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert found.checkpoint.name == "ba1"
     assert ("manifest.json: missing" if damage == "no manifest" else f"ba2/{one}: ") in found.notes[0]
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("claim", [2**63, 1 << 40, 1, 10**9])
 def test_a_header_that_lies_about_its_length_is_not_believed(tmp_path, claim):
-    store = CheckpointStore(tmp_path)
-    save(store, store.acquire(), 1)
+    _store, _ = saved(tmp_path, 1)
     shard = tmp_path / "ba1" / "shard-00000.safetensors"
     raw = bytearray(shard.read_bytes())
     raw[:8] = claim.to_bytes(8, "little")
@@ -358,20 +320,16 @@ def test_a_header_that_lies_about_its_length_is_not_believed(tmp_path, claim):
 
 @pytest.mark.fault
 def test_a_manifest_of_a_terabyte_is_not_read(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
-    save(store, lease, 2)
+    store, _lease = saved(tmp_path, 1, 2)
     os.truncate(tmp_path / "ba2" / "manifest.json", 1 << 40)  # a hole: it takes no disk
     found = store.newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert found.checkpoint.name == "ba1"
     assert "bytes, more than the 268,435,456 a manifest may have" in found.notes[0]
 
 
 @pytest.mark.fault
 def test_a_checkpoint_under_another_name_is_not_taken_for_that(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, store.acquire(), 1)
+    store, _ = saved(tmp_path, 1)
     os.rename(tmp_path / "ba1", tmp_path / "ba9")
     assert "holds the manifest of e1-ba1" in store.newest_intact().notes[0]
 
@@ -379,9 +337,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_that(tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("change", ["damaged", "of another release"])
 def test_one_save_id_that_is_none_condemns_no_other_checkpoint(tmp_path, change):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, lease = saved(tmp_path, 1)
     damaged = save(store, lease, 2)
     if change == "damaged":
         flip(tmp_path / "ba2" / "manifest.json", damaged.folder.read("manifest.json", 9999).index(b"e1-ba2-") + 7, 0x40)
@@ -389,46 +345,24 @@ def test_one_save_id_that_is_none_condemns_no_other_checkpoint(tmp_path, change)
         raw = encode(replace(damaged.manifest, save_id="the second"))
         (tmp_path / "ba2" / "manifest.json").write_bytes(raw)
     found = store.newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba1"
+    assert found.checkpoint.name == "ba1"
     assert len(found.notes) == 1 and "passed over damaged checkpoint" in found.notes[0]
 
 
-HINTS = {
-    "empty": b"",
-    "torn": b'{"name": "ba2", "sav',
-    "stale": b'{"name": "ba1"}',
-    "dangling": b'{"name": "ba77"}',
-    "not text": b"\xff\xfe",
-    "hostile": b'{"name": "../../etc", "save_id": 3}',
-}
-
-
 @pytest.mark.fault
-@pytest.mark.parametrize("hint", HINTS.values(), ids=HINTS)
-def test_the_hint_is_never_trusted(url, hint):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    save(store, lease, 1)
-    save(store, lease, 2)
+@pytest.mark.parametrize("hint", [b"", b'{"name": "ba1"}', b'{"name": "ba77"}', b"\xff\xfe"])
+def test_the_hint_names_the_newest_and_is_never_trusted(url, hint):
+    store, _ = saved(url, 1, 2)
+    assert json.loads(store.root.read("latest.json", 1000))["name"] == "ba2"
     store.root.put("latest.json", hint)
-    found = store.newest_intact(verify_checkpoint)
-    assert found.checkpoint is not None and found.checkpoint.name == "ba2"
-
-
-def test_the_hint_names_the_newest(url):
-    store = CheckpointStore(url)
-    save(store, store.acquire(), 4)
-    assert json.loads(store.root.read("latest.json", 1000))["name"] == "ba4"
+    assert store.newest_intact(verify_checkpoint).checkpoint.name == "ba2"
 
 
 # ---------------------------------------------------------------------------------------------------------- retention
 
 
 def test_old_ones_go_and_those_to_keep_stay(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    for batch in range(1, 9):
-        save(store, lease, batch)
+    store, lease = saved(url, *range(1, 9))
     assert store.prune(lease, keep_newest=2, keep_every_batches=4, dry_run=True) == ["ba1", "ba2", "ba3", "ba5", "ba6"]
     assert len(names(store)) == 8
     store.prune(lease, keep_newest=2, keep_every_batches=4)
@@ -448,10 +382,7 @@ def archive(tmp_path, name):
 @pytest.mark.fault
 @pytest.mark.parametrize("how", ["pruned", "replaced"])
 def test_of_a_checkpoint_that_was_moved_to_another_disk_the_link_goes_and_the_archive_stays(tmp_path, how):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path / "checkpoints", 1, 2)
     moved = archive(tmp_path, "ba1")
     if how == "pruned":
         assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
@@ -468,10 +399,7 @@ def test_no_removal_follows_a_link_whatever_is_one(tmp_path):
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
     (elsewhere / "root").mkdir(parents=True)
     folder.symlink_to(elsewhere / "root")
-    store = CheckpointStore(folder)
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, lease = saved(folder, 1, 2)
     for name in ("shard-00000.safetensors", "manifest.json"):
         (folder / "ba1" / name).rename(elsewhere / name)
         (folder / "ba1" / name).symlink_to(elsewhere / name)
@@ -488,8 +416,7 @@ def test_no_removal_follows_a_link_whatever_is_one(tmp_path):
 
 @pytest.mark.fault
 def test_a_link_that_leads_nowhere_gives_way_to_a_save(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     (tmp_path / "ba1").symlink_to(tmp_path / "nowhere")
     save(store, lease, 1)
     verify_checkpoint(open_checkpoint(tmp_path / "ba1"))
@@ -497,9 +424,7 @@ def test_a_link_that_leads_nowhere_gives_way_to_a_save(tmp_path):
 
 @pytest.mark.fault
 def test_a_link_that_leads_in_a_circle_is_no_checkpoint_and_hides_none(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, lease = saved(tmp_path, 1)
     (tmp_path / "ba2").symlink_to("ba2")
     assert names(store) == ["ba1"]
     save(store, lease, 2)
@@ -517,8 +442,7 @@ def test_a_file_that_has_a_checkpoint_s_name_leaves_nothing_behind_when_a_save_r
 
 @pytest.mark.fault
 def test_a_part_of_the_log_that_cannot_be_removed_is_said_and_is_no_bug(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     for batch in (1, 2):
         log = write_log(store, f"e1-ba{batch}-00", b"x\n" * batch, ())
         store.publish(replace(write_draft(store, lease, batch), log=log), lease)
@@ -543,10 +467,7 @@ def test_retention_takes_all_of_a_checkpoint_that_was_copied_to_an_object_store_
 
 @pytest.mark.fault
 def test_the_last_verified_one_is_never_removed(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in (1, 2, 3, 4):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path, 1, 2, 3, 4)
     for batch in (3, 4):
         flip(tmp_path / f"ba{batch}" / "shard-00001.safetensors", 300_000)
     assert store.prune(lease, keep_newest=2, verify=verify_checkpoint) == ["ba1"]
@@ -558,8 +479,7 @@ def test_the_last_verified_one_is_never_removed(tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("has_lease", [True, False])
 def test_pruning_leaves_what_another_launch_is_uploading(url, has_lease):
-    store = CheckpointStore(url)
-    old = store.acquire()
+    store, old = saved(url)
     for batch in (10, 20, 30):
         save(store, old, batch)
     new = CheckpointStore(url).acquire()
@@ -574,10 +494,7 @@ def test_pruning_leaves_what_another_launch_is_uploading(url, has_lease):
 
 @pytest.mark.fault
 def test_pruning_removes_what_it_decided_on_and_not_what_took_its_place(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, lease = saved(url, 1, 2)
     again = []
 
     def replace_meanwhile(checkpoint):
@@ -591,10 +508,10 @@ def test_pruning_removes_what_it_decided_on_and_not_what_took_its_place(url):
 
 def test_removal_takes_the_commit_first(url):
     store = CheckpointStore(url)
-    saved = save(store, store.acquire(), 1)
+    once = save(store, store.acquire(), 1)
     seen = []
     store.on_phase = lambda phase: seen.append(names(store)) if phase == "mid-prune" else None
-    store.remove("ba1", saved.manifest.save_id)
+    store.remove("ba1", once.manifest.save_id)
     assert seen == [[]]
 
 
@@ -611,8 +528,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
 
 @pytest.mark.fault
 def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
-    store = CheckpointStore(url)
-    lease = store.acquire()
+    store, lease = saved(url)
     draft = write_draft(store, lease, 1)
     folder, _ = store.commits.draft(draft.save_id)
     folder.remove("shard-00001.safetensors")
@@ -627,9 +543,7 @@ def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
 @pytest.mark.fault
 @pytest.mark.parametrize("has_arrived", [True, False])
 def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatch, has_arrived):
-    store = CheckpointStore(f"memory://{uuid.uuid4().hex}")
-    lease = store.acquire()
-    save(store, lease, 1)
+    store, lease = saved(f"memory://{uuid.uuid4().hex}", 1)
     draft = write_draft(store, lease, 2)
     put = RemoteFolder.put
 
@@ -693,10 +607,7 @@ FOR_EVER = 1 << 30
 
 @pytest.fixture
 def two_saves(tmp_path):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in (1, 2):
-        save(store, lease, batch)
+    store, lease = saved(tmp_path, 1, 2)
     return store, lease
 
 
@@ -791,8 +702,7 @@ def test_a_folder_whose_checkpoints_were_all_set_aside_is_not_a_new_one(two_save
 
 @pytest.mark.fault
 def test_a_save_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
+    store, lease = saved(tmp_path)
     first = save(store, lease, 1)
     draft = write_draft(store, lease, 1)
     rename = LocalFolder.rename
@@ -810,9 +720,9 @@ def test_a_save_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, 
 
 def test_what_someone_else_has_removed_is_removed(url):
     store = CheckpointStore(url)
-    saved = save(store, store.acquire(), 1)
-    store.remove("ba1", saved.manifest.save_id)
-    store.remove("ba1", saved.manifest.save_id)
+    once = save(store, store.acquire(), 1)
+    for _ in range(2):
+        store.remove("ba1", once.manifest.save_id)
     assert names(store) == []
 
 
@@ -826,8 +736,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
 
 def test_login_nodes_need_no_torch(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, store.acquire(), 1)
+    _store, _ = saved(tmp_path, 1)
     code = (
         "import sys; "
         "from llmfoundry_lite.checkpoint.store import CheckpointStore; "
@@ -841,8 +750,7 @@ def test_login_nodes_need_no_torch(tmp_path):
 
 @pytest.mark.fault
 def test_structure_alone_reads_little_and_finds_what_is_missing(url):
-    store = CheckpointStore(url)
-    save(store, store.acquire(), 1)
+    _store, _ = saved(url, 1)
     checkpoint = open_checkpoint(f"{url}/ba1")
     check_structure(checkpoint)
     checkpoint.folder.remove(checkpoint.manifest.files[1].name)
@@ -851,10 +759,7 @@ def test_structure_alone_reads_little_and_finds_what_is_missing(url):
 
 
 def test_listing_and_retention_decode_no_manifest_but_the_newest(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    lease = store.acquire()
-    for batch in range(1, 9):
-        save(store, lease, batch)
+    _store, lease = saved(tmp_path, *range(1, 9))
     decoded = []
     real = commit.decode
     monkeypatch.setattr(commit, "decode", lambda raw, where: decoded.append(where) or real(raw, where))
