@@ -246,14 +246,6 @@ def test_a_lease_that_no_listing_shows_is_passed_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault
-def test_a_pipe_in_the_place_of_a_checkpoint_is_replaced_by_a_save(tmp_path):
-    store = CheckpointStore(tmp_path)
-    os.mkfifo(tmp_path / "ba1")
-    save(store, store.acquire(), 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".leases", "ba1", "latest.json"]
-
-
-@pytest.mark.fault
 def test_a_pipe_in_the_place_of_a_lease_is_nobody_s(tmp_path):
     store = CheckpointStore(tmp_path)
     store.acquire()
