@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import xxhash
@@ -152,16 +151,6 @@ class TensorRecord:
         return self.layout.overlapping(self.shape, offset, lengths)
 
 
-class Stored(NamedTuple):
-    """A slice as its file has it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    """Bytes from the beginning of the file."""
-    end: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     name: str
@@ -175,8 +164,6 @@ class FileRecord:
     """Hash of a shard's header and hash table, one after the other; "": the hashes are in `block_hashes`."""
     block_hashes: str = ""
     """HASH_CHARACTERS for each block of a file without a table; the last block may be short."""
-    contents: dict[str, Stored] | None = None
-    """Slices that format 1 lists in the manifest too."""
     extra: Extra = field(default_factory=dict)
 
     @property
@@ -484,41 +471,20 @@ def _decode_layout(item: Item) -> Grid:
 
 
 def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
-    """Read lists of every slice and every hash. What format 2 leaves to the files' headers becomes `contents`."""
-    files = [dataclasses.replace(file, contents={}) for file in _decode_files(item.get("files"))]
+    """Read lists of every slice, and files with every hash. Where slices lie in a file is in its header as well."""
     tensors = {}
     for name, tensor in item.get("tensors").entries():
-        dtype, cells = tensor.get("dtype").string(), []
-        tensor.expect(dtype in ITEM_BYTES, f"a known dtype, not {shorten(dtype)}")
+        cells = []
         for part in tensor.get("slices").items():
             part.expect(isinstance(part.value, list) and len(part.value) == 5, "[file, begin, end, offset, shape]")
-            index, begin, end, offset, shape = part.items()
-            cell = Slice(index.integer(), offset.integers(), shape.integers())
-            stored = Stored(dtype, cell.shape, begin.integer(), end.integer())
-            if not cell.file < len(files):
-                raise DamagedCheckpointError(f"{tensor.where}: slice in file number {cell.file}, which is not there")
-            file, size = files[cell.file], stored.end - stored.begin
-            if not 8 <= stored.begin <= stored.end <= file.num_bytes:
-                raise DamagedCheckpointError(
-                    f"{tensor.where}: bytes {stored.begin} to {stored.end} are not inside {file.name}"
-                )
-            if size != math.prod(stored.shape) * ITEM_BYTES[dtype]:
-                raise DamagedCheckpointError(f"{tensor.where}: {size} bytes for a slice of shape {stored.shape}")
-            assert file.contents is not None
-            if file.contents.setdefault(cell.key(name), stored) is not stored:
-                raise DamagedCheckpointError(f"{tensor.where}: slices overlap at {cell.offset}")
-            cells.append(cell)
+            file, _, _, offset, shape = part.items()
+            cells.append(Slice(file.integer(), offset.integers(), shape.integers()))
         shape, extra = tensor.get("shape").integers(), tensor.besides("dtype", "shape", "slices")
         layout = grid_of(cells, shape)
         if isinstance(layout, str):
             raise DamagedCheckpointError(f"{tensor.where}: {layout}")
-        tensors[name] = TensorRecord(dtype, shape, layout, extra)
-    for file in files:
-        used = sorted((stored.begin, stored.end, key) for key, stored in (file.contents or {}).items())
-        for (_, end, key), (begin, _, other) in pairwise(used):
-            if begin < end:
-                raise DamagedCheckpointError(f"{item.where}: {key} and {other} share bytes of {file.name}")
-    return tuple(files), {}, tensors
+        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, layout, extra)
+    return _decode_files(item.get("files")), {}, tensors
 
 
 # ------------------------------------------------------------------------------------------------ what must hold

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, Stored
+from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -42,6 +42,15 @@ class Entry(NamedTuple):
     num_bytes: int
 
 
+class Stored(NamedTuple):
+    """A slice as its file's header has it, from byte `begin` of the file to `end`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
 class Want(NamedTuple):
     """A byte range of a file and where it should go."""
 
@@ -53,11 +62,8 @@ class Want(NamedTuple):
     """Its name, for messages."""
 
 
-class Run(NamedTuple):
-    """A byte range that is read at once: whole blocks."""
-
-    begin: int
-    end: int
+Run = tuple[int, int]
+"""Begin and end of whole blocks that are read at once."""
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -166,9 +172,11 @@ class Shard:
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
         self.folder, self.file, self.source = folder, file, source
         self.hashes = bytes.fromhex(file.block_hashes)
-        self.contents = file.contents or {}
+        self.contents: dict[str, Stored] = {}
         if file.digest:
             self.hashes, self.contents = self._look(self._read_header)
+        elif file.name.endswith(".safetensors"):  # of format 1
+            self.contents = self._read_hashed_header()
 
     def _read_header(self, source: Source) -> tuple[bytes, dict[str, Stored]]:
         file = self.file
@@ -177,6 +185,14 @@ class Shard:
         if hash_pieces([header, hashes]).hex() != file.digest:
             raise self.damage("its header or its hashes are not what was written")
         return hashes, parse_header(header, self)
+
+    def _read_hashed_header(self) -> dict[str, Stored]:
+        length = self._look(lambda source: int.from_bytes(_read_bytes(source, 0, 8), "little"))
+        if not 2 <= length <= min(MAX_HEADER_BYTES, self.file.num_bytes - 8):
+            raise self.damage(f"its header claims {length:,} bytes")
+        header = np.empty(8 + length, np.uint8)
+        self.read([Want(0, 8 + length, header, "header")])
+        return parse_header(header.tobytes(), self)
 
     def damage(self, text: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.folder.url}/{self.file.name}: {text}", self.file.name)
@@ -217,7 +233,7 @@ class Shard:
         begins, ends = [want.begin for want in wants], [want.end for want in wants]
 
         def read(run: Run) -> None:
-            inside = wants[bisect_right(ends, run.begin) : bisect_left(begins, run.end)]
+            inside = wants[bisect_right(ends, run[0]) : bisect_left(begins, run[1])]
             self._read_run(run, inside, [(want.begin, want.end, want.tensor) for want in inside])
 
         _for_each(read, _runs(self.file, wants), num_threads)
@@ -228,34 +244,35 @@ class Shard:
 
         def read(run: Run) -> None:
             self._read_run(run, (), named)
-            on_read(run.end - run.begin)
+            on_read(run[1] - run[0])
 
         _for_each(read, _cut_run(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
 
     def _read_run(self, run: Run, wants: Sequence[Want], named: Sequence[tuple[int, int, str]]) -> None:
         """Read straight into the targets; into scratch memory what no one wants but must be hashed."""
         pieces: list[Buffer] = []
-        position = run.begin
+        first, last = run
+        position = first
         for want in wants:
-            start, stop = max(want.begin, position), min(want.end, run.end)
+            start, stop = max(want.begin, position), min(want.end, last)
             if start > position:
                 pieces.append(np.empty(start - position, np.uint8))
             pieces.append(want.target[start - want.begin : stop - want.begin])
             position = stop
-        if position < run.end:
-            pieces.append(np.empty(run.end - position, np.uint8))
+        if position < last:
+            pieces.append(np.empty(last - position, np.uint8))
 
         def read(source: Source) -> None:
-            source.read_into(run.begin, pieces)
+            source.read_into(first, pieces)
             self._check_blocks(run, pieces, named)
 
         self._look(read)
 
     def _check_blocks(self, run: Run, pieces: Sequence[Buffer], named: Sequence[tuple[int, int, str]]) -> None:
         block_bytes = self.file.block_bytes
-        starts = [run.begin, *(run.begin + n for n in accumulate(len(piece) for piece in pieces))]
-        for first in range(run.begin, run.end, block_bytes):
-            last = min(first + block_bytes, run.end)
+        starts = [run[0], *(run[0] + n for n in accumulate(len(piece) for piece in pieces))]
+        for first in range(*run, block_bytes):
+            last = min(first + block_bytes, run[1])
             at = first // block_bytes * HASH_BYTES
             if hash_pieces(_cut(pieces, starts, first, last)) != self.hashes[at : at + HASH_BYTES]:
                 hit = sorted({name for begin, end, name in named if begin < last and end > first})
@@ -316,29 +333,12 @@ def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
     return contents
 
 
-def read_header(shard: Shard) -> dict[str, Stored]:
-    """Return the slices in the header of a file of any format. Raises UnsoundCheckpointError."""
-    if shard.file.digest:
-        return shard.contents
-
-    def read(source: Source) -> dict[str, Stored]:
-        length = int.from_bytes(_read_bytes(source, 0, 8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, shard.file.num_bytes - 8):
-            raise shard.damage(f"its header claims {length:,} bytes")
-        return parse_header(_read_bytes(source, 0, 8 + length), shard)
-
-    return shard._look(read)
-
-
 def check_headers(folder: Folder, manifest: Manifest) -> None:
     """Raises UnsoundCheckpointError unless all headers together have every slice of every tensor, and nothing else."""
     seen = dict.fromkeys(manifest.tensors, 0)
     for index, file in enumerate(manifest.files):
         with open_shard(folder, file) as shard:
-            for key, stored in read_header(shard).items():
-                if file.contents is not None and file.contents.get(key) != stored:
-                    expected = file.contents.get(key, "missing")
-                    raise shard.damage(f"{key} is {stored} in its header and {expected} in the manifest")
+            for key, stored in shard.contents.items():
                 name, _, offset = key.rpartition("@")
                 record = manifest.tensors.get(name)
                 cell = None if record is None else record.layout.at(record.shape, _numbers(offset))
@@ -383,7 +383,7 @@ def _runs(file: FileRecord, wants: Sequence[Want]) -> list[Run]:
 
 def _cut_run(begin: int, end: int, block_bytes: int) -> list[Run]:
     step = _chunk_bytes(block_bytes)
-    return [Run(at, min(at + step, end)) for at in range(begin, end, step)]
+    return [(at, min(at + step, end)) for at in range(begin, end, step)]
 
 
 def _chunk_bytes(block_bytes: int) -> int:

@@ -45,31 +45,24 @@ class Candidate:
     """A folder that looks like a checkpoint. Its manifest is decoded when it is first asked for, and not to list it."""
 
     def __init__(
-        self,
-        name: str,
-        folder: Folder,
-        head: Head | None = None,
-        checkpoint: Checkpoint | None = None,
-        error: CheckpointError | None = None,
+        self, name: str, folder: Folder, head: Head | None = None, found: Checkpoint | CheckpointError | None = None
     ):
         self.name = name
         self.head = head
         """None: it cannot be read, and its place among the others is not known."""
         self._folder = folder
-        self._checkpoint = checkpoint
-        self._error = error
+        self._found = found
 
     def open(self) -> Checkpoint:
         """Raises CheckpointError if it cannot be read, the same each time."""
-        if self._error is not None:
-            raise self._error
-        if self._checkpoint is None:
+        if self._found is None:
             try:
-                self._checkpoint = read_checkpoint(self._folder)
+                self._found = read_checkpoint(self._folder)
             except CheckpointError as error:
-                self._error = error
-                raise
-        return self._checkpoint
+                self._found = error
+        if isinstance(self._found, CheckpointError):
+            raise self._found
+        return self._found
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -79,7 +72,7 @@ class Candidate:
 
     @property
     def error(self) -> CheckpointError | None:
-        return self._error if self.checkpoint is None else None
+        return self._found if self.checkpoint is None and isinstance(self._found, CheckpointError) else None
 
     @property
     def is_listed(self) -> bool:
@@ -274,7 +267,7 @@ class CheckpointStore:
                 if self.commits.drafts_in_place or not names:
                     return None  # not committed yet, or being removed
                 error = IncompleteCheckpointError(f"{folder.url}/{MANIFEST}: missing")
-        return Candidate(name, folder, error=error)
+        return Candidate(name, folder, found=error)
 
     def newest_intact(
         self,
