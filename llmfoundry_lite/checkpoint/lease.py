@@ -15,7 +15,7 @@ from typing import Any
 from llmfoundry_lite.checkpoint.folders import Folder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
-from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, pid_namespace, start_ticks
+from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace
 
 FOLDER = ".leases"
 KEPT = 8
@@ -113,11 +113,10 @@ class Leases:
 
 def is_running_elsewhere(owner: dict[str, Any]) -> bool:
     """Return whether a lease's owner is another process that certainly runs: on this very boot of this machine."""
-    pid, boot, namespace = owner.get("pid"), owner.get("boot"), owner.get("namespace", pid_namespace())
-    if type(pid) is not int or boot is None or boot != boot_id() or namespace != pid_namespace() or pid == os.getpid():
+    pid, namespace = owner.get("pid"), owner.get("namespace", pid_namespace())
+    if type(pid) is not int or pid == os.getpid() or owner.get("boot") is None:
         return False
-    started = start_ticks(pid)
-    return started is not None and started == owner.get("started")
+    return lives(owner | {"namespace": namespace}) is True
 
 
 def _name(epoch: int) -> str:

@@ -204,27 +204,29 @@ def boxes_in(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) 
 
 def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence[int]], item_bytes: int) -> Spread:
     """Cut a tensor over a mesh of ranks, by a placement of `_describe_placement` for each dimension of the mesh."""
-    replicated = [dim for dim, placement in enumerate(placements) if not placement]
     num_cut = max((placement[0] + 1 for placement in placements if placement), default=0)
-    orders = [cut_order(ranks.shape, placements, dim) for dim in range(num_cut)]
-    holders = ranks.transpose([*replicated, *itertools.chain(*orders)]).reshape(
-        *(math.prod(ranks.shape[i] for i in mesh_dims) for mesh_dims in (replicated, *orders))
-    )
-    num_bytes = np.array(math.prod(shape[num_cut:]) * item_bytes, np.int64)
+    if not math.prod(shape):
+        return Spread((), ranks.ravel(), np.array(0, np.int64))
+    edges = cut(shape, ranks.shape, placements, list(np.indices(ranks.shape)))
+    begins, ends = (np.array([*np.broadcast_arrays(*edge, ranks)][:-1]).reshape(-1, *ranks.shape) for edge in edges)
+    is_held = (ends > begins).all(axis=0)
     cuts: list[Cut] = []
-    for dim, mesh_dims in enumerate(orders):
-        cut, filled, sizes = cut_dimension(shape[dim], [ranks.shape[i] for i in mesh_dims])
-        cuts.append(cut)
-        holders = np.take(holders, filled, axis=dim + 1)
-        num_bytes = np.multiply.outer(num_bytes, np.array(sizes, np.int64))
-    return Spread(tuple(cuts), holders, num_bytes)
+    cell, num_bytes = np.zeros(is_held.sum(), np.int64), np.array(math.prod(shape[num_cut:]) * item_bytes, np.int64)
+    for dim in range(num_cut):
+        places, first, index = np.unique(begins[dim][is_held], return_index=True, return_inverse=True)
+        sizes = (ends[dim] - begins[dim])[is_held][first]
+        cuts.append(_as_cut(places.tolist(), sizes.tolist(), shape[dim]) if len(places) > 1 else 0)
+        cell = cell * len(places) + index
+        num_bytes = np.multiply.outer(num_bytes, sizes)
+    holders = ranks[is_held][np.argsort(cell, kind="stable")].reshape(*num_bytes.shape, -1)
+    return Spread(tuple(cuts), np.moveaxis(holders, -1, 0), num_bytes)
 
 
 def spread_in_row_order(spread: Spread, runs: Runs, num_rows: int) -> Spread:
     """Cut rows that ranks have in another order, in runs: the tensor itself has smaller cells, several on a rank."""
     assert len(spread.cuts) == 1, "only rows are cut"
-    cut, row_bytes = spread.cuts[0], int(spread.num_bytes.sum()) // num_rows
-    begins = [0, *cut] if isinstance(cut, tuple) else list(range(0, num_rows, cut or num_rows))
+    rule, row_bytes = spread.cuts[0], int(spread.num_bytes.sum()) // num_rows
+    begins = [0, *rule] if isinstance(rule, tuple) else list(range(0, num_rows, rule or num_rows))
     cells = sorted(
         (first, count, cell)
         for cell, (begin, end) in enumerate(itertools.pairwise([*begins, num_rows]))
@@ -257,22 +259,20 @@ def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], di
     return order
 
 
-def cut_dimension(length: int, ways: Sequence[int]) -> tuple[Cut, list[int], list[int]]:
-    """Cut as torch.chunk does, then each part again. Return the rule or the places, the parts that are not empty, and
-    their sizes."""
-    parts = [(0, length)]
-    for count in ways:
-        finer = []
-        for begin, end in parts:
-            chunk = max(-(-(end - begin) // count), 1)
-            cuts = [min(begin + i * chunk, end) for i in range(count + 1)]
-            finer += list(itertools.pairwise(cuts))
-        parts = finer
-    filled = [i for i, (begin, end) in enumerate(parts) if end > begin]
-    begins, sizes = [parts[i][0] for i in filled], [parts[i][1] - parts[i][0] for i in filled]
-    if len(filled) <= 1:
-        return 0, filled or [0], sizes or [0]
-    return _as_cut(begins, sizes, length), filled, sizes
+def cut(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], index: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return where the part at an index of a mesh, or at an array of them, begins and ends in each dimension. Every
+    mesh dimension cuts as torch.chunk does."""
+    begins: list[Any] = [0] * len(shape)
+    ends: list[Any] = list(shape)
+    for dim in {placement[0] for placement in placements if placement}:
+        for mesh_dim in cut_order(mesh_shape, placements, dim):
+            begin, end = begins[dim], ends[dim]
+            chunk = -(-(end - begin) // mesh_shape[mesh_dim])
+            begins[dim] = np.minimum(begin + index[mesh_dim] * chunk, end)
+            ends[dim] = np.minimum(begins[dim] + chunk, end)
+    return begins, ends
 
 
 def _as_cut(begins: list[int], sizes: list[int], length: int) -> Cut:
@@ -301,14 +301,8 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if coordinate is None:
         return (0,) * tensor.ndim, (0,) * tensor.ndim
     placements = [_describe_placement(placement, "a tensor") for placement in tensor.placements]
-    begins, ends = [0] * tensor.ndim, list(tensor.shape)
-    for dim in {placement[0] for placement in placements if placement}:
-        for mesh_dim in cut_order(tensor.device_mesh.shape, placements, dim):
-            begin, end = begins[dim], ends[dim]
-            chunk = -(-(end - begin) // tensor.device_mesh.shape[mesh_dim])
-            begins[dim] = min(begin + coordinate[mesh_dim] * chunk, end)
-            ends[dim] = min(begins[dim] + chunk, end)
-    return tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    begins, ends = cut(tensor.shape, tensor.device_mesh.shape, placements, coordinate)
+    return tuple(map(int, begins)), tuple(int(end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
 class OwnBox(NamedTuple):
