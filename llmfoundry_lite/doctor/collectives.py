@@ -47,7 +47,6 @@ class Report(NamedTuple):
     """One rank's result of one step."""
 
     problem: str = ""
-    unsupported: str = ""
     bytes_per_second: float = 0.0
     clock: float = 0.0
     """The wall clock, in seconds."""
@@ -112,8 +111,7 @@ def read_reports(path: Path) -> list["Report"]:
 
 
 def judge_step(name: str, reports: Mapping[int, Report], dead: Mapping[int, str], group: Group) -> Finding:
-    backend = BACKENDS[vendor()]
-    place = f"{group.num_ranks} ranks over {backend}"
+    place = f"{group.num_ranks} ranks over {BACKENDS[vendor()]}"
     # A rank that died comes before those that waited for it.
     problems = [f"rank {rank} {words}" for rank, words in dead.items() if rank not in reports]
     problems += [f"rank {rank} {report.problem}" for rank, report in reports.items() if report.problem]
@@ -124,9 +122,6 @@ def judge_step(name: str, reports: Mapping[int, Report], dead: Mapping[int, str]
         return Finding(name, Status.FAIL, detail=f"{place}: {shorten(problems)}", fix=OTHER_FIX[vendor()])
     if name == CLOCKS:
         return judge_clocks({rank: (report.host, report.clock) for rank, report in reports.items()})
-    unsupported = next((report.unsupported for report in reports.values() if report.unsupported), "")
-    if unsupported:
-        return Finding(name, Status.SKIP, detail=f"{backend}: {unsupported}")
     rate = min(report.bytes_per_second for report in reports.values())
     if not rate:
         return Finding(name, Status.PASS, detail=place)
@@ -205,9 +200,7 @@ def try_collective(collective: "Collective", size: int, device: torch.device) ->
             if count > num_ranks * 16 and num_ranks > 1:
                 seconds = measure_seconds(lambda mine=inputs[rank]: collective.run(mine), device, 3)
                 rate = collective.bus_share(num_ranks) * 4 * count / seconds
-    except (RuntimeError, NotImplementedError) as error:
-        if "not support" in str(error) or isinstance(error, NotImplementedError):
-            return Report(unsupported=describe_error(error))
+    except RuntimeError as error:
         return Report(problem=describe_error(error))
     return Report(bytes_per_second=rate)
 

@@ -24,7 +24,7 @@ from llmfoundry_lite.devices import device_name, device_type, finish, vendor
 from llmfoundry_lite.doctor.collectives import OTHER_FIX, contribution, judge_clocks
 from llmfoundry_lite.doctor.examine import check_json_file, exit_code, find_versions, report
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, judge
-from llmfoundry_lite.doctor.speed import BROKEN, LENGTH, THROTTLED, Product, find_wrong, measure_flops
+from llmfoundry_lite.doctor.speed import BROKEN, NUM_TERMS, THROTTLED, Product, find_wrong, measure_flops
 from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
@@ -141,7 +141,7 @@ def node_name() -> str:
 def measure_rank(machine: Machine, device: torch.device) -> Member:
     """Measure this rank; all ranks read their clocks right after a barrier."""
     here = this_rank()
-    problem = find_wrong(Product.of_signs(256, LENGTH, 256, torch.bfloat16), device)
+    problem = find_wrong(Product.of_signs(256, NUM_TERMS, 256, torch.bfloat16), device)
     size = (512 if machine.quick else 1024) if device.type == "cpu" else 8192
     rate = measure_flops(device, size, 3 if machine.quick else 10)
     versions = {name: version or "missing" for name, version in find_versions().items()}
